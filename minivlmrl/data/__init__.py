@@ -1,0 +1,1 @@
+"""FILES -> TOKENS AND PATCHES: images, chat template, tokenizer, datasets, the embedded task."""

@@ -1,0 +1,77 @@
+"""Messages and images -> a Prompt, the only form in which a question reaches the model."""
+
+from dataclasses import dataclass, field
+
+import PIL.Image
+import torch
+from torch import Tensor
+
+from minivlmrl.data.chat import IMAGE, Control, render
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+
+@dataclass
+class Prompt:
+    """One question as tensors."""
+
+    input_ids: Tensor  # (P,) int64, image placeholders expanded
+    pixel_values: Tensor  # (patches of all its images, patch_dim) float32
+    image_grid_thw: Tensor  # (images, 3) int64
+
+
+@dataclass
+class Processor:
+    """Tokenizer and image settings of one checkpoint."""
+
+    tokenizer: Tokenizer
+    image_processor: ImageProcessor
+    special: dict[str, int] = field(init=False)  # control token -> id
+
+    def __post_init__(self):
+        self.special = {name: self.tokenizer.token_id(name) for name in SPECIAL_TOKENS}
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """A completion ends with either: <|im_end|> closes a turn, <|endoftext|> a document."""
+        return self.special["<|im_end|>"], self.special["<|endoftext|>"]
+
+    def __call__(self, messages: list[dict], images: list[PIL.Image.Image]) -> Prompt:
+        """Render a conversation up to where the assistant has to answer.
+
+        Args:
+            messages: see chat.render.
+            images: one for each image part, in order.
+        Raises:
+            ValueError: the number of image parts is not the number of images; see also chat.render and image.py.
+        """
+        pieces = render(messages)
+        if pieces.count(IMAGE) != len(images):
+            raise ValueError(
+                f"the prompt has {pieces.count(IMAGE)} image placeholder(s) but {len(images)} image(s) came with it; "
+                "put one placeholder where each image belongs"
+            )
+        processed = [self.image_processor(image) for image in images]
+        tokens_per_image = iter([self.image_processor.num_tokens(grid) for _, grid in processed])
+        ids = []
+        for piece in pieces:
+            if piece is IMAGE:
+                ids += [self.special[IMAGE]] * next(tokens_per_image)
+            elif isinstance(piece, Control):
+                ids.append(self.special[piece])
+            else:
+                ids += self.tokenizer.encode(piece)
+        return Prompt(
+            torch.tensor(ids),
+            torch.cat([torch.zeros(0, self.image_processor.patch_dim), *(pixels for pixels, _ in processed)]),
+            torch.tensor([grid for _, grid in processed], dtype=torch.long).view(-1, 3),
+        )
+
+    def encode_completion(self, text: str) -> Tensor:
+        """Tokens of an answer as the model has to write it: the text, then <|im_end|>. (C,) int64."""
+        return torch.tensor([*self.tokenizer.encode(text), self.special["<|im_end|>"]])
+
+    def decode(self, ids: Tensor) -> str:
+        """Text of a completion without its stop token."""
+        ids = ids.tolist()
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)

@@ -1,0 +1,86 @@
+"""The one batch type: a packed run of prompts, each followed by its completions, and the images of the prompts.
+
+SFT is a prompt with one completion, GRPO a prompt with G, prefill a prompt with none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.data.processor import Prompt
+from minivlmrl.model.attention import GroupLayout
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.rope import get_rope_index
+
+
+@dataclass
+class GroupBatch:
+    """N tokens in one run, no padding."""
+
+    input_ids: Tensor  # (N,) int64
+    position_ids: Tensor  # (3, N) int64: time, height, width
+    pixel_values: Tensor  # (patches, patch_dim) float32, images of all prompts in order
+    image_grid_thw: Tensor  # (images, 3) int64
+    image_index: Tensor  # (merged image tokens,) their places in the run, prompts only
+    layout: GroupLayout
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """(M,) the tokens that are scored."""
+        return self.input_ids[self.layout.completion_index]
+
+    def split(self, per_token: Tensor) -> list[Tensor]:
+        """Cut a flat (M,) tensor over completion tokens into one piece per completion."""
+        return list(per_token.split(self.layout.row_lengths))
+
+    def pad(self, per_token: Tensor) -> Tensor:
+        """(M,) over completion tokens -> (R, longest completion), zeros on the right: the form the losses take."""
+        return torch.nn.utils.rnn.pad_sequence(self.split(per_token), batch_first=True)
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """(R, longest completion), 1 where a row has a token. From lengths: what the tokens are plays no part."""
+        return self.pad(torch.ones(len(self.layout.completion_index), device=self.input_ids.device))
+
+
+def pack(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config: ModelConfig, device="cpu"
+) -> GroupBatch:
+    """Lay prompts and their completions end to end.
+
+    Example: a prompt of 3 tokens with completions of 2 and 1 tokens gives N = 6,
+        run       p0 p1 p2 | a0 a1 | b0
+        position   0  1  2 |  3  4 |  3        each completion goes on where its prompt ended
+
+    Args:
+        prompts: B of them.
+        completions: for each prompt the token ids of its completions, each (C,) int64, C >= 1; may be empty.
+    Raises:
+        ValueError: a completion without tokens, or a prompt whose image tokens do not fit its images.
+    """
+    ids, positions, image_index, place = [], [], [], 0
+    for prompt, group in zip(prompts, completions, strict=True):
+        prompt_positions = get_rope_index(prompt.input_ids, prompt.image_grid_thw, config)  # (3, P)
+        image_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + place)
+        ids.append(prompt.input_ids)
+        positions.append(prompt_positions)
+        following = int(prompt_positions.max()) + 1
+        for completion in group:
+            if len(completion) == 0:
+                raise ValueError("a completion has no tokens; drop its row or let it end with a stop token")
+            ids.append(completion.cpu())
+            positions.append(torch.arange(following, following + len(completion)).expand(3, -1))
+        place += len(prompt.input_ids) + sum(len(completion) for completion in group)
+    layout = GroupLayout(
+        [len(p.input_ids) for p in prompts], [[len(c) for c in group] for group in completions], device
+    )
+    return GroupBatch(
+        torch.cat(ids).to(device),
+        torch.cat(positions, dim=1).to(device),
+        torch.cat([p.pixel_values for p in prompts]).to(device),
+        torch.cat([p.image_grid_thw for p in prompts]),
+        torch.cat(image_index).to(device),
+        layout,
+    )

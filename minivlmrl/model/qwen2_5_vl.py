@@ -1,0 +1,58 @@
+"""Qwen2.5-VL: vision tower, decoder, head. Parameter names are those of the hub's checkpoints."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from minivlmrl.model.attention import GroupAttention
+from minivlmrl.model.batch import GroupBatch
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.text import Rule, TextModel
+from minivlmrl.model.vision import VisionTransformer
+
+
+class Qwen2_5_VL(nn.Module):  # noqa: N801 (the model's name)
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.visual = VisionTransformer(config.vision_config)
+        self.model = TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: GroupBatch, rule: Rule | None = None) -> Tensor:
+        """Hidden states of a packed run; each prompt and each image is computed once.
+
+        Args:
+            batch: N tokens.
+            rule: the attention rule, by default GroupAttention(batch.layout).
+        Returns:
+            hidden_states (N, hidden_size) after the final norm; `lm_head` makes logits of them.
+        """
+        x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
+        if len(batch.image_grid_thw):
+            image_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
+            x = x.index_copy(0, batch.image_index, image_embeds.to(x.dtype))
+        return self.model(x, batch.position_ids, rule or GroupAttention(batch.layout))
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator):
+        """Draw random weights for training from scratch.
+
+        Every matrix keeps the variance of what passes through it, N(0, 1/fan_in); projections that write into the
+        residual stream are scaled by 1/sqrt(2 * depth) so that the sum over blocks does not grow; embeddings N(0, 0.02).
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter.normal_(0, 0.02, generator=generator)
+            elif parameter.dim() > 1:
+                depth = len(self.visual.blocks) if name.startswith("visual.") else len(self.model.layers)
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight"))
+                scale = 1 / math.sqrt(2 * depth) if writes_residual else 1.0
+                parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)

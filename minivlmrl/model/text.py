@@ -1,0 +1,70 @@
+"""The decoder: Qwen2 with M-RoPE. It works on a packed run of N tokens and leaves who-sees-whom to the given rule.
+
+Dimension letters: N tokens, H query heads, K key/value heads, D head_dim.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.layers import MLP, RMSNorm
+from minivlmrl.model.rope import apply_rotary, text_rotary
+
+Rule = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see model/attention.py
+
+
+class TextModel(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, rule: Rule) -> Tensor:
+        """Run all layers.
+
+        Args:
+            inputs_embeds: (N, hidden_size).
+            position_ids: (3, N) int64.
+            rule: the attention rule, called once a layer.
+        Returns:
+            hidden_states (N, hidden_size) after the final norm.
+        """
+        cos, sin = text_rotary(position_ids, self.config, inputs_embeds.dtype)
+        x = inputs_embeds
+        for layer in self.layers:
+            x = layer(x, cos, sin, rule)
+        return self.norm(x)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rule: Rule) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, rule)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; query, key and value projections have biases, the output has none."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        width, key_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width)
+        self.k_proj = nn.Linear(config.hidden_size, key_width)
+        self.v_proj = nn.Linear(config.hidden_size, key_width)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rule: Rule) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)  # (N, H, D), (N, K, D)
+        return self.o_proj(rule(self.index, q, k, v).flatten(1))

@@ -1,0 +1,1 @@
+"""PROMPTS -> COMPLETIONS, REWARDS, ADVANTAGES: sampling and judging."""

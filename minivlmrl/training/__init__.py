@@ -1,0 +1,1 @@
+"""LOG-PROBABILITIES -> LOSS -> STEP: losses, algorithms, the loop's parts."""

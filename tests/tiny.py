@@ -1,0 +1,62 @@
+"""Tiny models with telling weights, and random prompts for them; what several test files share."""
+
+import torch
+
+from minivlmrl.data.processor import Prompt
+from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+
+IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
+
+
+def config(tied: bool = False, layers: int = 3) -> ModelConfig:
+    """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
+    vision = VisionConfig(
+        depth=4, hidden_size=32, intermediate_size=44, num_heads=2, out_hidden_size=64, fullatt_block_indexes=(1, 3)
+    )  # fmt: skip
+    return ModelConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, mrope_section=(2, 3, 3), tie_word_embeddings=tied, image_token_id=IMAGE,
+        video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, bos_token_id=1,
+        eos_token_id=2, vision_config=vision,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def telling_weights(model: torch.nn.Module, seed: int = 0):
+    """Variance-preserving matrices, random biases and norm weights.
+
+    With the default initialisation (N(0, 0.02), zero biases, unit norms) a swap of height and width in the vision
+    rotary moves the logits by 5e-5 and hides under any tolerance; with these weights it moves them by 0.1 and more.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(model.named_parameters()):
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        if "norm" in name or "ln_q" in name:
+            p.copy_(1 + 0.2 * noise)
+        elif p.dim() == 1:
+            p.copy_(0.1 * noise)
+        elif "embed_tokens" in name:
+            p.copy_(2 * noise / p.shape[1] ** 0.5)
+        else:
+            p.copy_(noise / p[0].numel() ** 0.5)
+    return model
+
+
+def model(tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Qwen2_5_VL:
+    return telling_weights(Qwen2_5_VL(config(tied)).to(dtype), seed)
+
+
+def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5) -> Prompt:
+    """Random text around random images of the given grids (patches in time, height, width)."""
+    ids = [torch.randint(3, 280, (text,), generator=generator)]
+    for t, h, w in grids:
+        image = [VISION_START] + [IMAGE] * (t * h * w // 4) + [VISION_END]
+        ids += [torch.tensor(image), torch.randint(3, 280, (text,), generator=generator)]
+    patches = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(patches, 1176, generator=generator)
+    return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3))
+
+
+def completion(generator: torch.Generator, length: int) -> torch.Tensor:
+    return torch.randint(3, 280, (length,), generator=generator)
