@@ -1,10 +1,9 @@
 """The model against transformers 5.23: logits, gradients, positions, windows, checkpoints both ways, greedy decoding."""
 
 import pytest
+import tiny
 import torch
 
-import tiny
-from minivlmrl.model import rope, vision
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model
 

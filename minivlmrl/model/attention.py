@@ -181,7 +181,7 @@ class DecodeAttention:
         self.length += 1
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (R, H, D), K, B = q.shape, k.shape[1], len(self.bias)
+        (R, H, D), K = q.shape, k.shape[1]
         own_k, own_v = self.own[layer_index]
         own_k[:, :, self.length], own_v[:, :, self.length] = k, v
         own_k, own_v = own_k[:, :, : self.length + 1], own_v[:, :, : self.length + 1]  # (R, K, T, D)

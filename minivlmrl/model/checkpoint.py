@@ -16,6 +16,12 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
+CONTROL_TOKENS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "eos_token_id": "<|im_end|>",
+    "bos_token_id": "<|endoftext|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> Qwen2_5_VL:
     """Build the model that a folder describes and fill it with the folder's weights.
@@ -51,6 +57,27 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing from the safetensors, first {min(missing)}")
     return model
+
+
+def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[Qwen2_5_VL, Processor]:
+    """Build the model of a config.json with random weights, for a tokenizer of its own.
+
+    Args:
+        config_file: its vocab_size and token ids are replaced by the tokenizer's.
+        seed: of the weights.
+    """
+    values = _read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
+    for name, token in CONTROL_TOKENS.items():
+        values[name] = tokenizer.token_id(token)
+    config = ModelConfig.from_dict(values)
+    model = Qwen2_5_VL(config)
+    model.initialize(torch.Generator().manual_seed(seed))
+    vision = config.vision_config
+    factor = vision.patch_size * vision.spatial_merge_size
+    images = ImageProcessor(
+        vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, min_pixels=factor**2
+    )
+    return model, Processor(tokenizer, images)
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:

@@ -12,7 +12,7 @@ from minivlmrl.model.text import Rule, TextModel
 from minivlmrl.model.vision import VisionTransformer
 
 
-class Qwen2_5_VL(nn.Module):  # noqa: N801 (the model's name)
+class Qwen2_5_VL(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -42,7 +42,8 @@ class Qwen2_5_VL(nn.Module):  # noqa: N801 (the model's name)
         """Draw random weights for training from scratch.
 
         Every matrix keeps the variance of what passes through it, N(0, 1/fan_in); projections that write into the
-        residual stream are scaled by 1/sqrt(2 * depth) so that the sum over blocks does not grow; embeddings N(0, 0.02).
+        residual stream are scaled by 1/sqrt(2 * depth) so that the sum over blocks does not grow. Embeddings get a
+        standard deviation of 0.02, norms 1, biases 0.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("embed_tokens.weight"):

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivlmrl.config import SamplingConfig
 from minivlmrl.data.processor import Prompt
 from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.batch import pack
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.rollout.sampler import SamplingParams, sample
+from minivlmrl.rollout.sampler import sample
 
 
 @dataclass
@@ -27,7 +28,7 @@ def generate(
     model: Qwen2_5_VL,
     prompts: Sequence[Prompt],
     num_generations: int,
-    params: SamplingParams,
+    params: SamplingConfig,
     stop_token_ids: Sequence[int],
     generator: torch.Generator | None = None,
 ) -> list[list[Completion]]:

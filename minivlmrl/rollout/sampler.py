@@ -1,47 +1,13 @@
 """Logits -> the next token, by settings that are all written down in one place."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass
-class SamplingParams:
-    """How completions are drawn. Nothing is read from a checkpoint's generation_config.
-
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens (ties with the k-th stay); 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 keeps all.
-        min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
-        repetition_penalty: logits of tokens already in prompt or completion are divided (positive) or multiplied
-            (negative) by it; 1 changes nothing.
-        max_new_tokens: a completion that has not stopped by then is cut.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int = 256
-
-    def __post_init__(self):
-        for name, valid, bounds in (
-            ("temperature", self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "over 0"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-        ):
-            if not valid:
-                raise ValueError(f"sampling: {name} is {getattr(self, name)}, it must be {bounds}")
+from minivlmrl.config import SamplingConfig
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, generator: torch.Generator | None, seen: Tensor | None = None
+    logits: Tensor, params: SamplingConfig, generator: torch.Generator | None, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
@@ -63,7 +29,7 @@ def sample(
     return ids, scaled.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+def filter_logits(logits: Tensor, params: SamplingConfig, seen: Tensor | None = None) -> Tensor:
     """Apply penalty, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
     Args:

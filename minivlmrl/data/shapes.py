@@ -1,0 +1,81 @@
+"""The embedded task: name the colour and the shape of the one object in a small picture. Nothing is downloaded.
+
+A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2 shapes):
+    <think>I see green</think><answer>green square</answer>
+The demonstrations for sft are few and often wrong, so that sft teaches the form of an answer and a vague idea of the
+task; the rest is left to reinforcement learning, whose reward is always right.
+"""
+
+import random
+from dataclasses import dataclass
+
+import PIL.Image
+import PIL.ImageDraw
+
+from minivlmrl.data.sources import Row
+from minivlmrl.data.tokenizer import Tokenizer
+
+COLORS = {
+    "red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210),
+    "yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35),
+}  # fmt: skip
+SHAPES = ("square", "triangle")
+LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
+CHANCE = 1 / len(LABELS)
+PROBLEM = "What is it?"
+SIZE = 56  # pixels a side of an image
+OBJECT_SIZES = (32, 52)  # pixels a side of the object
+
+
+@dataclass
+class Shapes:
+    """Pictures drawn on demand: row i of a seed is always the same picture.
+
+    Args:
+        size: number of rows.
+        seed: rows of different seeds share nothing.
+        wrong_labels: share of rows whose demonstrated answer names a class drawn at random (1/12 of those happen to
+            be right); `solution`, which the reward sees, is right in every row.
+    """
+
+    size: int
+    seed: int | str
+    wrong_labels: float = 0.0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        rng = random.Random(f"shapes/{self.seed}/{index}")
+        label = rng.choice(LABELS)
+        image = draw(label, rng)
+        shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
+        content = [{"type": "image"}, {"type": "text", "text": PROBLEM}]
+        columns = {"problem": PROBLEM, "solution": label}
+        return Row([{"role": "user", "content": content}], [image], columns, answer(shown))
+
+
+def answer(label: str) -> str:
+    """The text that names a label in the demonstrated form."""
+    return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
+
+
+def draw(label: str, rng: random.Random) -> PIL.Image.Image:
+    """One object of random size at a random place on a light background of random colour."""
+    color, shape = label.split()
+    image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
+    side = rng.randint(*OBJECT_SIZES)
+    left, top = rng.randint(0, SIZE - side), rng.randint(0, SIZE - side)
+    right, bottom = left + side - 1, top + side - 1
+    pen = PIL.ImageDraw.Draw(image)
+    if shape == "square":
+        pen.rectangle((left, top, right, bottom), fill=COLORS[color])
+    else:
+        pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+    return image
+
+
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE trained on everything the task says; some 370 tokens."""
+    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
+    return Tokenizer.train(texts, vocab_size=512)

@@ -1,0 +1,90 @@
+"""Rows -> completions with rewards: what a policy says and what it gets for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config import SamplingConfig
+from minivlmrl.data.processor import Processor, Prompt
+from minivlmrl.data.sources import Dataset, Row
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.rollout.generate import Completion, generate
+from minivlmrl.rollout.rewards import score
+from minivlmrl.training.distributed import World
+
+
+@dataclass
+class Rollout:
+    """B prompts with G completions each; n = B * G, groups in a row."""
+
+    prompts: list[Prompt]
+    completions: list[list[Completion]]  # B lists of G
+    texts: list[str]  # n
+    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
+
+
+def rollout(
+    model: Qwen2_5_VL,
+    processor: Processor,
+    rows: Sequence[Row],
+    num_generations: int,
+    sampling: SamplingConfig,
+    reward_names: Sequence[str],
+    generator: torch.Generator | None,
+) -> Rollout:
+    """Sample completions for rows and let the rewards judge them.
+
+    Args:
+        rows: B of them.
+        num_generations: completions for each row (G).
+        reward_names: K registered rewards.
+        generator: see generate.
+    """
+    prompts = [processor(row.messages, row.images) for row in rows]
+    completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, generator)
+    texts = [processor.decode(completion.ids) for group in completions for completion in group]
+    names = sorted(set().union(*(row.columns for row in rows)))
+    columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
+    return Rollout(prompts, completions, texts, score(list(reward_names), texts, columns))
+
+
+@dataclass
+class Evaluation:
+    """Held-out results, each a mean over rows; NaN where no row could be judged."""
+
+    sampled: float  # accuracy of one completion a row, drawn at temperature 1
+    greedy: float  # accuracy of the likeliest completion
+    format: float  # share of sampled completions in the asked form
+    greedy_texts: list[str]  # this rank's, for the report
+
+
+def evaluate(
+    model: Qwen2_5_VL, processor: Processor, rows: Dataset, max_new_tokens: int, world: World, batch_size: int = 64
+) -> Evaluation:
+    """Answer held-out rows, once sampled and once greedily.
+
+    Args:
+        rows: all of them are used, each rank taking every size-th.
+        batch_size: rows generated together.
+    """
+    generator = torch.Generator(world.device).manual_seed(world.rank)  # its own: training's draws stay untouched
+    mine = range(world.rank, len(rows), world.size)
+    totals, texts = {}, []
+    for temperature in (1.0, 0.0):
+        sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
+        rewards = []
+        for start in range(0, len(mine), batch_size):
+            batch = [rows[i] for i in mine[start : start + batch_size]]
+            result = rollout(model, processor, batch, 1, sampling, ("accuracy", "format"), generator)
+            rewards.append(result.rewards)
+            texts += result.texts if temperature == 0 else []
+        values = torch.cat(rewards)
+        totals[temperature] = world.sum(*values.nansum(0).tolist(), *(~values.isnan()).sum(0).tolist())
+
+    def mean(temperature: float, column: int) -> float:
+        total, count = totals[temperature][column], totals[temperature][column + 2]
+        return total / count if count else float("nan")
+
+    return Evaluation(mean(1.0, 0), mean(0.0, 0), mean(1.0, 1), texts)

@@ -1,0 +1,94 @@
+"""Ranks: who am I, what is my share, and how sums are made over all of us. Parameters are replicated on every rank."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass
+class World:
+    """The processes of this run, as torchrun set them up; one process when it did not."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: list) -> list:
+        """This rank's part of a list that all ranks hold, equal parts in order.
+
+        Raises:
+            ValueError: the list cannot be cut into equal parts.
+        """
+        if len(items) % self.size:
+            raise ValueError(f"{len(items)} prompts cannot be shared equally by {self.size} ranks; use a multiple")
+        each = len(items) // self.size
+        return items[self.rank * each : (self.rank + 1) * each]
+
+    def sum(self, *values: float) -> list[float]:
+        """Add up each value over all ranks."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(n, ...) of every rank -> (ranks * n, ...), in rank order; n is the same everywhere."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
+    def gather_objects(self, value) -> list:
+        """One small Python value of every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum_gradients(self, model: nn.Module):
+        """Add up the gradients of all ranks. No mean: each loss is divided by the global count already."""
+        if self.size == 1:
+            return
+        for parameter in model.parameters():
+            if parameter.grad is None:  # a rank without images still takes part
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        dist.all_reduce(flat)
+        for parameter, total in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.grad.copy_(total.view_as(parameter))
+
+
+def setup(num_threads: int | None = None) -> World:
+    """Join the process group if torchrun started us, and choose device and CPU threads.
+
+    Args:
+        num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
+            thread that torchrun sets for several ranks.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return World(rank, size, device)
+
+
+def shutdown():
+    """Leave the process group, if we joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

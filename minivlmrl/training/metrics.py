@@ -1,0 +1,70 @@
+"""Figures of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a progress bar."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from minivlmrl.training.distributed import World
+
+PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts; of all other figures the mean
+
+
+class MetricsLog:
+    """Writes one line per optimizer step. Ranks other than the first stay silent.
+
+    Args:
+        folder: gets metrics.jsonl (figures) and timings.jsonl (seconds, which differ from run to run).
+    """
+
+    def __init__(self, folder: Path, world: World):
+        self.silent = not world.is_main
+        self.metrics = None if self.silent else (folder / "metrics.jsonl").open("w")
+        self.timings = None if self.silent else (folder / "timings.jsonl").open("w")
+
+    def stage(self, name: str, steps: int):
+        """Begin a stage: a new progress bar."""
+        self.name = name
+        self.bar = tqdm(total=steps, desc=name, disable=self.silent, mininterval=0.5, dynamic_ncols=True)
+        self.begin = time.perf_counter()
+
+    def step(self, step: int, metrics: dict[str, float]):
+        """Record one optimizer step."""
+        seconds = time.perf_counter() - self.begin
+        self.bar.update()
+        if self.silent:
+            return
+        line = {"stage": self.name, "step": step}
+        print(json.dumps(line | {k: _json(v) for k, v in metrics.items()}), file=self.metrics, flush=True)
+        print(json.dumps(line | {"seconds": seconds}), file=self.timings, flush=True)
+        shown = [name for name in ("reward", "rewards/accuracy", "kl", "loss") if name in metrics]
+        self.bar.set_postfix({name.rpartition("/")[2]: f"{metrics[name]:.3f}" for name in shown[:3]}, refresh=False)
+
+    def end_stage(self) -> float:
+        """Close the bar; seconds since the stage began."""
+        self.bar.close()
+        return time.perf_counter() - self.begin
+
+
+def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
+    """Combine the figures of micro-batches, or of ranks.
+
+    Args:
+        parts: (figures, completion tokens that they are means of).
+    Returns:
+        Means weighted by tokens, but of PEAKS the maximum; and all tokens together.
+    """
+    total = sum(weight for _, weight in parts)
+    merged = {}
+    for name in parts[0][0]:
+        values = [(figures[name], weight) for figures, weight in parts]
+        mean = sum(value * weight for value, weight in values) / total
+        merged[name] = max(value for value, _ in values) if name in PEAKS else mean
+    return merged, total
+
+
+def _json(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

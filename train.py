@@ -1,0 +1,131 @@
+"""Train: recipe -> model -> algorithm -> loop.
+
+torchrun train.py                              # recipes/shapes.yaml: a tiny model learns to name shapes, about a minute
+torchrun train.py RECIPE --section.name=value  # another recipe, any field changed; python train.py does the same
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from minivlmrl.config import RunConfig, load_config, to_yaml
+from minivlmrl.data import shapes
+from minivlmrl.data.datasets import chance, load_datasets
+from minivlmrl.data.processor import Processor
+from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.rollout.rewards import required_columns
+from minivlmrl.rollout.rollout import Evaluation, evaluate
+from minivlmrl.training import distributed
+from minivlmrl.training.algorithms import ALGORITHMS, Algorithm
+from minivlmrl.training.metrics import MetricsLog, merge
+from minivlmrl.training.optimizer import build_optimizer, learning_rate
+from minivlmrl.training.report import print_table, write_report
+
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "shapes.yaml"
+
+
+def main(arguments: list[str]):
+    recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
+    config = load_config(recipe or DEFAULT_RECIPE, arguments[1:] if recipe else arguments)
+    unknown = [stage for stage in config.stages if stage not in ALGORITHMS]
+    if unknown:
+        raise ValueError(f"stages: unknown algorithm {unknown[0]!r}; known are {', '.join(ALGORITHMS)}")
+    world = distributed.setup(config.num_threads)
+    datasets = load_datasets(config.data, config.stages, config.seed, required_columns(list(config.rewards)))
+    model, processor = build_model(config, world)
+
+    folder = Path(config.output_dir)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+    log = MetricsLog(folder, world)
+    results: dict[str, Evaluation] = {}
+    seconds: dict[str, float] = {}
+
+    def measure(name: str):
+        if "eval" in datasets:
+            results[name] = evaluate(model, processor, datasets["eval"], config.sampling.max_new_tokens, world)
+
+    measure("start")
+    for stage in config.stages:
+        algorithm = ALGORITHMS[stage](config, model, processor, datasets[stage], world)
+        seconds[stage] = train(stage, algorithm, log, folder)
+        measure(f"after_{stage}")
+    if world.is_main:
+        save_checkpoint(folder / "checkpoint", model, processor)
+        summary = summarize(config, results, seconds)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print_table(summary)
+        write_report(folder, summary, datasets.get("eval"), results)
+    distributed.shutdown()
+
+
+def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> float:
+    """Run one stage; returns its seconds.
+
+    Raises:
+        ValueError: a loss or gradient is not finite. The weights of that step are not kept.
+    """
+    config, model, world = getattr(algorithm.run, stage), algorithm.model, algorithm.world
+    optimizer = build_optimizer(model, config)
+    log.stage(stage, config.max_steps)
+    for step, work in zip(range(config.max_steps), algorithm.batches(), strict=False):
+        parts = []
+        for batch in work.batches:
+            loss, metrics = algorithm.loss(batch)
+            loss.backward()
+            # the loss is a share of the step's: multiplied back, its weighted mean is their sum
+            tokens = len(batch.group.completion_ids)
+            parts.append(({"loss": loss.item() * batch.num_tokens / tokens} | _floats(metrics), tokens))
+        world.sum_gradients(model)
+        metrics, _ = merge(world.gather_objects(merge(parts)))
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
+            raise ValueError(
+                f"{stage} step {step}: loss {metrics['loss']}, gradient norm {grad_norm} are not finite; stopped before "
+                f"the update. The last checkpoint in {folder} is intact; try a lower {stage}.learning_rate"
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures = {"grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"]}
+        log.step(step, metrics | work.metrics | figures)
+        if world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
+            save_checkpoint(folder / "checkpoint", model, algorithm.processor)
+    return log.end_stage()
+
+
+def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL, Processor]:
+    """Load the recipe's checkpoint, or make a random model for the embedded task."""
+    section, data = config.model, config.data
+    if (section.path is None) == (section.config is None):
+        raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
+    if section.dtype not in DTYPES:
+        raise ValueError(f"model.dtype is {section.dtype!r}, it must be one of {', '.join(DTYPES)}")
+    if section.path:
+        model = load_model(section.path, DTYPES[section.dtype], world.device)
+        return model, load_processor(section.path, data.min_pixels, data.max_pixels)
+    if data.task is None:
+        raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
+    model, processor = random_model(section.config, shapes.tokenizer(), config.seed)
+    return model.to(world.device, DTYPES[section.dtype]), processor
+
+
+def summarize(config: RunConfig, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:
+    """The table of the run, as written to summary.json."""
+    shown = ("sampled", "greedy", "format")
+    table = {name: {key: getattr(result, key) for key in shown} for name, result in results.items()}
+    return {"chance": chance(config.data), **table, "seconds": seconds}
+
+
+def _floats(metrics: dict) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
