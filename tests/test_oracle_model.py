@@ -1,26 +1,24 @@
-"""The model against transformers 5.23: logits, gradients, positions, windows, checkpoints both ways, greedy decoding."""
+"""The model against transformers 5.23: logits, gradients, positions and windows, and mutations that must show."""
 
 import pytest
 import tiny
 import torch
 
+from minivlmrl.model import rope, text, vision
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model
 
-transformers = pytest.importorskip(
-    "transformers", reason="oracle transformers==5.23.0 is not installed (pip install .[test])"
-)
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-# ragged windows, several images in a row, a text-only row
+# ragged windows, several images in a row of text, a text-only row
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(request, tmp_path_factory):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
-        transformers.AutoConfig.for_model(**tiny.config(request.param).to_dict()), attn_implementation="eager"
-    )
+    config = transformers.AutoConfig.for_model(**tiny.config(request.param).to_dict())
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
     tiny.telling_weights(theirs)
     theirs.tie_weights()
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -28,17 +26,19 @@ def pair(request, tmp_path_factory):
     return theirs.eval(), load_model(folder)
 
 
-def their_inputs(prompt):
-    mm = prompt.input_ids[None] == tiny.IMAGE
-    inputs = {"input_ids": prompt.input_ids[None], "mm_token_type_ids": mm.long()}
-    if len(prompt.image_grid_thw):
-        inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
-    return inputs
-
-
 def prompts(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [tiny.prompt(generator, grids) for grids in ROWS]
+
+
+def their_inputs(prompt):
+    inputs = {
+        "input_ids": prompt.input_ids[None],
+        "mm_token_type_ids": (prompt.input_ids[None] == tiny.IMAGE).long(),  # without it they use 1-D positions
+    }
+    if len(prompt.image_grid_thw):
+        inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+    return inputs
 
 
 def our_logits(model, rows):
@@ -47,12 +47,17 @@ def our_logits(model, rows):
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 
 
+def worst_difference(theirs, ours, rows):
+    """Over rows: the largest difference of a logit, as a share of the largest logit."""
+    with torch.no_grad():
+        expected = [theirs(**their_inputs(row)).logits[0] for row in rows]
+        return max(
+            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(our_logits(ours, rows), expected, strict=True)
+        )
+
+
 def test_logits_equal_transformers(pair):
-    theirs, ours = pair
-    rows = prompts()
-    for row, logits in zip(rows, our_logits(ours, rows), strict=True):
-        expected = theirs(**their_inputs(row)).logits[0]
-        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert worst_difference(*pair, prompts()) <= 1e-5
 
 
 def test_gradients_equal_transformers(pair):
@@ -72,4 +77,98 @@ def test_gradients_equal_transformers(pair):
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 5e-5, f"{name}: {difference:.1e}"
-    assert not expected
+    assert not expected  # every parameter of theirs was compared
+
+
+def test_positions_equal_transformers(pair):
+    theirs, ours = pair
+    for row in prompts(2):
+        inputs = their_inputs(row)
+        expected, _ = theirs.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
+        )
+        assert torch.equal(rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config), expected[:, 0])
+
+
+def test_positions_of_the_docstring_example():
+    config = tiny.config()
+    ids = torch.tensor([5, 6, *[tiny.IMAGE] * 6, 7])
+    positions = rope.get_rope_index(ids, torch.tensor([[1, 4, 6]]), config)
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+
+
+@pytest.mark.parametrize("ids, grids", [([5, *[tiny.IMAGE] * 5], [(1, 4, 6)]), ([*[tiny.IMAGE] * 7], [(1, 4, 6)]),
+                                        ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], [])])  # fmt: skip
+def test_image_tokens_that_do_not_fit_the_images_are_refused(ids, grids):
+    with pytest.raises(ValueError, match=r"image|video"):
+        rope.get_rope_index(torch.tensor(ids), torch.tensor(grids).view(-1, 3), tiny.config())
+
+
+@pytest.mark.parametrize("grid", [(1, 6, 10), (1, 8, 8), (2, 10, 14), (1, 18, 4), (1, 58, 84), (1, 2, 2)])
+def test_windows_equal_transformers(grid):
+    from transformers.vision_utils import get_vision_window_index
+
+    config = tiny.config().vision_config
+    grids = torch.tensor([grid, (1, 4, 6)])
+    index, cu_seqlens = get_vision_window_index(grids, config.spatial_merge_size, config.window_size, config.patch_size)
+    order, window_lengths, frame_lengths = vision.window_order(grids, config)
+    assert order.tolist() == torch.as_tensor(index).tolist()
+    assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
+    assert frame_lengths == [grid[1] * grid[2]] * grid[0] + [24]
+
+
+def test_windows_of_the_docstring_example():
+    order, lengths, _ = vision.window_order(torch.tensor([[1, 6, 10]]), tiny.config().vision_config)
+    assert order.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 4, 9, 14]
+    assert lengths == [48, 12]
+
+
+# Each of these is a bug that other ports have had. If the comparison above could not see it, it would prove nothing.
+
+
+def swap_rows_and_columns(monkeypatch):
+    original = vision.vision_rotary
+
+    def swapped(grids, config):
+        def swap(angles):  # the first half of each rotated half turns by row, the second by column
+            row, column = angles.chunk(2, dim=-1)[0].chunk(2, dim=-1)
+            return torch.cat([column, row, column, row], dim=-1)
+
+        return tuple(map(swap, original(grids, config)))
+
+    monkeypatch.setattr(vision, "vision_rotary", swapped)
+
+
+def drop_windows(monkeypatch):
+    original = vision.window_order
+
+    def one_window_a_frame(grids, config):
+        order, _, frames = original(grids, config)
+        return order, frames, frames
+
+    monkeypatch.setattr(vision, "window_order", one_window_a_frame)
+
+
+def wrong_mrope_order(monkeypatch):
+    original = text.text_rotary
+    monkeypatch.setattr(text, "text_rotary", lambda ids, *rest: original(ids[[0, 2, 1]], *rest))
+
+
+def positions_without_images(monkeypatch):
+    monkeypatch.setattr(
+        "minivlmrl.model.batch.get_rope_index", lambda ids, grids, config: torch.arange(len(ids)).expand(3, -1)
+    )
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [swap_rows_and_columns, drop_windows, wrong_mrope_order, positions_without_images],
+    ids=lambda f: f.__name__,
+)
+def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
+    mutate(monkeypatch)
+    assert worst_difference(*pair, prompts()) > 1e-3

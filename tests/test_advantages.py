@@ -1,0 +1,78 @@
+"""Advantages against TRL 1.16's real method, None-aware, and by hand."""
+
+import pytest
+import torch
+
+from minivlmrl.rollout.advantages import combine, group_advantages, group_std
+
+NAN = float("nan")
+
+
+def random_rewards(seed, n=12, functions=2, missing=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(0, 3, (n, functions), generator=generator).float() / 2
+    rewards[torch.rand(n, functions, generator=generator) < missing] = NAN
+    return rewards
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("num_generations", [2, 4, 6])
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_advantages_equal_trl(scale_rewards, num_generations, missing):
+    import trl_oracle
+
+    weights = [0.5, 1.0]
+    for seed in range(5):
+        rewards = random_rewards(seed, missing=missing)
+        expected, zero = trl_oracle.advantages(rewards, num_generations, scale_rewards, weights)
+        combined = combine(rewards, torch.tensor(weights))
+        actual = group_advantages(combined, num_generations, scale_rewards)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+        if scale_rewards == "group":
+            assert zero == pytest.approx((group_std(combined, num_generations).abs() < 1e-8).float().mean().item())
+
+
+def test_by_hand():
+    advantages = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), 4)
+    expected = 0.5 / ((4 * 0.25 / 3) ** 0.5 + 1e-4)
+    torch.testing.assert_close(advantages, torch.tensor([expected, expected, -expected, -expected]))
+
+
+def test_batch_scaling_still_centres_on_the_group():
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 5.0, 4.0]), 2, "batch")
+    assert advantages[:2].sum() == 0 and advantages[2:].sum() == 0
+    assert torch.equal(advantages[:2], advantages[2:])
+
+
+def test_a_completion_nobody_could_judge_counts_for_nothing():
+    rewards = torch.tensor([[NAN], [1.0], [0.0], [1.0]])
+    combined = combine(rewards, torch.ones(1))
+    assert combined[0].isnan()
+    advantages = group_advantages(combined, 4)
+    assert advantages[0] == 0
+    without = group_advantages(torch.tensor([1.0, 0.0, 1.0]), 3)
+    torch.testing.assert_close(advantages[1:], without)
+
+
+def test_a_reward_of_none_beside_one_that_judges_adds_nothing():
+    assert combine(torch.tensor([[NAN, 1.0]]), torch.tensor([0.5, 2.0])).item() == 2.0
+
+
+def test_equal_rewards_teach_nothing_and_are_counted():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    assert group_advantages(rewards, 2)[:2].tolist() == [0.0, 0.0]
+    assert (group_std(rewards, 2) == 0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "rewards, size, scale, says",
+    [
+        ([1.0, 0.0], 1, "group", "num_generations is 1"),
+        ([1.0, 0.0], 1, "batch", "num_generations is 1"),
+        ([1.0, 0.0, 1.0], 2, "group", "not groups"),
+        ([1.0, 0.0], 2, "rows", "'group', 'batch' or 'none'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
+    with pytest.raises(ValueError, match=says):
+        group_advantages(torch.tensor(rewards), size, scale)

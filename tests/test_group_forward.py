@@ -1,0 +1,148 @@
+"""The group forward against separate rows, in float64: same log-probabilities, same gradients, less work."""
+
+import pytest
+import tiny
+import torch
+
+from minivlmrl.model.attention import GroupLayout
+from minivlmrl.model.batch import pack
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.training.losses import grpo_loss
+
+# ragged prompts: one image, two images of other sizes, text only, and one of the first's length to share its bucket
+GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)]]
+
+
+def groups(num_generations, seed=0):
+    """Prompts, and for each of them completions of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [tiny.prompt(generator, grids) for grids in GRIDS]
+    lengths = torch.randint(1, 9, (len(prompts), num_generations), generator=generator).tolist()
+    return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
+
+
+def logps_and_gradients(model, prompts, completions, weights):
+    """Score a packed batch; gradients of the weighted sum of log-probabilities and of entropies."""
+    model.zero_grad()
+    logps, entropies = per_token_logps(model, pack(prompts, completions, model.config), temperature=0.7)
+    ((logps * weights).sum() + 0.3 * (entropies * weights.flip(0)).sum()).backward()
+    return logps.detach(), entropies.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(actual, expected, tolerance=1e-12):
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    assert difference <= tolerance, f"{difference:.1e}"
+
+
+@pytest.mark.parametrize("num_generations", [1, 3, 8])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_group_equals_separate_rows(num_generations, tied):
+    model = tiny.model(tied=tied, dtype=torch.float64)
+    prompts, completions = groups(num_generations)
+    weights = torch.randn(sum(len(c) for group in completions for c in group), dtype=torch.float64)
+    logps, entropies, gradients = logps_and_gradients(model, prompts, completions, weights)
+
+    # every completion alone with its own copy of the prompt and its images
+    totals, row_logps, row_entropies, start = {}, [], [], 0
+    assert all("visual" not in name or g.abs().max() > 0 for name, g in gradients.items())  # reaches the vision tower
+    n = sum(len(c) for group in completions for c in group)
+    for prompt, group in zip(prompts, completions, strict=True):
+        for completion in group:
+            end = start + len(completion)
+            model.zero_grad()
+            one, entropy = per_token_logps(model, pack([prompt], [[completion]], model.config), temperature=0.7)
+            ((one * weights[start:end]).sum() + 0.3 * (entropy * weights.flip(0)[start:end]).sum()).backward()
+            for name, p in model.named_parameters():
+                totals[name] = totals.get(name, 0) + (p.grad if p.grad is not None else 0)
+            row_logps.append(one.detach())
+            row_entropies.append(entropy.detach())
+            start = end
+    assert start == n
+    assert_equal(logps, torch.cat(row_logps))
+    assert_equal(entropies, torch.cat(row_entropies))
+    for name, gradient in gradients.items():
+        assert_equal(gradient, totals[name])
+
+
+def test_a_completion_sees_nothing_of_another_group_or_completion():
+    model = tiny.model(dtype=torch.float64)
+    prompts, completions = groups(3)
+    batch = pack(prompts, completions, model.config)
+    before = batch.split(per_token_logps(model, batch)[0].detach())
+    completions[1][0] = completions[1][0].flip(0) + 1
+    batch = pack(prompts, completions, model.config)
+    after = batch.split(per_token_logps(model, batch)[0].detach())
+    changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert changed == [row == 3 for row in range(12)]
+
+
+def test_splitting_into_micro_batches_does_not_change_the_gradient():
+    model = tiny.model(dtype=torch.float64)
+    prompts, completions = groups(3)
+    batch = pack(prompts, completions, model.config)
+    advantages = torch.randn(12, dtype=torch.float64)
+    counts = {"num_sequences": 12, "num_tokens": len(batch.completion_ids), "max_completion_length": 9}
+
+    def gradients(pieces, loss_type):
+        model.zero_grad()
+        for start, stop in pieces:
+            part = pack(prompts[start:stop], completions[start:stop], model.config)
+            logps, _ = per_token_logps(model, part)
+            mine = advantages[start * 3 : stop * 3]
+            grpo_loss(part.pad(logps), mine, part.completion_mask, loss_type=loss_type, **counts)[0].backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for loss_type in ("grpo", "dapo", "dr_grpo"):
+        whole = gradients([(0, 4)], loss_type)
+        split = gradients([(0, 1), (1, 3), (3, 4)], loss_type)
+        for name in whole:
+            assert_equal(split[name], whole[name])
+
+
+def test_order_of_groups_does_not_matter():
+    model = tiny.model(dtype=torch.float64)
+    prompts, completions = groups(2)
+    batch = pack(prompts, completions, model.config)
+    forward = batch.split(per_token_logps(model, batch)[0])
+    batch = pack(prompts[::-1], completions[::-1], model.config)
+    backward = batch.split(per_token_logps(model, batch)[0])
+    for row in range(8):
+        mirrored = (3 - row // 2) * 2 + row % 2
+        assert_equal(backward[mirrored], forward[row])
+
+
+def test_layout_of_the_docstring_example():
+    layout = GroupLayout([3], [[2, 1]])
+    assert layout.num_tokens == 6
+    assert layout.completion_index.tolist() == [3, 4, 5]
+    assert layout.predict_index.tolist() == [2, 3, 2]  # both completions start from the prompt's last token
+    assert layout.last_index.tolist() == [2]
+
+
+def test_positions_continue_from_the_prompt():
+    """A 4 x 6 image takes 3 positions (its wider merged side), not 6: the text after it goes on from there."""
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)], text=2)
+    batch = pack([prompt], [[tiny.completion(torch.Generator(), 2)] * 2], tiny.config())
+    end = int(prompt.input_ids.shape[0])
+    assert batch.position_ids[:, :end].max() == end - 6 + 3 - 1
+    assert batch.position_ids[:, end:].tolist() == [[end - 3, end - 2] * 2] * 3
+
+
+def test_masks_come_from_lengths_not_from_token_ids():
+    """A completion may contain the image token or the pad token: they are text like any other."""
+    model = tiny.model(dtype=torch.float64)
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
+    completion = torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE])
+    batch = pack([prompt], [[completion]], model.config)
+    assert len(batch.image_index) == 6
+    assert batch.completion_mask.sum() == 4
+    logps, _ = per_token_logps(model, batch)
+    hidden = model(batch)[batch.layout.predict_index]
+    expected = model.lm_head(hidden).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+    assert_equal(logps, expected)
+
+
+def test_an_empty_completion_is_refused():
+    prompt = tiny.prompt(torch.Generator(), [])
+    with pytest.raises(ValueError, match="no tokens"):
+        pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())

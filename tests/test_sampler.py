@@ -1,0 +1,89 @@
+"""The filter chain against transformers' logits processors, and draws against the written-out distribution."""
+
+import itertools
+
+import pytest
+import torch
+
+from minivlmrl.config import SamplingConfig
+from minivlmrl.rollout.sampler import filter_logits, sample
+
+SETTINGS = [
+    dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
+    for t, k, p, m, r in itertools.product((1.0, 0.7), (0, 5), (1.0, 0.8), (0.0, 0.1), (1.0, 1.3))
+]
+
+
+def logits(rows=6, vocab=40, seed=0):
+    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the edge of top_k
+    return values
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_filters_equal_transformers(setting):
+    processors = pytest.importorskip(
+        "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
+    )
+    scores = logits()
+    prompt = torch.randint(0, 40, (6, 9), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(6, 40, dtype=torch.bool).scatter(1, prompt, True)
+    expected = scores
+    chain = [
+        (setting["repetition_penalty"] != 1, processors.RepetitionPenaltyLogitsProcessor, "repetition_penalty"),
+        (setting["temperature"] != 1, processors.TemperatureLogitsWarper, "temperature"),
+        (setting["top_k"], processors.TopKLogitsWarper, "top_k"),
+        (setting["top_p"] < 1, processors.TopPLogitsWarper, "top_p"),
+        (setting["min_p"], processors.MinPLogitsWarper, "min_p"),
+    ]
+    for wanted, processor, name in chain:
+        if wanted:
+            expected = processor(setting[name])(prompt, expected)
+    actual = filter_logits(scores, SamplingConfig(**setting), seen)
+    assert torch.equal(actual == float("-inf"), expected == float("-inf"))
+    torch.testing.assert_close(actual, expected, atol=0, rtol=1e-6)
+
+
+def test_draws_equal_torch_multinomial_of_the_same_seed():
+    params = SamplingConfig(temperature=0.7, top_p=0.9)
+    ids, _ = sample(logits(), params, torch.Generator().manual_seed(0))
+    probs = filter_logits(logits(), params).softmax(-1)
+    assert torch.equal(ids, torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0))[:, 0])
+
+
+def test_frequencies_follow_the_filtered_distribution():
+    """40,000 draws: every kept token within 5 standard errors of its probability, no dropped token ever."""
+    params = SamplingConfig(temperature=0.8, top_k=6)
+    one = logits(rows=1)
+    n = 40_000
+    ids, _ = sample(one.expand(n, -1), params, torch.Generator().manual_seed(0))
+    p = filter_logits(one, params).softmax(-1)[0]
+    frequency = ids.bincount(minlength=40) / n
+    assert ((frequency - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
+
+
+def test_temperature_zero_takes_the_likeliest():
+    ids, logps = sample(logits(), SamplingConfig(temperature=0), None)
+    assert torch.equal(ids, logits().argmax(-1))
+    torch.testing.assert_close(logps, logits().log_softmax(-1).amax(-1))
+
+
+def test_the_recorded_logp_is_the_policys_not_the_filters():
+    params = SamplingConfig(temperature=0.5, top_k=2, top_p=0.5)
+    ids, logps = sample(logits(), params, torch.Generator().manual_seed(0))
+    expected = (logits() / 0.5).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(logps, expected)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert (filter_logits(scores, SamplingConfig(top_p=0.7)) > float("-inf")).tolist() == [[True, True, False, False]]
+    assert (filter_logits(scores, SamplingConfig(top_p=0.01)) > float("-inf")).tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5), dict(min_p=2.0),
+            dict(repetition_penalty=0.0), dict(max_new_tokens=0)], ids=str)  # fmt: skip
+def test_settings_out_of_bounds_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingConfig(**bad)
