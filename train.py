@@ -6,8 +6,13 @@ torchrun train.py RECIPE --section.name=value  # another recipe, any field chang
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
+
+# Threads that wait should sleep: spinning ones made a run four times slower on a machine that had other work to do.
+# OpenMP reads this when torch is imported, hence the place.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -86,7 +91,7 @@ def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> fl
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
         if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
             raise ValueError(
-                f"{stage} step {step}: loss {metrics['loss']}, gradient norm {grad_norm} are not finite; stopped before "
+                f"{stage} step {step}: loss {metrics['loss']}, gradient norm {grad_norm} not finite; stopped before "
                 f"the update. The last checkpoint in {folder} is intact; try a lower {stage}.learning_rate"
             )
         for group in optimizer.param_groups:

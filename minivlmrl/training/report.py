@@ -38,9 +38,9 @@ def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dic
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = list(results)[-2:] if rows is not None else []
-    figure = plt.figure(figsize=(12, 6.4 if evaluations else 3.4), layout="constrained")
+    figure = plt.figure(figsize=(12, 6.6 if evaluations else 3.4))
     above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1)) if evaluations else (figure, None)
-    _curves(above.subplots(1, 3), lines, summary)
+    _curves(above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98}), lines, summary)
     if evaluations:
         _strip(below, rows, {name: results[name] for name in evaluations})
     figure.savefig(folder / "report.png", dpi=110)
@@ -53,8 +53,10 @@ def _curves(axes, lines: list[dict], summary: dict):
     online = [line for line in lines if "reward" in line]
     steps = [line["step"] for line in online]
     for name in (key for key in (online[0] if online else {}) if key == "reward" or key.startswith("rewards/")):
-        axes[0].plot(steps, [line[name] for line in online], label=name, linewidth=2 if name == "reward" else 1)
-    axes[0].set(title="training reward", xlabel="step")
+        values = [line[name] for line in online]
+        [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
+        axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
+    axes[0].set(title="training reward (bold: mean of the last 10 steps)", xlabel="step")
     stages = [name for name in summary if name not in ("chance", "seconds")]
     for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
         heights = [summary[name][kind] for name in stages]
@@ -74,23 +76,41 @@ def _curves(axes, lines: list[dict], summary: dict):
 
 
 def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
-    """The first held-out images, what is true, and what the model answers before and after the last stage."""
-    count = min([SHOWN, len(rows), *(len(result.greedy_texts) for result in results.values())])
-    for i, axis in enumerate(figure.subplots(1, count, squeeze=False)[0]):
-        row = rows[i]
-        solution = row.columns["solution"]
-        if row.images:
-            axis.imshow(row.images[0])
-        axis.set_xticks([])
-        axis.set_yticks([])
-        axis.set_title(_short(solution), fontsize=9)
+    """Held-out images, what is true, and what the model answers before and after the last stage.
+
+    Images whose answer became right or wrong come first, in order, then the others.
+    """
+    right = {
+        name: [accuracy([text], [rows[i].columns["solution"]]) == [1.0] for i, text in enumerate(result.greedy_texts)]
+        for name, result in results.items()
+    }
+    before, after = (list(right.values()) * 2)[:2] if len(right) == 1 else right.values()
+    changes = [a - b for b, a in zip(before, after, strict=True)]
+    order = sorted(range(len(changes)), key=lambda i: changes[i] == 0)[:SHOWN]
+    axes = figure.subplots(
+        1, len(order), squeeze=False, gridspec_kw={"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
+    )
+    for i, axis in zip(order, axes[0], strict=True):
+        if rows[i].images:
+            axis.imshow(rows[i].images[0])
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(_short(rows[i].columns["solution"]), fontsize=9)
         for line, (name, result) in enumerate(results.items()):
-            text = result.greedy_texts[i]
-            color = RIGHT if accuracy([text], [solution]) == [1.0] else WRONG
-            label = f"{name.replace('_', ' ')}:\n{_short(text.rpartition('<answer>')[2].partition('</answer>')[0])}"
-            axis.text(0.5, -0.08 - 0.34 * line, label, color=color, fontsize=8, ha="center", va="top",
-                      transform=axis.transAxes)  # fmt: skip
-    figure.suptitle("held-out images: the truth above, greedy answers below", fontsize=10)
+            said = result.greedy_texts[i].rpartition("<answer>")[2].partition("</answer>")[0]
+            axis.text(
+                0.5, -0.06 - 0.3 * line, f"{name.replace('_', ' ')}\n{_short(said)}", fontsize=8, ha="center", va="top",
+                color=RIGHT if right[name][i] else WRONG, transform=axis.transAxes,
+            )  # fmt: skip
+    figure.suptitle(
+        f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
+        "(these come first; the truth stands above each image)", fontsize=10,
+    )  # fmt: skip
+
+
+def _smooth(values: list[float | None], window: int = 10) -> list[float]:
+    """Mean of each value and up to window - 1 before it; None (not judged) left out."""
+    known = [[v for v in values[max(0, i - window + 1) : i + 1] if v is not None] for i in range(len(values))]
+    return [sum(v) / len(v) if v else float("nan") for v in known]
 
 
 def _short(text: str, limit: int = 24) -> str:

@@ -1,0 +1,233 @@
+"""Recipes and overrides: what is written is what runs, and what cannot run is named."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivlmrl.config import GRPOConfig, RunConfig, SamplingConfig, SFTConfig, load_config, to_yaml
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="recipe.yaml"):
+        (tmp_path / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def recipe(write):
+    return write({"seed": 3, "grpo": {"num_generations": 4}})
+
+
+def test_a_recipe_sets_some_fields_and_the_rest_keeps_its_default(recipe):
+    config = load_config(recipe)
+    assert config == RunConfig(seed=3, grpo=GRPOConfig(num_generations=4))
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "{}"])
+def test_an_empty_recipe_is_the_defaults(write, content):
+    assert load_config(write(content)) == RunConfig()
+
+
+def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
+    config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
+    assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
+        ("--sft.learning_rate=3.0e-3", "sft.learning_rate", 3e-3),
+        ("--sft.learning_rate=1", "sft.learning_rate", 1.0),
+        ("--grpo.delta=4", "grpo.delta", 4.0),
+        ("--grpo.delta=null", "grpo.delta", None),
+        ("--grpo.shuffle_rewards=true", "grpo.shuffle_rewards", True),
+        ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
+        ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
+        ("--stages=[]", "stages", []),
+        ("--num_threads=2", "num_threads", 2),
+        ("--data.system_prompt=Be brief.", "data.system_prompt", "Be brief."),
+        ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
+    ],
+)
+def test_values_of_overrides(recipe, override, path, value):
+    found = load_config(recipe, [override])
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_an_override_of_one_reward_keeps_the_others(write):
+    file = write({"rewards": {"format": 0.5, "accuracy": 1.0}})
+    assert load_config(file, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
+
+
+@pytest.mark.parametrize("content", ["seeds: 1", "grpo: {bta: 1}", "data: {rows: 1}", "model: {name: x}"])
+def test_an_unknown_key_is_named_with_the_valid_ones(write, content):
+    section = next(iter(yaml.safe_load(content)))
+    key = section if section == "seeds" else f"{section}.{next(iter(yaml.safe_load(content)[section]))}"
+    valid = RunConfig if section == "seeds" else RunConfig.__dataclass_fields__[section].default_factory
+    names = ", ".join(sorted(field.name for field in dataclasses.fields(valid)))
+    with pytest.raises(ValueError, match=rf"recipe\.yaml: unknown key {key}; valid keys here: {names}$"):
+        load_config(write(content))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--grpo.betta=1", "command line: unknown key grpo.betta; valid keys here: adam_beta1, "),
+        ("--nonsense=1", "command line: unknown key nonsense"),
+        ("--seed.x=1", "command line: seed is"),
+        ("--grpo=1", "must hold names and values, it is 1"),
+        ("seed=1", "'seed=1': an override has the form --section.name=value"),
+        ("--seed", "'--seed': an override has the form"),
+        ("other.yaml", "'other.yaml': an override has the form"),
+    ],
+)
+def test_a_bad_override_is_named(recipe, override, message):
+    with pytest.raises(ValueError) as error:
+        load_config(recipe, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seed: one", "seed is 'one', it must be of type int"),
+        ("seed: 1.5", "seed is 1.5, it must be of type int"),
+        ("seed: true", "seed is True, it must be of type int"),
+        ("seed: null", "seed is None, it must be of type int"),
+        ("num_threads: two", "num_threads is 'two', it must be of type int"),
+        ("output_dir: [a]", "output_dir is ['a'], it must be of type str"),
+        ("stages: sft", "stages is 'sft', it must be of type list[str]"),
+        ("stages: [1]", "stages is 1, it must be of type str"),
+        ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float]"),
+        ("rewards: {format: high}", "rewards.format is 'high', it must be of type float"),
+        ("sft: {learning_rate: fast}", "sft.learning_rate is 'fast', it must be of type float"),
+        ("sft: {learning_rate: true}", "sft.learning_rate is True, it must be of type float"),
+        ("sft: {max_steps: 1e3}", "sft.max_steps is '1e3', it must be of type int"),
+        ("grpo: {shuffle_rewards: 1}", "grpo.shuffle_rewards is 1, it must be of type bool"),
+        ("data: {task: 3}", "data.task is 3, it must be of type str"),
+        ("grpo: []", "grpo"),
+        ("- seed", "the recipe must hold names and values, it is ['seed']"),
+        ("seed", "the recipe must hold names and values, it is 'seed'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(write, content, message):
+    with pytest.raises(ValueError) as error:
+        load_config(write(content))
+    assert f"recipe.yaml: {message}" in str(error.value)
+
+
+BOUNDS = [
+    ("sampling.temperature", -0.1, 0.0, "0 or more"),
+    ("sampling.top_k", -1, 0, "0 or more"),
+    ("sampling.top_p", 0.0, 0.01, "in (0, 1]"),
+    ("sampling.top_p", 1.01, 1.0, "in (0, 1]"),
+    ("sampling.min_p", -0.1, 0.0, "in [0, 1]"),
+    ("sampling.min_p", 1.1, 1.0, "in [0, 1]"),
+    ("sampling.repetition_penalty", 0.0, 0.1, "over 0"),
+    ("sampling.max_new_tokens", 0, 1, "1 or more"),
+    ("sft.prompts_per_step", 0, 1, "1 or more"),
+    ("sft.micro_batch_size", 0, 1, "1 or more"),
+    ("sft.lr_scheduler_type", "step", "cosine", "one of ('linear', 'cosine', 'constant')"),
+    ("grpo.prompts_per_step", 0, 1, "1 or more"),
+    ("grpo.lr_scheduler_type", "", "constant", "one of ('linear', 'cosine', 'constant')"),
+    ("grpo.importance_sampling_level", "word", "sequence", "one of ('token', 'sequence')"),
+    ("grpo.scale_rewards", "all", "batch", "one of ('group', 'batch', 'none')"),
+    ("grpo.num_iterations", 0, 1, "1 or more"),
+    ("grpo.beta", -0.1, 0.0, "0 or more"),
+    ("grpo.num_generations", 1, 2, "2 or more"),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong", "last_right", "bounds"), BOUNDS)
+def test_bounds(write, path, wrong, last_right, bounds):
+    section, name = path.split(".")
+    load_config(write({section: {name: last_right}}))
+    with pytest.raises(ValueError) as error:
+        load_config(write({section: {name: wrong}}))
+    assert f"recipe.yaml: {path} is {wrong!r}, it must be {bounds}" in str(error.value)
+
+
+def test_bounds_hold_for_overrides_and_for_code(recipe):
+    with pytest.raises(ValueError, match=r"command line: sampling\.top_p is 2\.0, it must be in"):
+        load_config(recipe, ["--sampling.top_p=2"])
+    for make in (
+        lambda: SamplingConfig(top_p=2.0),
+        lambda: SFTConfig(micro_batch_size=0),
+        lambda: GRPOConfig(num_generations=1),
+    ):
+        with pytest.raises(ValueError, match="it must be"):
+            make()
+
+
+@pytest.mark.parametrize("content", ["seed: [1", "seed: 1\n  grpo: 2", "a: b: c", "\t- x"])
+def test_a_recipe_that_is_no_yaml_is_named(write, content):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
+        load_config(write(content))
+
+
+def test_a_recipe_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "weights.yaml").write_bytes(b"\xff\xfe\x80\x81")
+    with pytest.raises(ValueError, match=r"weights\.yaml: not YAML"):
+        load_config(tmp_path / "weights.yaml")
+
+
+# BUG (reported): yaml's own error leaves load_config; {problem} at the start of a prompt_template is such a case
+@pytest.mark.parametrize("override", ["--seed=[1", "--data.prompt_template={problem} Think."])
+def test_an_override_that_is_no_yaml_is_named(recipe, override):
+    with pytest.raises(ValueError) as error:
+        load_config(recipe, [override])
+    assert override.partition("=")[0].removeprefix("--") in str(error.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    for path in (tmp_path / "gone.yaml", tmp_path):
+        with pytest.raises(ValueError, match="no such recipe"):
+            load_config(path)
+
+
+def test_the_models_config_lies_beside_the_recipe(write, tmp_path):
+    config = load_config(write({"model": {"config": "sub/model.json"}}))
+    assert config.model.config == str((tmp_path / "sub" / "model.json").resolve())
+
+
+def test_written_and_read_again_it_is_equal(write):
+    config = load_config(
+        write({"model": {"config": "m.json"}}),
+        ["--sft.learning_rate=1e-4", "--grpo.delta=2", "--stages=[sft]", "--rewards={format: 1}", "--data.task=shapes"],
+    )
+    assert load_config(write(to_yaml(config), "config.yaml")) == config
+
+
+@given(st.floats(1e-12, 1e3), st.text(max_size=20), st.integers(-(2**40), 2**40))
+@settings(max_examples=50, deadline=None)
+def test_any_value_survives_writing(tmp_path_factory, number, text, whole):
+    config = RunConfig(seed=whole, output_dir=text)
+    config.grpo.learning_rate, config.data.prompt_template, config.data.system_prompt = number, text, text
+    file = tmp_path_factory.mktemp("config") / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
+def test_every_recipe_loads_and_its_model_config_exists(file):
+    config = load_config(file)
+    assert config != RunConfig()
+    if config.model.config:
+        assert Path(config.model.config).is_file()
+
+
+def test_there_are_recipes():
+    assert RECIPES

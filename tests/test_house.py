@@ -1,0 +1,97 @@
+"""The house: who may import whom, read from the source with ast."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A file imports only from rows above its own, so the flow never turns back and no circle can close.
+ROWS = [
+    "kernels/linear_log_softmax kernels/window_attention config data/chat data/image data/tokenizer model/config "
+    "model/layers rollout/advantages rollout/rewards training/distributed training/losses",
+    "data/processor data/sources model/attention model/rope rollout/sampler training/metrics training/optimizer",
+    "data/shapes model/batch model/text model/vision",
+    "data/datasets model/qwen2_5_vl",
+    "model/checkpoint model/logprobs rollout/generate",
+    "rollout/rollout",
+    "training/algorithms training/report",
+    "train",
+]
+ROW = {name: number for number, row in enumerate(ROWS) for name in row.split()}
+PACKAGES = {"torch", "safetensors", "tokenizers", "PIL", "numpy", "triton", "yaml", "tqdm"}
+
+
+def sources():
+    """Our files by the names of the table; __init__.py files are packages, not rooms."""
+    files = {"train": ROOT / "train.py"}
+    for folder, prefix in ((ROOT / "kernels", "kernels/"), (ROOT / "minivlmrl", "")):
+        for file in folder.rglob("*.py"):
+            if file.name != "__init__.py":
+                files[prefix + str(file.relative_to(folder).with_suffix(""))] = file
+    return files
+
+
+FILES = sources()
+
+
+def imports(file, top_only=False):
+    """Full dotted names that a file imports, of `from a import b` both a and a.b."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = []
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import; write the full name"
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def ours(file):
+    """Names in the table of the files of ours that a file imports."""
+    dotted = {"train" if name == "train" else "minivlmrl." + name.replace("/", "."): name for name in FILES}
+    return {dotted[name] for name in imports(file) if name in dotted}
+
+
+def test_every_file_stands_in_the_table_and_the_table_in_the_house():
+    assert set(FILES) == set(ROW)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_come_from_rows_above(name):
+    for imported in ours(FILES[name]):
+        assert ROW[imported] < ROW[name], f"{name} (row {ROW[name]}) imports {imported} (row {ROW[imported]})"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_declared_packages_are_imported(name):
+    """matplotlib is an extra: report.py alone asks for it, inside a function."""
+    found = {imported.partition(".")[0] for imported in imports(FILES[name])}
+    allowed = PACKAGES | {"minivlmrl"} | set(sys.stdlib_module_names)
+    if name == "training/report":
+        assert "matplotlib" not in {imported.partition(".")[0] for imported in imports(FILES[name], top_only=True)}
+        allowed = allowed | {"matplotlib"}
+    assert found <= allowed, found - allowed
+
+
+def test_losses_import_torch_alone():
+    assert {imported.partition(".")[0] for imported in imports(FILES["training/losses"])} == {"torch"}
+
+
+def test_the_folder_kernels_is_no_package_of_its_own():
+    """A top-level package `kernels` would shadow Hugging Face's, which transformers imports."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_package_files_import_nothing_of_ours():
+    for file in (ROOT / "minivlmrl").rglob("__init__.py"):
+        assert not ours(file), file
+        assert {imported.partition(".")[0] for imported in imports(file)} <= {"pathlib"}, file
+
+
+def test_tests_are_flat():
+    """One folder without __init__.py: each file of tests stands for itself."""
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+    assert not list((ROOT / "tests").glob("*/*.py"))

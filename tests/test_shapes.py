@@ -1,0 +1,105 @@
+"""The embedded task: its pictures show what the labels say, and its splits share nothing."""
+
+import math
+
+import pytest
+
+from minivlmrl.config import DataSection
+from minivlmrl.data.datasets import load_datasets
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.shapes import CHANCE, COLORS, LABELS, OBJECT_SIZES, SHAPES, SIZE, Shapes, answer, tokenizer
+from minivlmrl.rollout.rewards import accuracy, format
+
+
+def pictures(rows):
+    return [rows[i].images[0].tobytes() for i in range(len(rows))]
+
+
+def seen(image):
+    """Read the label off the pixels: the colour that COLORS knows, and whether its top row is as wide as its foot."""
+    pixels = image.load()
+    inside = [(x, y) for y in range(SIZE) for x in range(SIZE) if pixels[x, y] in COLORS.values()]
+    color = next(name for name, rgb in COLORS.items() if rgb == pixels[inside[0]])
+    top, foot = min(y for _, y in inside), max(y for _, y in inside)
+    widths = [sum(y == row for _, y in inside) for row in (top, foot)]
+    return f"{color} {'square' if widths[0] == widths[1] else 'triangle'}", max(widths)
+
+
+def test_rows_are_deterministic():
+    assert pictures(Shapes(20, 0)) == pictures(Shapes(20, 0))
+    assert [Shapes(20, 0)[i].columns for i in range(20)] == [Shapes(20, 0)[i].columns for i in range(20)]
+
+
+def test_a_row_does_not_depend_on_the_number_of_rows():
+    assert pictures(Shapes(3, 0)) == pictures(Shapes(20, 0))[:3]
+
+
+def test_the_solution_is_what_the_picture_shows():
+    for rows in (Shapes(40, "a"), Shapes(40, "b", wrong_labels=1.0)):
+        for i in range(len(rows)):
+            label, side = seen(rows[i].images[0])
+            assert rows[i].columns["solution"] == label
+            assert OBJECT_SIZES[0] <= side <= OBJECT_SIZES[1]
+
+
+def test_all_labels_occur_about_equally_often():
+    rows = Shapes(1200, 0)
+    counts = [sum(rows[i].columns["solution"] == label for i in range(1200)) for label in LABELS]
+    assert len(LABELS) == len(COLORS) * len(SHAPES) == 12
+    assert math.isclose(CHANCE, 1 / 12)
+    assert all(60 < count < 140 for count in counts)  # 100 expected, standard deviation 9.6
+
+
+def test_demonstrations_without_noise_earn_every_reward():
+    rows = [Shapes(30, 0)[i] for i in range(30)]
+    texts, solutions = [row.completion for row in rows], [row.columns["solution"] for row in rows]
+    assert accuracy(texts, solutions) == format(texts) == [1.0] * 30
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_share_of_wrong_labels(share):
+    """A twelfth of those drawn at random happens to be right."""
+    rows = [Shapes(1000, 0, share)[i] for i in range(1000)]
+    wrong = sum(accuracy([row.completion], [row.columns["solution"]]) == [0.0] for row in rows) / 1000
+    assert abs(wrong - share * 11 / 12) < 0.05
+
+
+def test_noise_changes_demonstrations_only():
+    clean, noisy = Shapes(20, 0), Shapes(20, 0, wrong_labels=1.0)
+    assert pictures(clean) == pictures(noisy)
+    assert [clean[i].columns for i in range(20)] == [noisy[i].columns for i in range(20)]
+
+
+def test_splits_and_seeds_share_no_picture():
+    every = []
+    for seed in (0, 1):
+        datasets = load_datasets(DataSection(task="shapes", eval_rows=100, demonstrations=100), ["sft", "grpo"], seed)
+        every += [datasets[stage][i].images[0].tobytes() for stage in ("sft", "grpo") for i in range(100)]
+    every += pictures(datasets["eval"])
+    assert len(set(every)) == len(every) == 500
+
+
+def test_evaluation_rows_are_the_same_for_every_seed():
+    first, second = (load_datasets(DataSection(task="shapes", eval_rows=10), [], seed)["eval"] for seed in (0, 1))
+    assert pictures(first) == pictures(second)
+
+
+def test_sizes_of_the_splits():
+    config = DataSection(task="shapes", eval_rows=7, demonstrations=5)
+    datasets = load_datasets(config, ["sft", "grpo"], 0)
+    assert {name: len(rows) for name, rows in datasets.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
+
+
+def test_tokens_of_a_prompt_and_of_a_completion():
+    """41 (of them 16 of the image) and 14: what the timings of the default run stand on."""
+    processor = Processor(tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
+    row = Shapes(1, 0)[0]
+    prompt = processor(row.messages, row.images)
+    assert len(prompt.input_ids) == 41
+    assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
+    assert {len(processor.encode_completion(answer(label))) for label in LABELS} == {14}
+
+
+def test_docstring_example():
+    assert answer("green square") == "<think>I see green</think><answer>green square</answer>"
