@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_oracle_model import their_inputs
@@ -13,6 +12,8 @@ from test_oracle_model import their_inputs
 from minivlmrl.data import shapes
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
+
+import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
 

@@ -1,7 +1,6 @@
 """Generation against transformers' generate, against our own scorer, and against itself."""
 
 import pytest
-import tiny
 import torch
 from test_oracle_model import their_inputs
 
@@ -10,6 +9,8 @@ from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rollout.generate import generate
+
+import tiny
 
 STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some rows end early and others do not
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)], [(1, 10, 6)]]

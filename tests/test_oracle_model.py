@@ -1,12 +1,13 @@
 """The model against transformers 5.23: logits, gradients, positions and windows, and mutations that must show."""
 
 import pytest
-import tiny
 import torch
 
 from minivlmrl.model import rope, text, vision
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model
+
+import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 

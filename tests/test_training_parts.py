@@ -1,0 +1,40 @@
+"""The small parts of the loop: schedule, merging of figures, sharing of work."""
+
+import pytest
+import torch
+
+from minivlmrl.config import StageConfig
+from minivlmrl.training.distributed import World
+from minivlmrl.training.metrics import merge
+from minivlmrl.training.optimizer import build_optimizer, learning_rate
+
+
+def schedule(**options):
+    config = StageConfig(max_steps=6, learning_rate=1.0, warmup_steps=2, **options)
+    return [round(learning_rate(step, config), 4) for step in range(6)]
+
+
+def test_schedules():
+    assert schedule(lr_scheduler_type="linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert schedule(lr_scheduler_type="linear", min_lr_ratio=0.2) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]
+    assert schedule(lr_scheduler_type="cosine") == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
+    assert schedule(lr_scheduler_type="constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_adamw_leaves_frozen_parameters_out():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    [group] = build_optimizer(model, StageConfig(adam_beta2=0.5, weight_decay=0.1)).param_groups
+    assert len(group["params"]) == 2 and group["betas"] == (0.9, 0.5) and group["weight_decay"] == 0.1
+
+
+def test_figures_merge_by_tokens_and_peaks_by_maximum():
+    parts = [({"kl": 1.0, "rollout/logp_mismatch": 3e-6}, 10), ({"kl": 4.0, "rollout/logp_mismatch": 1e-6}, 20)]
+    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6}, 30)
+
+
+def test_ranks_share_equally_or_not_at_all():
+    ranks = [World(rank, 2, torch.device("cpu")) for rank in range(2)]
+    assert [world.share([1, 2, 3, 4]) for world in ranks] == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="3 prompts cannot be shared equally by 2 ranks"):
+        ranks[0].share([1, 2, 3])
