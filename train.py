@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from minivlmrl.config import RunConfig, load_config, to_yaml
+from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
 from minivlmrl.data import shapes
 from minivlmrl.data.datasets import chance, load_datasets
 from minivlmrl.data.processor import Processor
@@ -25,7 +25,7 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.rewards import required_columns
 from minivlmrl.rollout.rollout import Evaluation, evaluate
 from minivlmrl.training import distributed
-from minivlmrl.training.algorithms import ALGORITHMS, Algorithm
+from minivlmrl.training.algorithms import ALGORITHMS, Algorithm, Step
 from minivlmrl.training.metrics import MetricsLog, merge
 from minivlmrl.training.optimizer import build_optimizer, learning_rate
 from minivlmrl.training.report import print_table, write_report
@@ -36,9 +36,10 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "shapes.yaml"
 def main(arguments: list[str]):
     recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
     config = load_config(recipe or DEFAULT_RECIPE, arguments[1:] if recipe else arguments)
-    unknown = [stage for stage in config.stages if stage not in ALGORITHMS]
-    if unknown:
-        raise ValueError(f"stages: unknown algorithm {unknown[0]!r}; known are {', '.join(ALGORITHMS)}")
+    for stage in config.stages:
+        if stage not in ALGORITHMS:
+            raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
+        ALGORITHMS[stage].check(config)
     world = distributed.setup(config.num_threads)
     datasets = load_datasets(config.data, config.stages, config.seed, required_columns(list(config.rewards)))
     model, processor = build_model(config, world)
@@ -52,8 +53,12 @@ def main(arguments: list[str]):
     seconds: dict[str, float] = {}
 
     def measure(name: str):
-        if "eval" in datasets:
+        if "eval" not in datasets:
+            return
+        try:
             results[name] = evaluate(model, processor, datasets["eval"], config.sampling.max_new_tokens, world)
+        except FloatingPointError as error:
+            raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
 
     measure("start")
     for stage in config.stages:
@@ -73,36 +78,50 @@ def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> fl
     """Run one stage; returns its seconds.
 
     Raises:
-        ValueError: a loss or gradient is not finite. The weights of that step are not kept.
+        ValueError: a loss, gradient or logit is not finite. The step is named, its update is not made.
     """
-    config, model, world = getattr(algorithm.run, stage), algorithm.model, algorithm.world
-    optimizer = build_optimizer(model, config)
+    config: StageConfig = getattr(algorithm.run, stage)
+    optimizer = build_optimizer(algorithm.model, config)
     log.stage(stage, config.max_steps)
-    for step, work in zip(range(config.max_steps), algorithm.batches(), strict=False):
-        parts = []
-        for batch in work.batches:
-            loss, metrics = algorithm.loss(batch)
-            loss.backward()
-            # the loss is a share of the step's: multiplied back, its weighted mean is their sum
-            tokens = len(batch.group.completion_ids)
-            parts.append(({"loss": loss.item() * batch.num_tokens / tokens} | _floats(metrics), tokens))
-        world.sum_gradients(model)
-        metrics, _ = merge(world.gather_objects(merge(parts)))
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
-            raise ValueError(
-                f"{stage} step {step}: loss {metrics['loss']}, gradient norm {grad_norm} not finite; stopped before "
-                f"the update. The last checkpoint in {folder} is intact; try a lower {stage}.learning_rate"
+    steps = algorithm.batches()
+    for step in range(config.max_steps):
+        try:
+            metrics = optimizer_step(
+                algorithm, next(steps), optimizer, learning_rate(step, config), config.max_grad_norm
             )
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        optimizer.step()
-        optimizer.zero_grad()
-        figures = {"grad_norm": grad_norm, "learning_rate": optimizer.param_groups[0]["lr"]}
-        log.step(step, metrics | work.metrics | figures)
-        if world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
-            save_checkpoint(folder / "checkpoint", model, algorithm.processor)
+        except FloatingPointError as error:
+            raise ValueError(
+                f"{stage} step {step}: {error}; stopped before the update, the last checkpoint in {folder} is intact. "
+                f"Try a lower {stage}.learning_rate"
+            ) from error
+        log.step(step, metrics)
+        if algorithm.world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
+            save_checkpoint(folder / "checkpoint", algorithm.model, algorithm.processor)
     return log.end_stage()
+
+
+def optimizer_step(
+    algorithm: Algorithm, work: Step, optimizer: torch.optim.Optimizer, rate: float, max_grad_norm: float
+) -> dict[str, float]:
+    """Accumulate the gradients of a step's micro-batches and ranks, clip them, update; returns the step's figures."""
+    model, world, parts = algorithm.model, algorithm.world, []
+    for batch in work.batches:
+        loss, metrics = algorithm.loss(batch)
+        loss.backward()
+        tokens = len(batch.group.completion_ids)
+        # a loss is a share of the step's: scaled up like this, the mean over tokens that merge takes is their sum
+        figures = {"loss": loss * batch.num_tokens / tokens, **metrics}
+        parts.append(({name: value.item() for name, value in figures.items()}, tokens))
+    world.sum_gradients(model)
+    metrics, _ = merge(world.gather_objects(merge(parts)))
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
+        raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | work.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
 
 
 def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL, Processor]:
@@ -117,7 +136,7 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
         return model, load_processor(section.path, data.min_pixels, data.max_pixels)
     if data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
-    model, processor = random_model(section.config, shapes.tokenizer(), config.seed)
+    model, processor = random_model(section.config, shapes.tokenizer(), config.seed, data.min_pixels, data.max_pixels)
     return model.to(world.device, DTYPES[section.dtype]), processor
 
 
@@ -126,10 +145,6 @@ def summarize(config: RunConfig, results: dict[str, Evaluation], seconds: dict[s
     shown = ("sampled", "greedy", "format")
     table = {name: {key: getattr(result, key) for key in shown} for name, result in results.items()}
     return {"chance": chance(config.data), **table, "seconds": seconds}
-
-
-def _floats(metrics: dict) -> dict[str, float]:
-    return {name: value.item() for name, value in metrics.items()}
 
 
 if __name__ == "__main__":

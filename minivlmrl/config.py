@@ -33,6 +33,12 @@ class DataSection:
     demonstrations: int = 96  # shapes: rows for sft
     wrong_demonstrations: float = 0.5  # shapes: share of them whose label is drawn at random
 
+    def __post_init__(self):
+        _require(self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more")
+        _require(self.demonstrations >= 1, "demonstrations", self.demonstrations, "1 or more")
+        share = self.wrong_demonstrations
+        _require(0 <= share <= 1, "wrong_demonstrations", share, "in [0, 1]")
+
 
 @dataclass
 class SamplingConfig:
@@ -151,13 +157,17 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         key, separator, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        nested = yaml.safe_load(text)
-        for name in reversed(key.split(".")):
-            nested = {name: nested}
-        values = _merge(values, nested)
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"command line: the value of {key} is not YAML, quote it ({error})") from error
+        values = _replace(values, key.split("."), value)
     config = _build(RunConfig, values, "command line")
-    if config.model.config:  # beside the recipe
+    if config.model.config:  # beside the recipe; the others below from where the command runs
         config.model.config = str((path.parent / config.model.config).resolve())
+    for section, name in ((config.model, "path"), (config.data, "train_file"), (config.data, "eval_file")):
+        if getattr(section, name) and Path(getattr(section, name)).exists():
+            setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config
 
 
@@ -166,18 +176,17 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def _merge(base: dict, extra: dict) -> dict:
-    merged = dict(base)
-    for name, value in extra.items():
-        both = isinstance(value, dict) and isinstance(base.get(name), dict)
-        merged[name] = _merge(base[name], value) if both else value
-    return merged
+def _replace(values, path: list[str], value):
+    """`values` with what stands at `path` replaced, and sections on the way made where they are missing."""
+    name, *rest = path
+    inside = values if isinstance(values, dict) else {}
+    return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}
 
 
 def _build(cls, values, where: str, prefix: str = ""):
     """Make a dataclass of a nested dict, checking every key and type on the way."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: {prefix or 'the recipe'} must hold names and values, it is {values!r}")
+        raise ValueError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must hold names and values, it is {values!r}")
     hints = typing.get_type_hints(cls)
     for name in values:
         if name not in hints:

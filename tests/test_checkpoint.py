@@ -104,6 +104,10 @@ def test_a_tied_head_is_stored_once_and_shared(tmp_path):
     loaded = load_model(tmp_path / "tied")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    # some folders store the tied head as well
+    edit_weights(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    loaded = load_model(tmp_path / "tied")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 def test_dtype_of_the_parameters(copy):

@@ -184,7 +184,6 @@ def test_a_recipe_that_is_no_text_is_named(tmp_path):
         load_config(tmp_path / "weights.yaml")
 
 
-# BUG (reported): yaml's own error leaves load_config; {problem} at the start of a prompt_template is such a case
 @pytest.mark.parametrize("override", ["--seed=[1", "--data.prompt_template={problem} Think."])
 def test_an_override_that_is_no_yaml_is_named(recipe, override):
     with pytest.raises(ValueError) as error:

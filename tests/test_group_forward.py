@@ -1,13 +1,14 @@
 """The group forward against separate rows, in float64: same log-probabilities, same gradients, less work."""
 
 import pytest
-import tiny
 import torch
 
 from minivlmrl.model.attention import GroupLayout
 from minivlmrl.model.batch import pack
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.training.losses import grpo_loss
+
+import tiny
 
 # ragged prompts: one image, two images of other sizes, text only, and one of the first's length to share its bucket
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)]]

@@ -115,7 +115,6 @@ def test_an_image_token_in_a_users_text_is_plain_text():
     assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
 
 
-# BUG (reported): pieces are counted by their text, so this one looks like a second placeholder
 def test_a_text_that_is_nothing_but_an_image_token_is_plain_text():
     prompt = PROCESSOR(user(IMAGE_PART, text("<|image_pad|>")), [picture((56, 56))])
     assert prompt.input_ids.tolist().count(PAD) == 4

@@ -149,7 +149,6 @@ def test_normalize_docstring_example():
     assert normalize("<answer> Green  square.</answer>") == "green square"
 
 
-# BUG (reported): the space before the full stop stays, so spacing and a final full stop are not evened out together
 def test_a_full_stop_may_stand_alone():
     assert normalize("green square .") == "green square"
 
@@ -208,7 +207,6 @@ def test_a_trl_reward_with_a_column_asks_for_it(registry):
     assert rewards[1].isnan().item()
 
 
-# BUG (reported): keyword-only parameters are overlooked, so the function is called without its column
 def test_a_keyword_only_column_is_asked_for(registry):
     @reward
     def strict(completions, *, ground_truth, **kwargs):
@@ -217,7 +215,6 @@ def test_a_keyword_only_column_is_asked_for(registry):
     assert required_columns(["strict"]) == ["ground_truth"]
 
 
-# BUG (reported): TRL also gives prompts and completion_ids; a reward that names one of them is refused here, though
 # the docstring says that a reward written for TRL works
 def test_a_trl_reward_that_names_prompts_works(registry):
     @reward

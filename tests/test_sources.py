@@ -84,7 +84,6 @@ def test_blank_lines_are_skipped_but_counted(write):
     assert len(JsonLines(write({"problem": "a"}, "", {"problem": "b"}))) == 2
 
 
-# BUG (reported): the file is cut into lines with str.splitlines, which also cuts at these characters
 @pytest.mark.parametrize("character", ["\u2028", "\u0085", "\u2029"])
 def test_a_unicode_line_separator_inside_a_string_ends_no_row(write, character):
     assert JsonLines(write({"problem": f"a{character}b"}))[0].columns["problem"] == f"a{character}b"
@@ -106,7 +105,6 @@ def test_an_empty_file_is_named(write, lines):
         JsonLines(write(*lines))
 
 
-# BUG (reported): UnicodeDecodeError (a ValueError) without the file's name
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"problem": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
@@ -131,14 +129,12 @@ def test_a_missing_column_is_named_with_its_line(write, row):
         JsonLines(file, ("problem", "solution"))
 
 
-# BUG (reported): AttributeError or TypeError once the row is used
 @pytest.mark.parametrize("row", [{"problem": 3}, {"problem": ["a"]}, {"problem": "a", "image": 3}])
 def test_a_column_of_the_wrong_type_is_named_with_its_line(write, row):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
         JsonLines(write(row))[0]
 
 
-# BUG (reported): "images": null hides "image"; the row is then read as text only, in silence
 def test_images_null_does_not_hide_image(write):
     assert len(JsonLines(write({"problem": "a", "images": None, "image": "red.png"}))[0].images) == 1
 
@@ -155,7 +151,9 @@ def test_a_broken_image_is_named_with_its_row(write, tmp_path):
         JsonLines(write({"problem": "a", "image": "cut.png"}))[0]
 
 
-@pytest.mark.parametrize(("problem", "images"), [("<image>", []), ("<image> <image>", ["red.png"])])
+@pytest.mark.parametrize(
+    ("problem", "images"), [("<image>", []), ("<image> <image>", ["red.png"]), ("<image>?", ["red.png"] * 2)]
+)
 def test_other_placeholders_than_images_are_named_with_their_row(write, problem, images):
     rows = JsonLines(write({"problem": problem, "images": images}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the problem has \d <image> placeholder\(s\) but the row has"):
@@ -188,7 +186,6 @@ def test_shuffled_is_seeded():
     assert first(0) != first(1)
 
 
-# BUG (reported): without rows it searches for ever, so --data.demonstrations=0 hangs
 def test_shuffling_no_rows_is_refused():
     def stop(*_):
         raise TimeoutError("still searching")
@@ -217,7 +214,6 @@ def test_an_eval_file_needs_solutions(write):
         load_datasets(DataSection(train_file=file, eval_file=file), ["sft"], 0)
 
 
-# BUG (reported): eval_rows ("rows that are evaluated, at most") is read for the embedded task only
 def test_eval_rows_bounds_an_eval_file(write):
     file = str(write({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
     datasets = load_datasets(DataSection(train_file=file, eval_file=file, eval_rows=1), ["grpo"], 0, ["solution"])

@@ -58,8 +58,8 @@ def test_encoding_adds_no_tokens():
     assert TINY.encode("") == []
 
 
-def test_digits_are_single_tokens():
-    assert len(TINY.encode("1234567890")) == 10
+def test_digits_stay_single_tokens_however_often_they_meet():
+    assert len(Tokenizer.train(["1234567890"] * 100, vocab_size=300).encode("1234567890")) == 10
 
 
 def test_training_keeps_to_the_vocabulary_size():

@@ -27,24 +27,28 @@ def render(messages: list[dict]) -> list[str]:
         ValueError: a message without role or content, or a part that is neither text nor image.
     Source: chat_template.json of Qwen2.5-VL-Instruct with add_generation_prompt.
     """
-    if not messages or messages[0].get("role") != "system":
-        messages = [{"role": "system", "content": DEFAULT_SYSTEM}, *messages]
     pieces: list[str] = []
+    if not messages or messages[0].get("role") != "system":
+        pieces += _turn("system", [DEFAULT_SYSTEM])
     for i, message in enumerate(messages):
-        if "role" not in message or "content" not in message:
-            raise ValueError(f"message {i} needs 'role' and 'content', it has {sorted(message)}")
-        content = message["content"]
+        content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        pieces += [Control("<|im_start|>"), message["role"] + "\n"]
+        if "role" not in message or not isinstance(parts, list):
+            raise ValueError(f"message {i} needs a role, and content that is text or a list of parts: {message!r:.80}")
+        inside: list[str] = []
         for part in parts:
             if part.get("type") == "image":
-                pieces += [Control("<|vision_start|>"), IMAGE, Control("<|vision_end|>")]
-            elif isinstance(part.get("text"), str):
-                pieces.append(part["text"])
+                inside += [Control("<|vision_start|>"), IMAGE, Control("<|vision_end|>")]
+            elif part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+                inside.append(part["text"])
             else:
                 raise ValueError(f"message {i} has a part of type {part.get('type')!r}; text and image are supported")
-        pieces += [Control("<|im_end|>"), "\n"]
+        pieces += _turn(message["role"], inside)
     return _join_text([*pieces, Control("<|im_start|>"), "assistant\n"])
+
+
+def _turn(role: str, inside: list[str]) -> list[str]:
+    return [Control("<|im_start|>"), f"{role}\n", *inside, Control("<|im_end|>"), "\n"]
 
 
 def _join_text(pieces: list[str]) -> list[str]:

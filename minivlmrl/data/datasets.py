@@ -27,10 +27,11 @@ def load_datasets(
         return _files(config, stages, reward_columns)
     if config.task != "shapes":
         raise ValueError(f"data.task is {config.task!r}; the embedded task is 'shapes'")
+    wording = {"prompt_template": config.prompt_template, "system_prompt": config.system_prompt}
     rows = {
-        "sft": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations),
-        "grpo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo"),
-        "eval": shapes.Shapes(config.eval_rows, "eval"),
+        "sft": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
+        "grpo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+        "eval": shapes.Shapes(config.eval_rows, "eval", **wording),
     }
     return {name: rows[name] for name in (*stages, "eval")}
 
@@ -40,8 +41,11 @@ def _files(config: DataSection, stages: list[str], reward_columns: list[str]) ->
     paths = {stage: config.train_file for stage in stages}
     if config.eval_file:
         paths["eval"] = config.eval_file
+    limits = {"eval": config.eval_rows}
     return {
-        name: JsonLines(path, ("problem", *needed[name]), config.prompt_template, config.system_prompt)
+        name: JsonLines(
+            path, ("problem", *needed[name]), config.prompt_template, config.system_prompt, limits.get(name)
+        )
         for name, path in paths.items()
     }
 

@@ -13,6 +13,8 @@ from torch import Tensor
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, per RGB channel
 STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_RATIO = 200
+# what Pillow's decoders raise for damaged files, by format
+UNREADABLE = (OSError, SyntaxError, ValueError, RuntimeError, PIL.Image.DecompressionBombError)
 
 
 def load_image(path: str | Path) -> PIL.Image.Image:
@@ -25,7 +27,7 @@ def load_image(path: str | Path) -> PIL.Image.Image:
         with PIL.Image.open(path) as image:
             image.load()
             return to_rgb(PIL.ImageOps.exif_transpose(image))
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
 
 

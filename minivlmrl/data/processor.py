@@ -46,9 +46,10 @@ class Processor:
             ValueError: the number of image parts is not the number of images; see also chat.render and image.py.
         """
         pieces = render(messages)
-        if pieces.count(IMAGE) != len(images):
+        placeholders = sum(piece is IMAGE for piece in pieces)  # by identity: text may spell the same
+        if placeholders != len(images):
             raise ValueError(
-                f"the prompt has {pieces.count(IMAGE)} image placeholder(s) but {len(images)} image(s) came with it; "
+                f"the prompt has {placeholders} image placeholder(s) but {len(images)} image(s) came with it; "
                 "put one placeholder where each image belongs"
             )
         processed = [self.image_processor(image) for image in images]

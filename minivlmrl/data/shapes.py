@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import PIL.Image
 import PIL.ImageDraw
 
-from minivlmrl.data.sources import Row
+from minivlmrl.data.sources import Row, conversation
 from minivlmrl.data.tokenizer import Tokenizer
 
 COLORS = {
@@ -36,11 +36,14 @@ class Shapes:
         seed: rows of different seeds share nothing.
         wrong_labels: share of rows whose demonstrated answer names a class drawn at random (1/12 of those happen to
             be right); `solution`, which the reward sees, is right in every row.
+        prompt_template, system_prompt: see sources.conversation.
     """
 
     size: int
     seed: int | str
     wrong_labels: float = 0.0
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
 
     def __len__(self) -> int:
         return self.size
@@ -50,9 +53,8 @@ class Shapes:
         label = rng.choice(LABELS)
         image = draw(label, rng)
         shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
-        content = [{"type": "image"}, {"type": "text", "text": PROBLEM}]
-        columns = {"problem": PROBLEM, "solution": label}
-        return Row([{"role": "user", "content": content}], [image], columns, answer(shown))
+        messages = conversation(PROBLEM, 1, self.prompt_template, self.system_prompt)
+        return Row(messages, [image], {"problem": PROBLEM, "solution": label}, answer(shown))
 
 
 def answer(label: str) -> str:

@@ -42,8 +42,8 @@ class JsonLines:
     Args:
         path: the file.
         required: columns that every row must have.
-        prompt_template: the user message; {problem} is replaced.
-        system_prompt: replaces Qwen's default system message.
+        prompt_template, system_prompt: see `conversation`.
+        limit: read no more rows than this.
     Raises:
         ValueError: the file or a line cannot be read, or a column is missing (with file and line number). Images are
             read when a row is used; what is wrong with one names its row too.
@@ -55,19 +55,24 @@ class JsonLines:
         required: tuple[str, ...] = ("problem",),
         prompt_template: str = "{problem}",
         system_prompt: str | None = None,
+        limit: int | None = None,
     ):
         self.path, self.prompt_template, self.system_prompt = Path(path), prompt_template, system_prompt
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
-        self.rows: list[tuple[int, dict]] = []  # (line number, columns)
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                self.rows.append((number, self._parse(line, number, required)))
+        self.rows: list[tuple[int, dict, list[str]]] = []  # line number, columns, image paths
+        try:
+            lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error})") from error
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and (limit is None or len(self.rows) < limit):
+                self.rows.append((number, *self._parse(line, number, required)))
         if not self.rows:
             raise ValueError(f"{path}: has no rows")
-        self.columns = sorted(set().union(*(row for _, row in self.rows)))
+        self.columns = sorted(set().union(*(row for _, row, _ in self.rows)))
 
-    def _parse(self, line: str, number: int, required: tuple[str, ...]) -> dict:
+    def _parse(self, line: str, number: int, required: tuple[str, ...]) -> tuple[dict, list[str]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -77,25 +82,41 @@ class JsonLines:
         for column in required:
             if row.get(column) is None:
                 raise ValueError(f"{self.path}:{number}: column {column!r} is missing; the row has {sorted(row)}")
-        return row
+        for column in ("problem", "completion"):
+            if not isinstance(row.get(column, ""), str):
+                raise ValueError(f"{self.path}:{number}: column {column!r} must be text, it is {row[column]!r:.40}")
+        listed = [row[column] for column in ("images", "image") if row.get(column) is not None]
+        paths = [path for entry in listed for path in (entry if isinstance(entry, list) else [entry])]
+        if len(listed) > 1 or not all(isinstance(path, str) for path in paths):
+            raise ValueError(f"{self.path}:{number}: give image or images, a path or a list of paths: {listed!r:.60}")
+        return row, paths
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        number, row = self.rows[index]
-        listed = row.get("images", row.get("image"))
-        paths = [] if listed is None else [listed] if isinstance(listed, str) else listed
-        text = self.prompt_template.replace("{problem}", row["problem"])
+        number, row, paths = self.rows[index]
         try:
             images = [load_image(self.path.parent / path) for path in paths]
-            messages = [{"role": "user", "content": place_images(text, len(images))}]
+            messages = conversation(row["problem"], len(images), self.prompt_template, self.system_prompt)
         except ValueError as error:
             raise ValueError(f"{self.path}:{number}: {error}") from error
-        if self.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
         columns = {name: row.get(name) for name in self.columns}
         return Row(messages, images, columns, row.get("completion"))
+
+
+def conversation(
+    problem: str, images: int, prompt_template: str = "{problem}", system_prompt: str | None = None
+) -> list[dict]:
+    """Messages that ask about a problem.
+
+    Args:
+        images: how many come with it; see place_images.
+        prompt_template: the user message; {problem} is replaced.
+        system_prompt: replaces Qwen's default system message.
+    """
+    user = {"role": "user", "content": place_images(prompt_template.replace("{problem}", problem), images)}
+    return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
 def place_images(text: str, count: int) -> list[dict]:
@@ -119,6 +140,8 @@ def place_images(text: str, count: int) -> list[dict]:
 
 def shuffled(size: int, per_step: int, seed: int) -> Iterator[list[int]]:
     """Endless lists of per_step row numbers: every pass visits all rows once, in a new order."""
+    if size == 0:
+        raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:

@@ -59,12 +59,19 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
     return model
 
 
-def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[Qwen2_5_VL, Processor]:
+def random_model(
+    config_file: str | Path,
+    tokenizer: Tokenizer,
+    seed: int,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> tuple[Qwen2_5_VL, Processor]:
     """Build the model of a config.json with random weights, for a tokenizer of its own.
 
     Args:
         config_file: its vocab_size and token ids are replaced by the tokenizer's.
         seed: of the weights.
+        min_pixels, max_pixels: bounds of an image's area, by default one merged token and the hub's upper bound.
     """
     values = _read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     for name, token in CONTROL_TOKENS.items():
@@ -73,10 +80,10 @@ def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tu
     model = Qwen2_5_VL(config)
     model.initialize(torch.Generator().manual_seed(seed))
     vision = config.vision_config
-    factor = vision.patch_size * vision.spatial_merge_size
-    images = ImageProcessor(
-        vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, min_pixels=factor**2
-    )
+    bounds = {"min_pixels": min_pixels or (vision.patch_size * vision.spatial_merge_size) ** 2}
+    if max_pixels:
+        bounds["max_pixels"] = max_pixels
+    images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, **bounds)
     return model, Processor(tokenizer, images)
 
 

@@ -41,6 +41,8 @@ def generate(
         generator: source of randomness, on the model's device; the same state gives the same completions.
     Returns:
         B lists of G completions.
+    Raises:
+        FloatingPointError: the logits are not finite.
     """
     device = model.lm_head.weight.device
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
@@ -51,6 +53,8 @@ def generate(
     next_position = torch.stack([p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)])
 
     logits = model.lm_head(hidden)[owner]  # (R, V)
+    if not logits.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
     seen = _seen(batch, owner, logits) if params.repetition_penalty != 1 else None
     stop = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
     running = torch.arange(len(owner), device=device)  # rows that have not ended, as numbers of all R rows

@@ -19,6 +19,7 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {}
 
 THINK_ANSWER = re.compile(r"<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+GIVEN = {"prompts", "completions", "completion_ids"}  # what every reward is given besides the columns of its rows
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -41,17 +42,17 @@ def format(completions: list[str], **columns) -> list[float]:
 
 
 @reward
-def accuracy(completions: list[str], solution: list[str | None], **columns) -> list[float | None]:
+def accuracy(completions: list[str], solution: list[str | float | None], **columns) -> list[float | None]:
     """1.0 if the last answer is the solution, after case, spacing and a final full stop are evened out.
 
     None where the row has no solution. A solution may itself stand between answer tags.
     """
 
-    def judge(completion: str, truth: str | None) -> float | None:
-        if truth is None or not normalize(truth):
+    def judge(completion: str, truth: str | float | None) -> float | None:
+        if truth is None or not normalize(str(truth)):
             return None
         answers = ANSWER.findall(completion)
-        return float(bool(answers) and normalize(answers[-1]) == normalize(truth))
+        return float(bool(answers) and normalize(answers[-1]) == normalize(str(truth)))
 
     return [judge(c, s) for c, s in zip(completions, solution, strict=True)]
 
@@ -59,7 +60,7 @@ def accuracy(completions: list[str], solution: list[str | None], **columns) -> l
 def normalize(text: str) -> str:
     """'<answer> Green  square.</answer>' -> 'green square'."""
     inside = ANSWER.findall(text)
-    return " ".join((inside[-1] if inside else text).split()).rstrip(".").casefold()
+    return " ".join((inside[-1] if inside else text).split()).rstrip(". ").casefold()
 
 
 def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
@@ -79,7 +80,7 @@ def score(names: list[str], completions: list[str], columns: dict[str, list]) ->
         missing = [column for column in required_columns([name]) if column not in columns]
         if missing:
             raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {sorted(columns)}")
-        values = get(name)(completions, **columns)
+        values = get(name)(completions=completions, **columns)
         if len(values) != len(completions):
             raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions")
         rewards[:, k] = torch.tensor([float("nan") if value is None else value for value in values])
@@ -92,9 +93,9 @@ def required_columns(names: list[str]) -> list[str]:
         p.name
         for name in names
         for p in inspect.signature(get(name)).parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
     }
-    return sorted(needed - {"completions"})
+    return sorted(needed - GIVEN)
 
 
 def get(name: str) -> Callable[..., list[float | None]]:

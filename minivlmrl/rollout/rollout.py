@@ -47,6 +47,8 @@ def rollout(
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
+    columns["prompts"] = [row.messages for row in rows for _ in range(num_generations)]
+    columns["completion_ids"] = [completion.ids.tolist() for group in completions for completion in group]
     return Rollout(prompts, completions, texts, score(list(reward_names), texts, columns))
 
 
@@ -57,7 +59,7 @@ class Evaluation:
     sampled: float  # accuracy of one completion a row, drawn at temperature 1
     greedy: float  # accuracy of the likeliest completion
     format: float  # share of sampled completions in the asked form
-    greedy_texts: list[str]  # this rank's, for the report
+    greedy_texts: list[str]  # for the report, in the order of the rows
 
 
 def evaluate(
@@ -80,11 +82,13 @@ def evaluate(
             result = rollout(model, processor, batch, 1, sampling, ("accuracy", "format"), generator)
             rewards.append(result.rewards)
             texts += result.texts if temperature == 0 else []
-        values = torch.cat(rewards)
+        values = torch.cat([torch.zeros(0, 2), *rewards])  # a rank may have no rows
         totals[temperature] = world.sum(*values.nansum(0).tolist(), *(~values.isnan()).sum(0).tolist())
 
     def mean(temperature: float, column: int) -> float:
         total, count = totals[temperature][column], totals[temperature][column + 2]
         return total / count if count else float("nan")
 
-    return Evaluation(mean(1.0, 0), mean(0.0, 0), mean(1.0, 1), texts)
+    everyones = world.gather_objects(texts)  # rank r has rows r, r + size, ...
+    in_order = [everyones[i % world.size][i // world.size] for i in range(len(rows))]
+    return Evaluation(mean(1.0, 0), mean(0.0, 0), mean(1.0, 1), in_order)

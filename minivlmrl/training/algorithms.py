@@ -20,7 +20,7 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.advantages import combine, group_advantages, group_std
 from minivlmrl.rollout.rollout import Rollout, rollout
 from minivlmrl.training.distributed import World
-from minivlmrl.training.losses import grpo_loss, sft_loss
+from minivlmrl.training.losses import LOSS_TYPES, grpo_loss, sft_loss
 
 
 @dataclass
@@ -46,6 +46,10 @@ class Step:
 
 class Algorithm:
     """What every algorithm is given."""
+
+    @staticmethod
+    def check(run: RunConfig):
+        """Refuse, before anything is computed, a recipe that this algorithm cannot follow (ValueError)."""
 
     def __init__(self, run: RunConfig, model: Qwen2_5_VL, processor: Processor, dataset: Dataset, world: World):
         self.run, self.model, self.processor, self.dataset, self.world = run, model, processor, dataset, world
@@ -84,10 +88,17 @@ class GRPO(Algorithm):
     Left out: the paper's outer loop that renews the reference model (ours stays the policy that this stage began with).
     """
 
+    @staticmethod
+    def check(run: RunConfig):
+        if run.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
+        if run.grpo.loss_type not in LOSS_TYPES:
+            raise ValueError(f"grpo.loss_type is {run.grpo.loss_type!r}; known are {', '.join(LOSS_TYPES)}")
+        if not run.rewards:
+            raise ValueError("rewards: grpo needs at least one")
+
     def __init__(self, *args):
         super().__init__(*args)
-        if self.run.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
         self.config = self.run.grpo
         self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None

@@ -114,6 +114,7 @@ def _smooth(values: list[float | None], window: int = 10) -> list[float]:
 
 
 def _short(text: str, limit: int = 24) -> str:
-    """One line of plain text; $ would start a formula."""
-    line = " ".join(text.split()).replace("$", r"\$") or "(no answer)"
+    """One line of what can be drawn; $ would start a formula."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    line = " ".join(printable.split()).replace("$", r"\$") or "(no answer)"
     return line if len(line) <= limit else line[: limit - 1] + "…"
