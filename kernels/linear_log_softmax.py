@@ -47,18 +47,25 @@ class _LinearLogSoftmax(torch.autograd.Function):
             entropies.append(entropy)
         ctx.save_for_backward(hidden, weight, ids)
         ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # None for an output that no loss uses
         return torch.cat(logps), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx, grad_logps, grad_entropies):
         hidden, weight, ids = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for rows in _chunks(len(hidden), len(weight)):
             _, entropy, log_p = _score(hidden[rows], weight, ids[rows], ctx.temperature)
-            g, e = grad_logps[rows, None], grad_entropies[rows, None]
-            dz = (log_p + entropy[:, None]).mul_(-e).sub_(g).mul_(log_p.exp())  # -p (e (log p + H) + g)
-            dz = dz.scatter_add_(1, ids[rows, None], g).div_(ctx.temperature).to(hidden.dtype)
+            dz = torch.zeros_like(log_p)
+            if grad_logps is not None:
+                g = grad_logps[rows, None]
+                dz.sub_(log_p.exp().mul_(g)).scatter_add_(1, ids[rows, None], g)  # g ([j = y] - p)
+            if grad_entropies is not None:
+                dz.sub_(
+                    (log_p + entropy[:, None]).mul_(log_p.exp()).mul_(grad_entropies[rows, None])
+                )  # e p (log p + H)
+            dz = dz.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = dz @ weight
             grad_weight += (dz.T @ hidden[rows]).to(grad_weight.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), None, None

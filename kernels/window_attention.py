@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivlmrl.kernels.dense_attention import dense_attention
+
 
 class Segments:
     """Consecutive runs of tokens that attend within themselves; built once per batch, used by every block.
@@ -61,7 +63,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 def _bucket(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     """Batched attention over runs of equal length. (S*L, H, D) -> (S, L, H, D)."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return dense_attention(q, k, v).transpose(1, 2)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

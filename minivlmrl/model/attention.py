@@ -11,13 +11,12 @@ length, H query heads, K key/value heads, D head_dim. A "rule" is called as rule
 and k, v (N, K, D), rotary already applied, and returns (N, H, D).
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.window_attention import gather_rows
 
 
@@ -38,55 +37,56 @@ class GroupLayout:
         prompt_lengths: tokens of each prompt, B of them.
         completion_lengths: for each prompt the tokens of its completions (may be an empty list).
     Attributes:
-        predict_index: (M,) place of the token that predicts each completion token: the one before it, which for the
-            first token of a completion is the last token of its prompt.
-        completion_index: (M,) place of each completion token.
-        last_index: (B,) place of the last token of each prompt.
         row_lengths: R lengths, completions of all groups in order; they sum to M.
+        prompt_starts: (B,) place of the first token of each prompt.
+        last_index: (B,) place of the last token of each prompt.
+        completion_index: (M,) place of each completion token.
+        predict_index: (M,) place of the token that predicts it: the one before, which for the first token of a
+            completion is the last token of its prompt.
+        completion_group, completion_offset: (M,) which prompt a completion token continues, and how many tokens of its
+            completion stand before it.
     """
 
     def __init__(self, prompt_lengths: list[int], completion_lengths: list[list[int]], device="cpu"):
         self.prompt_lengths = prompt_lengths
-        self.completion_lengths = completion_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]
-        self.prompt_starts, self.row_starts, place = [], [], 0
-        for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
-            self.prompt_starts.append(place)
-            place += prompt_length
-            for n in group:
-                self.row_starts.append(place)
-                place += n
-        self.num_tokens = place
-        last = torch.tensor([s + n - 1 for s, n in zip(self.prompt_starts, prompt_lengths, strict=True)])
-        owner = torch.repeat_interleave(torch.tensor([len(group) for group in completion_lengths]))
-        spans = [torch.arange(s, s + n) for s, n in zip(self.row_starts, self.row_lengths, strict=True)]
-        before = [torch.cat([last[g : g + 1], span[:-1]]) for g, span in zip(owner.tolist(), spans, strict=True)]
-        self.last_index = last.to(device)
-        self.completion_index = _cat(spans).to(device)
-        self.predict_index = _cat(before).to(device)
-        self.buckets = [self._bucket(groups, owner, device) for groups in self._groups_by_prompt_length()]
+        prompt, row = torch.tensor(prompt_lengths), torch.tensor(self.row_lengths, dtype=torch.long)  # (B,), (R,)
+        owner = torch.repeat_interleave(torch.tensor([len(group) for group in completion_lengths]))  # (R,)
+        rows_before = row.cumsum(0) - row  # completion tokens before each row
+        group_tokens = prompt.index_add(0, owner, row)
+        prompt_starts = group_tokens.cumsum(0) - group_tokens
+        row_starts = prompt.cumsum(0)[owner] + rows_before
+        last = prompt_starts + prompt - 1
+        self.num_tokens = int(group_tokens.sum())
+
+        token_row = torch.repeat_interleave(row)  # (M,)
+        offset = torch.arange(len(token_row)) - rows_before[token_row]
+        index = row_starts[token_row] + offset
+        self.prompt_starts, self.last_index = prompt_starts.to(device), last.to(device)
+        self.completion_index = index.to(device)
+        self.predict_index = torch.where(offset == 0, last[owner[token_row]], index - 1).to(device)
+        self.completion_group, self.completion_offset = owner[token_row].to(device), offset.to(device)
+
+        self.buckets = [
+            _bucket(P, prompt, prompt_starts, row, row_starts, owner, device) for P in dict.fromkeys(prompt_lengths)
+        ]
         order = torch.cat([places for b in self.buckets for places in (b.prompts.flatten(), b.completions.flatten())])
-        # padding of ragged completions repeats place 0, which is always a prompt token: the first match is the token
-        self.inverse = _first_occurrence(order, self.num_tokens).to(device)
+        # place 0, which fills up ragged completions, is a prompt's and comes first: so the first match is the token
+        first = torch.full((self.num_tokens,), len(order), device=device)
+        self.inverse = first.scatter_reduce(0, order, torch.arange(len(order), device=device), "amin")
 
-    def _groups_by_prompt_length(self) -> list[list[int]]:
-        by_length = defaultdict(list)
-        for group, length in enumerate(self.prompt_lengths):
-            by_length[length].append(group)
-        return list(by_length.values())
 
-    def _bucket(self, groups: list[int], owner: Tensor, device) -> Bucket:
-        P = self.prompt_lengths[groups[0]]
-        prompts = torch.tensor([self.prompt_starts[g] for g in groups])[:, None] + torch.arange(P)
-        local = {g: i for i, g in enumerate(groups)}
-        rows = [r for r, g in enumerate(owner.tolist()) if g in local]
-        C = max((self.row_lengths[r] for r in rows), default=0)
-        completions = torch.zeros(len(rows), C, dtype=torch.long)
-        for i, r in enumerate(rows):
-            completions[i, : self.row_lengths[r]] = torch.arange(self.row_lengths[r]) + self.row_starts[r]
-        own = torch.tensor([local[int(owner[r])] for r in rows], dtype=torch.long)
-        mask = torch.ones(C, P + C, dtype=torch.bool).tril(P)
-        return Bucket(prompts.to(device), completions.to(device), own.to(device), mask.to(device))
+def _bucket(P: int, prompt, prompt_starts, row, row_starts, owner, device) -> Bucket:
+    """The groups whose prompts have P tokens; the other arguments are those of GroupLayout.__init__."""
+    groups = (prompt == P).nonzero()[:, 0]
+    rows = (prompt[owner] == P).nonzero()[:, 0]
+    C = int(row[rows].max()) if len(rows) else 0
+    prompts = prompt_starts[groups][:, None] + torch.arange(P)
+    inside = torch.arange(C) < row[rows][:, None]  # (r, C)
+    completions = torch.where(inside, row_starts[rows][:, None] + torch.arange(C), 0)
+    local_owner = torch.searchsorted(groups, owner[rows])
+    mask = torch.ones(C, P + C, dtype=torch.bool).tril(P)
+    return Bucket(prompts.to(device), completions.to(device), local_owner.to(device), mask.to(device))
 
 
 class GroupAttention:
@@ -108,25 +108,14 @@ class GroupAttention:
         for bucket in self.layout.buckets:
             # (b, P, heads, D) -> (b, heads, P, D)
             qp, kp, vp = (gather_rows(x, bucket.prompts).transpose(1, 2) for x in (q, k, v))
-            o = F.scaled_dot_product_attention(qp, kp, vp, is_causal=True, enable_gqa=True)
+            o = dense_attention(qp, kp, vp, is_causal=True)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (b*P, H, D)
             if bucket.completions.numel():
                 qc, kc, vc = (gather_rows(x, bucket.completions).transpose(1, 2) for x in (q, k, v))  # (r, heads, C, D)
                 kc = torch.cat([gather_rows(kp, bucket.owner), kc], dim=2)  # (r, K, P + C, D)
                 vc = torch.cat([gather_rows(vp, bucket.owner), vc], dim=2)
-                out.append(_shared_key_attention(qc, kc, vc, bucket.mask).transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
+                out.append(dense_attention(qc, kc, vc, bucket.mask).transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
         return gather_rows(torch.cat(out), self.layout.inverse)
-
-
-def _shared_key_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention with the query heads of one key head laid end to end: fewer, larger products.
-
-    q (r, H, C, D), k and v (r, K, T, D), mask (C, T) -> (r, H, C, D). Query head i reads key head i // (H / K).
-    """
-    repeat, C = q.shape[1] // k.shape[1], q.shape[2]
-    folded = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (r, K, repeat*C, D)
-    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask.repeat(repeat, 1))
-    return out.unflatten(2, (repeat, C)).flatten(1, 2)
 
 
 class DecodeAttention:
@@ -145,9 +134,8 @@ class DecodeAttention:
     def __init__(self, keys: list[tuple[Tensor, Tensor]], layout: GroupLayout, owner: Tensor, capacity: int):
         lengths = torch.tensor(layout.prompt_lengths, device=owner.device)
         places = torch.arange(int(lengths.max()), device=owner.device).expand(len(lengths), -1)  # (B, P)
-        starts = torch.tensor(layout.prompt_starts, device=owner.device)[:, None]
         inside = places < lengths[:, None]
-        index = torch.where(inside, places + starts, 0)
+        index = torch.where(inside, places + layout.prompt_starts[:, None], 0)
         # (B, K, P, D) once per prompt; shorter prompts are padded here and masked below
         self.prompt = [tuple(x[index].transpose(1, 2).contiguous() for x in layer) for layer in keys]
         self.bias = torch.zeros(inside.shape, dtype=keys[0][0].dtype, device=owner.device)
@@ -163,9 +151,9 @@ class DecodeAttention:
         counts = torch.bincount(self.owner, minlength=len(self.bias))
         first = counts.cumsum(0) - counts
         self.slots = int(counts.max())
-        self.slot = (
-            self.owner * self.slots + torch.arange(len(self.owner), device=self.owner.device) - first[self.owner]
-        )
+        rows = torch.arange(len(self.owner), device=self.owner.device)
+        self.slot = self.owner * self.slots + rows - first[self.owner]
+        self.full = len(rows) == len(counts) * self.slots  # then the slots are just the rows in order
 
     def keep(self, rows: Tensor):
         """Keep only these rows (indices, ascending); prompts that nobody reads any more leave too."""
@@ -196,20 +184,11 @@ class DecodeAttention:
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """(R, K, H/K, X) -> (B, K, slots*H/K, X)."""
-        dense = x.new_zeros(len(self.bias) * self.slots, *x.shape[1:])
-        dense[self.slot] = x
-        return dense.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
+        if not self.full:
+            x = x.new_zeros(len(self.bias) * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
+        return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def _to_rows(self, x: Tensor) -> Tensor:
         """(B, K, slots*H/K, X) -> (R, K, H/K, X)."""
-        return x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)[self.slot]
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.long)
-
-
-def _first_occurrence(order: Tensor, size: int) -> Tensor:
-    """For each value 0..size-1 the first place in `order` that holds it."""
-    places = torch.arange(len(order))
-    return torch.full((size,), len(order)).scatter_reduce(0, order, places, "amin")
+        x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.full else x[self.slot]

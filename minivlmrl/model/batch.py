@@ -60,25 +60,25 @@ def pack(
     Raises:
         ValueError: a completion without tokens, or a prompt whose image tokens do not fit its images.
     """
-    ids, positions, image_index, place = [], [], [], 0
-    for prompt, group in zip(prompts, completions, strict=True):
-        prompt_positions = get_rope_index(prompt.input_ids, prompt.image_grid_thw, config)  # (3, P)
-        image_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + place)
-        ids.append(prompt.input_ids)
-        positions.append(prompt_positions)
-        following = int(prompt_positions.max()) + 1
-        for completion in group:
-            if len(completion) == 0:
-                raise ValueError("a completion has no tokens; drop its row or let it end with a stop token")
-            ids.append(completion.cpu())
-            positions.append(torch.arange(following, following + len(completion)).expand(3, -1))
-        place += len(prompt.input_ids) + sum(len(completion) for completion in group)
-    layout = GroupLayout(
-        [len(p.input_ids) for p in prompts], [[len(c) for c in group] for group in completions], device
-    )
+    if any(len(completion) == 0 for group in completions for completion in group):
+        raise ValueError("a completion has no tokens; drop its row or let it end with a stop token")
+    lengths = [[len(completion) for completion in group] for group in completions]
+    layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
+    ids = torch.cat([
+        piece for prompt, group in zip(prompts, completions, strict=True)
+        for piece in (prompt.input_ids, *(completion.cpu() for completion in group))
+    ])  # fmt: skip
+    positions, image_index, following = torch.empty(3, len(ids), dtype=torch.long), [], []
+    for prompt, start in zip(prompts, layout.prompt_starts.tolist(), strict=True):
+        own = get_rope_index(prompt.input_ids, prompt.image_grid_thw, config)  # (3, P)
+        positions[:, start : start + own.shape[1]] = own
+        image_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + start)
+        following.append(int(own.max()) + 1)
+    following = torch.tensor(following)[layout.completion_group.cpu()] + layout.completion_offset.cpu()  # (M,)
+    positions[:, layout.completion_index.cpu()] = following
     return GroupBatch(
-        torch.cat(ids).to(device),
-        torch.cat(positions, dim=1).to(device),
+        ids.to(device),
+        positions.to(device),
         torch.cat([p.pixel_values for p in prompts]).to(device),
         torch.cat([p.image_grid_thw for p in prompts]),
         torch.cat(image_index).to(device),

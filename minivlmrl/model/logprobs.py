@@ -16,6 +16,5 @@ def per_token_logps(model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1
         logps (M,) and entropies (M,) of the distributions, nats, completions in order (GroupBatch.pad makes rows).
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding and without full logits.
     """
-    hidden_states = model(batch)  # (N, hidden_size)
-    predicting = hidden_states.index_select(0, batch.layout.predict_index)  # (M, hidden_size)
-    return linear_log_softmax(predicting, model.lm_head.weight, batch.completion_ids, temperature)
+    hidden_states = model(batch, wanted=batch.layout.predict_index)  # (M, hidden_size)
+    return linear_log_softmax(hidden_states, model.lm_head.weight, batch.completion_ids, temperature)

@@ -22,20 +22,21 @@ class Qwen2_5_VL(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: GroupBatch, rule: Rule | None = None) -> Tensor:
+    def forward(self, batch: GroupBatch, rule: Rule | None = None, wanted: Tensor | None = None) -> Tensor:
         """Hidden states of a packed run; each prompt and each image is computed once.
 
         Args:
             batch: N tokens.
             rule: the attention rule, by default GroupAttention(batch.layout).
+            wanted: (W,) places whose hidden states are asked for; None: all N.
         Returns:
-            hidden_states (N, hidden_size) after the final norm; `lm_head` makes logits of them.
+            hidden_states (W, hidden_size) after the final norm; `lm_head` makes logits of them.
         """
         x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
         if len(batch.image_grid_thw):
             image_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x = x.index_copy(0, batch.image_index, image_embeds.to(x.dtype))
-        return self.model(x, batch.position_ids, rule or GroupAttention(batch.layout))
+        return self.model(x, batch.position_ids, rule or GroupAttention(batch.layout), wanted)
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from minivlmrl.kernels.window_attention import gather_rows
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.layers import MLP, RMSNorm
 from minivlmrl.model.rope import apply_rotary, text_rotary
@@ -22,21 +23,23 @@ class TextModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, rule: Rule) -> Tensor:
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, rule: Rule, wanted: Tensor | None = None) -> Tensor:
         """Run all layers.
 
         Args:
             inputs_embeds: (N, hidden_size).
             position_ids: (3, N) int64.
             rule: the attention rule, called once a layer.
+            wanted: (W,) places whose hidden states are asked for; None: all N. Behind the last attention a token has
+                nothing to say to the others any more, so the rest of that layer runs on the wanted ones alone.
         Returns:
-            hidden_states (N, hidden_size) after the final norm.
+            hidden_states (W, hidden_size) after the final norm.
         """
         cos, sin = text_rotary(position_ids, self.config, inputs_embeds.dtype)
         x = inputs_embeds
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, cos, sin, rule)
-        return self.norm(x)
+        return self.norm(self.layers[-1](x, cos, sin, rule, wanted))
 
 
 class DecoderLayer(nn.Module):
@@ -47,8 +50,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rule: Rule) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rule: Rule, wanted: Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, rule)
+        if wanted is not None:
+            x = gather_rows(x, wanted)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

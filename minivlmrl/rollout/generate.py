@@ -47,7 +47,7 @@ def generate(
     device = model.lm_head.weight.device
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     prefill = GroupAttention(batch.layout, keep_keys=True)
-    hidden = model(batch, prefill)[batch.layout.last_index]  # (B, hidden_size)
+    hidden = model(batch, prefill, batch.layout.last_index)  # (B, hidden_size)
     owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
     decode = DecodeAttention(prefill.keys, batch.layout, owner, capacity=params.max_new_tokens)
     next_position = torch.stack([p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)])

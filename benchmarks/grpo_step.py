@@ -1,0 +1,245 @@
+"""Seconds of one GRPO step, here and in TRL's GRPOTrainer: rollout, reference, loss, backward, update.
+
+python benchmarks/grpo_step.py                  # a table, about two minutes on two cores; needs `pip install .[test]`
+python benchmarks/grpo_step.py --json FILE      # and its figures
+
+Peer: TRL with transformers' Qwen2_5_VLForConditionalGeneration, in the versions that the first line names. Both sides
+begin with the same random weights (recipes/shapes_model.json) and have the same prompts, to the token and the pixel,
+and 8 completions of exactly 14 tokens for each: nothing ends one earlier. Both run in this process and take turns, a
+step of TRL's and one of ours, so that what else the machine does slows both. Before that they score the same
+completions, and the log-probabilities must agree.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports that read it: nothing here needs the network
+import datasets
+import torch
+import transformers
+import trl
+from torch import Tensor
+from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from minivlmrl.config import GRPOConfig, RunConfig, SamplingConfig
+from minivlmrl.data import shapes
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.sources import Row
+from minivlmrl.model.batch import pack
+from minivlmrl.model.checkpoint import random_model, save_checkpoint
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.rollout.rewards import reward
+from minivlmrl.training.algorithms import GRPO
+from minivlmrl.training.distributed import World
+from minivlmrl.training.optimizer import build_optimizer
+
+MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
+CHAT_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja"
+QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image
+CASES = ((56, 16), (112, 8), (224, 4))  # pixels a side of an image, prompts in a step
+NUM_GENERATIONS, NEW_TOKENS = 8, 14
+BETA, LEARNING_RATE, ADAM_BETA2 = 0.02, 3e-4, 0.99
+WARMUP = 2  # steps of each side that are not counted
+TOLERANCE = 1e-4  # nats
+
+
+@reward
+def distinct_characters(completions: list[str], **columns) -> list[float]:
+    """Cheap, and different for the random texts of a random model."""
+    return [float(len(set(completion))) for completion in completions]
+
+
+class EndlessProcessor(Processor):
+    """No token ends a completion."""
+
+    stop_token_ids = ()
+
+
+class ImageOnlyProcessor(Qwen2_5_VLProcessor):
+    """transformers' processor without its video half, whose type check needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return type(argument)
+
+
+class Ours:
+    """GRPO as train.py runs it, one optimizer step a call."""
+
+    def __init__(self, algorithm: GRPO):
+        self.algorithm, self.steps = algorithm, algorithm.batches()
+        self.optimizer = build_optimizer(algorithm.model, algorithm.config)
+
+    def step(self):
+        for batch in next(self.steps).batches:
+            loss, _ = self.algorithm.loss(batch)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.algorithm.model.parameters(), self.algorithm.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class TakeTurns(transformers.TrainerCallback):
+    """Times TRL's steps, and between two of them one of ours.
+
+    From on_step_begin to on_step_end Trainer runs training_step, in which GRPOTrainer generates, scores with the
+    reference, and goes forward and backward, then it clips, updates and zeroes the gradients. Rows are fetched before.
+    """
+
+    def __init__(self, ours: Ours):
+        self.ours, self.our_seconds, self.trl_seconds = ours, [], []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        self.trl_seconds.append(time.perf_counter() - self.begin)
+        begin = time.perf_counter()
+        self.ours.step()
+        self.our_seconds.append(time.perf_counter() - begin)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each side and case")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's names of options that transformers renamed
+    transformers.logging.disable_progress_bar()
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    print(f"{versions}, {options.threads} threads, {platform.machine()}")
+    print(f"{'prompt tokens':>13} {'prompts':>8} {'ours ms':>8} {'TRL ms':>8} {'ratio':>6} {'max |dlogp|':>12}")
+    cases = []
+    for size, prompts in CASES:
+        cases.append(case := measure(size, prompts, options.steps))
+        figures = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
+        print(f"{case['prompt_tokens']:13} {prompts:8} {figures}", flush=True)
+    if options.json:
+        about = {"versions": versions, "threads": options.threads, "steps": options.steps}
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        options.json.write_text(json.dumps({"cases": cases, **about, "date": date}, indent=2) + "\n")
+
+
+def measure(size: int, prompts: int, steps: int) -> dict:
+    """Median milliseconds of a step on each side, for one size of image."""
+    rows = make_rows(size, prompts)
+    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(Path(folder) / "model", model, processor)
+        turns = TakeTurns(our_side(model, processor, rows))
+        trainer = trl_side(Path(folder) / "model", rows, WARMUP + steps, turns)
+        trainer.remove_callback(transformers.PrinterCallback)
+        prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
+        trainer.train()
+    ours, theirs = (statistics.median(s[WARMUP:]) * 1e3 for s in (turns.our_seconds, turns.trl_seconds))
+    return {
+        "image_pixels": size, "prompt_tokens": prompt_tokens, "prompts": prompts,
+        "ours_ms": round(ours, 1), "trl_ms": round(theirs, 1), "ratio": round(theirs / ours, 2),
+        "logps_difference": difference,
+    }  # fmt: skip
+
+
+def make_rows(size: int, count: int) -> list[Row]:
+    """The rows of every step: shapes in images of size x size pixels."""
+    rows = []
+    for i in range(count):
+        rng = random.Random(i)
+        image = shapes.draw(rng.choice(shapes.LABELS), rng).resize((size, size))
+        content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+        rows.append(Row([{"role": "user", "content": content}], [image]))
+    return rows
+
+
+def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row]) -> Ours:
+    grpo = GRPOConfig(
+        prompts_per_step=len(rows), micro_batch_size=len(rows), num_generations=NUM_GENERATIONS, loss_type="grpo",
+        beta=BETA, learning_rate=LEARNING_RATE, adam_beta2=ADAM_BETA2,
+    )  # fmt: skip
+    run = RunConfig(sampling=SamplingConfig(max_new_tokens=NEW_TOKENS), rewards={"distinct_characters": 1.0}, grpo=grpo)
+    endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
+    return Ours(GRPO(run, model, endless, rows, World(0, 1, torch.device("cpu"))))
+
+
+def trl_side(folder: Path, rows: list[Row], steps: int, callback: TakeTurns) -> trl.GRPOTrainer:
+    config = trl.GRPOConfig(
+        output_dir=str(folder), max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=len(rows) * NUM_GENERATIONS, num_generations=NUM_GENERATIONS, loss_type="grpo",
+        beta=BETA, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=ADAM_BETA2,
+        max_completion_length=NEW_TOKENS, generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        logging_steps=steps + 1, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    chats = [{"prompt": [{"role": "user", "content": QUESTION}], "image": row.images[0]} for row in rows]
+
+    def judge(completions, **columns):
+        return distinct_characters([message["content"] for (message,) in completions])
+
+    return trl.GRPOTrainer(
+        transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32), judge, config,
+        train_dataset=datasets.Dataset.from_list(chats), processing_class=trl_processor(folder), callbacks=[callback],
+    )  # fmt: skip
+
+
+def trl_processor(folder: Path) -> ImageOnlyProcessor:
+    """Tokenizer and image settings of a checkpoint, in transformers' classes."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        padding_side="left",
+    )  # fmt: skip
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHAT_TEMPLATE.read_text())
+
+
+@torch.no_grad()
+def assert_agreement(
+    model: Qwen2_5_VL, processor: Processor, trainer: trl.GRPOTrainer, rows: list[Row]
+) -> tuple[int, float]:
+    """Both sides read the same tokens and pixels and give the same completions the same log-probabilities.
+
+    Returns:
+        tokens of each prompt, largest difference of a log-probability.
+    """
+    prompts = [processor(row.messages, row.images) for row in rows]
+    generator = torch.Generator().manual_seed(0)
+    completions = torch.randint(256, (len(rows), NUM_GENERATIONS, NEW_TOKENS), generator=generator)  # no control tokens
+    ours, _ = per_token_logps(model, pack(prompts, [list(group) for group in completions], model.config))
+    theirs, input_ids, pixel_values = score_with_trl(trainer, rows, completions.flatten(0, 1))
+    assert torch.equal(input_ids[::NUM_GENERATIONS], torch.stack([prompt.input_ids for prompt in prompts]))
+    patches = torch.stack([prompt.pixel_values for prompt in prompts])  # (prompts, patches of an image, patch_dim)
+    assert torch.equal(pixel_values.view(len(rows), NUM_GENERATIONS, *patches.shape[1:])[:, 0], patches)
+    difference = (ours - theirs.flatten()).abs().max().item()
+    assert difference <= TOLERANCE, f"log-probabilities differ by {difference:.1e}, more than {TOLERANCE}"
+    return len(prompts[0].input_ids), difference
+
+
+def score_with_trl(trainer: trl.GRPOTrainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """TRL's log-probabilities (n, C) of n completions (n, C), and the ids and pixels that its processor made."""
+    user = [[{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}] for row in rows]
+    chats = [[{"role": "user", "content": content}] for content in user for _ in range(NUM_GENERATIONS)]
+    inputs = trainer.processing_class.apply_chat_template(
+        chats, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
+    )
+    prompt_ids, of_text = inputs["input_ids"], torch.zeros_like(completions)
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, torch.cat([prompt_ids, completions], dim=1),
+        torch.cat([inputs["attention_mask"], of_text + 1], dim=1), completions.shape[1],
+        pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"], num_images=[1] * len(chats),
+        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"], of_text], dim=1),
+    )  # fmt: skip
+    return logps, prompt_ids, inputs["pixel_values"]
+
+
+if __name__ == "__main__":
+    main()

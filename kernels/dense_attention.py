@@ -1,0 +1,45 @@
+"""Softmax attention with grouped heads, the one call that every attention rule of this project ends in.
+
+    S = q k^T D^-1/2, -inf where the mask says no       P = softmax(S)       out = P v
+
+Query head i reads key head i // (H / K). The query heads of one key head are laid end to end, as if they were more
+queries: fewer and larger products, and no copies of the keys.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# On CPU and up to so many keys, the formula written out beats the fused kernel: forward and backward on two threads
+# took 0.5 to 0.7 times as long with 16 to 288 keys, but 3 times as long with 1024
+SHORT = 384
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Attend, scale D^-1/2.
+
+    Args:
+        q: (S, H, L, D).
+        k, v: (S, K, T, D), K divides H.
+        mask: (L, T) bool, True where a query sees a key; the same for all S and H.
+        is_causal: instead of a mask, with L = T: query i sees keys 0..i.
+    Returns:
+        (S, H, L, D).
+    Source: torch's scaled_dot_product_attention with enable_gqa.
+    """
+    repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    short = q.device.type == "cpu" and T <= SHORT
+    if is_causal and not short:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if is_causal:
+        mask = torch.ones(L, T, dtype=torch.bool, device=q.device).tril()
+    q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
+    if mask is not None:
+        mask = torch.zeros(L, T, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf")).repeat(repeat, 1)
+    if not short:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    else:
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (S, K, repeat*L, T)
+        scores = scores if mask is None else scores + mask
+        out = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+    return out.unflatten(2, (repeat, L)).flatten(1, 2)
