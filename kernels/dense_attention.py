@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On CPU and up to so many keys, the formula written out beats the fused kernel: forward and backward on two threads
-# took 0.5 to 0.7 times as long with 16 to 288 keys, but 3 times as long with 1024
-SHORT = 384
+# On CPU and up to so many keys, the formula written out beats the fused kernel: with 16 to 110 keys, forward and
+# backward on two threads took about half as long. With more, the score matrices no longer fit the caches.
+SHORT = 128
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

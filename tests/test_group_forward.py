@@ -112,18 +112,23 @@ def test_order_of_groups_does_not_matter():
         assert_equal(backward[mirrored], forward[row])
 
 
-def test_layout_of_the_docstring_example():
-    layout = GroupLayout([3], [[2, 1]])
+def test_the_docstring_example():
+    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
+    layout = GroupLayout([3], [[3, 2]])
     assert layout.num_tokens == 6
-    assert layout.completion_index.tolist() == [3, 4, 5]
-    assert layout.predict_index.tolist() == [2, 3, 2]  # both completions start from the prompt's last token
+    assert layout.predict_index.tolist() == [2, 3, 4, 2, 5]  # both completions start from the prompt's last token
     assert layout.last_index.tolist() == [2]
+    prompt = tiny.prompt(torch.Generator(), [], text=3)
+    batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
+    assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
+    assert batch.completion_ids.tolist() == [10, 11, 12, 20, 21]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]] * 3
 
 
 def test_positions_continue_from_the_prompt():
     """A 4 x 6 image takes 3 positions (its wider merged side), not 6: the text after it goes on from there."""
     prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)], text=2)
-    batch = pack([prompt], [[tiny.completion(torch.Generator(), 2)] * 2], tiny.config())
+    batch = pack([prompt], [[tiny.completion(torch.Generator(), 3)] * 2], tiny.config())
     end = int(prompt.input_ids.shape[0])
     assert batch.position_ids[:, :end].max() == end - 6 + 3 - 1
     assert batch.position_ids[:, end:].tolist() == [[end - 3, end - 2] * 2] * 3

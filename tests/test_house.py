@@ -9,11 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
-    "kernels/linear_log_softmax kernels/window_attention config data/chat data/image data/tokenizer model/config "
+    "kernels/linear_log_softmax kernels/dense_attention config data/chat data/image data/tokenizer model/config "
     "model/layers rollout/advantages rollout/rewards training/distributed training/losses",
-    "data/processor data/sources model/attention model/rope rollout/sampler training/metrics training/optimizer",
-    "data/shapes model/batch model/text model/vision",
-    "data/datasets model/qwen2_5_vl",
+    "kernels/window_attention data/processor data/sources model/rope rollout/sampler training/metrics "
+    "training/optimizer",
+    "data/shapes model/attention model/text model/vision",
+    "data/datasets model/batch",
+    "model/qwen2_5_vl",
     "model/checkpoint model/logprobs rollout/generate",
     "rollout/rollout",
     "training/algorithms training/report",

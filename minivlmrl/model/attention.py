@@ -6,9 +6,9 @@
 
 so a prompt is computed once for all its completions, and every number equals that of separate rows.
 
-Dimension letters: N tokens of the packed run, B groups, R completions of all groups, P prompt length, C completion
-length, H query heads, K key/value heads, D head_dim. A "rule" is called as rule(layer_index, q, k, v) with q (N, H, D)
-and k, v (N, K, D), rotary already applied, and returns (N, H, D).
+Dimension letters: N tokens of the packed run, B groups, R completions of all groups, M their tokens, P length of a
+prompt, C of a completion's span, H query heads, K key/value heads, D head_dim. A "rule" is called as
+rule(layer_index, q, k, v) with q (N, H, D) and k, v (N, K, D), rotary already applied, and returns (N, H, D).
 """
 
 from dataclasses import dataclass
@@ -33,16 +33,19 @@ class Bucket:
 class GroupLayout:
     """Where the spans of a packed run lie: prompt 0, its completions, prompt 1, its completions, ...
 
+    The last token of a completion is predicted but predicts nothing, so it is not in the run: a completion of n tokens
+    has a span of n - 1.
+
     Args:
         prompt_lengths: tokens of each prompt, B of them.
-        completion_lengths: for each prompt the tokens of its completions (may be an empty list).
+        completion_lengths: for each prompt the tokens of its completions, all of them (may be an empty list).
     Attributes:
         row_lengths: R lengths, completions of all groups in order; they sum to M.
+        num_tokens: N.
         prompt_starts: (B,) place of the first token of each prompt.
         last_index: (B,) place of the last token of each prompt.
-        completion_index: (M,) place of each completion token.
-        predict_index: (M,) place of the token that predicts it: the one before, which for the first token of a
-            completion is the last token of its prompt.
+        predict_index: (M,) place of the token that predicts each completion token: the one before it, which for the
+            first token of a completion is the last token of its prompt.
         completion_group, completion_offset: (M,) which prompt a completion token continues, and how many tokens of its
             completion stand before it.
     """
@@ -52,23 +55,22 @@ class GroupLayout:
         self.row_lengths = [n for group in completion_lengths for n in group]
         prompt, row = torch.tensor(prompt_lengths), torch.tensor(self.row_lengths, dtype=torch.long)  # (B,), (R,)
         owner = torch.repeat_interleave(torch.tensor([len(group) for group in completion_lengths]))  # (R,)
-        rows_before = row.cumsum(0) - row  # completion tokens before each row
-        group_tokens = prompt.index_add(0, owner, row)
+        span = row - 1
+        row_starts = prompt.cumsum(0)[owner] + span.cumsum(0) - span
+        group_tokens = prompt.index_add(0, owner, span)
         prompt_starts = group_tokens.cumsum(0) - group_tokens
-        row_starts = prompt.cumsum(0)[owner] + rows_before
         last = prompt_starts + prompt - 1
         self.num_tokens = int(group_tokens.sum())
 
         token_row = torch.repeat_interleave(row)  # (M,)
-        offset = torch.arange(len(token_row)) - rows_before[token_row]
-        index = row_starts[token_row] + offset
+        offset = torch.arange(len(token_row)) - (row.cumsum(0) - row)[token_row]
+        predict = torch.where(offset == 0, last[owner[token_row]], row_starts[token_row] + offset - 1)
         self.prompt_starts, self.last_index = prompt_starts.to(device), last.to(device)
-        self.completion_index = index.to(device)
-        self.predict_index = torch.where(offset == 0, last[owner[token_row]], index - 1).to(device)
+        self.predict_index = predict.to(device)
         self.completion_group, self.completion_offset = owner[token_row].to(device), offset.to(device)
 
         self.buckets = [
-            _bucket(P, prompt, prompt_starts, row, row_starts, owner, device) for P in dict.fromkeys(prompt_lengths)
+            _bucket(P, prompt, prompt_starts, span, row_starts, owner, device) for P in dict.fromkeys(prompt_lengths)
         ]
         order = torch.cat([places for b in self.buckets for places in (b.prompts.flatten(), b.completions.flatten())])
         # place 0, which fills up ragged completions, is a prompt's and comes first: so the first match is the token
@@ -76,13 +78,13 @@ class GroupLayout:
         self.inverse = first.scatter_reduce(0, order, torch.arange(len(order), device=device), "amin")
 
 
-def _bucket(P: int, prompt, prompt_starts, row, row_starts, owner, device) -> Bucket:
+def _bucket(P: int, prompt, prompt_starts, span, row_starts, owner, device) -> Bucket:
     """The groups whose prompts have P tokens; the other arguments are those of GroupLayout.__init__."""
     groups = (prompt == P).nonzero()[:, 0]
     rows = (prompt[owner] == P).nonzero()[:, 0]
-    C = int(row[rows].max()) if len(rows) else 0
+    C = int(span[rows].max()) if len(rows) else 0
     prompts = prompt_starts[groups][:, None] + torch.arange(P)
-    inside = torch.arange(C) < row[rows][:, None]  # (r, C)
+    inside = torch.arange(C) < span[rows][:, None]  # (r, C)
     completions = torch.where(inside, row_starts[rows][:, None] + torch.arange(C), 0)
     local_owner = torch.searchsorted(groups, owner[rows])
     mask = torch.ones(C, P + C, dtype=torch.bool).tril(P)

@@ -19,17 +19,13 @@ from minivlmrl.model.rope import get_rope_index
 class GroupBatch:
     """N tokens in one run, no padding."""
 
-    input_ids: Tensor  # (N,) int64
+    input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
     position_ids: Tensor  # (3, N) int64: time, height, width
     pixel_values: Tensor  # (patches, patch_dim) float32, images of all prompts in order
     image_grid_thw: Tensor  # (images, 3) int64
     image_index: Tensor  # (merged image tokens,) their places in the run, prompts only
+    completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
-
-    @property
-    def completion_ids(self) -> Tensor:
-        """(M,) the tokens that are scored."""
-        return self.input_ids[self.layout.completion_index]
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Cut a flat (M,) tensor over completion tokens into one piece per completion."""
@@ -42,7 +38,7 @@ class GroupBatch:
     @property
     def completion_mask(self) -> Tensor:
         """(R, longest completion), 1 where a row has a token. From lengths: what the tokens are plays no part."""
-        return self.pad(torch.ones(len(self.layout.completion_index), device=self.input_ids.device))
+        return self.pad(torch.ones_like(self.completion_ids, dtype=torch.float32))
 
 
 def pack(
@@ -50,9 +46,10 @@ def pack(
 ) -> GroupBatch:
     """Lay prompts and their completions end to end.
 
-    Example: a prompt of 3 tokens with completions of 2 and 1 tokens gives N = 6,
+    Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,
         run       p0 p1 p2 | a0 a1 | b0
         position   0  1  2 |  3  4 |  3        each completion goes on where its prompt ended
+        predicts        a0   a1 a2   b1        p2 predicts b0 as well
 
     Args:
         prompts: B of them.
@@ -66,7 +63,7 @@ def pack(
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
     ids = torch.cat([
         piece for prompt, group in zip(prompts, completions, strict=True)
-        for piece in (prompt.input_ids, *(completion.cpu() for completion in group))
+        for piece in (prompt.input_ids, *(completion[:-1].cpu() for completion in group))
     ])  # fmt: skip
     positions, image_index, following = torch.empty(3, len(ids), dtype=torch.long), [], []
     for prompt, start in zip(prompts, layout.prompt_starts.tolist(), strict=True):
@@ -74,13 +71,18 @@ def pack(
         positions[:, start : start + own.shape[1]] = own
         image_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + start)
         following.append(int(own.max()) + 1)
-    following = torch.tensor(following)[layout.completion_group.cpu()] + layout.completion_offset.cpu()  # (M,)
-    positions[:, layout.completion_index.cpu()] = following
+    group, offset, predict = (
+        x.cpu() for x in (layout.completion_group, layout.completion_offset, layout.predict_index)
+    )
+    inside = offset > 0  # what predicts the first token of a completion lies in the prompt
+    positions[:, predict[inside]] = torch.tensor(following)[group[inside]] + offset[inside] - 1
+    completion_ids = [completion for group in completions for completion in group]
     return GroupBatch(
         ids.to(device),
         positions.to(device),
         torch.cat([p.pixel_values for p in prompts]).to(device),
         torch.cat([p.image_grid_thw for p in prompts]),
         torch.cat(image_index).to(device),
+        torch.cat([torch.zeros(0, dtype=torch.long), *completion_ids]).to(device),
         layout,
     )

@@ -23,7 +23,7 @@ class Completion:
     stopped: bool  # ended with a stop token; False: cut at max_new_tokens
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     model: Qwen2_5_VL,
     prompts: Sequence[Prompt],
