@@ -56,7 +56,7 @@ def _curves(axes, lines: list[dict], summary: dict):
         values = [line[name] for line in online]
         [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
         axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
-    axes[0].set(title="training reward (bold: mean of the last 10 steps)", xlabel="step")
+    axes[0].set(title="training reward (bold: mean of 10 steps)", xlabel="step")
     stages = [name for name in summary if name not in ("chance", "seconds")]
     for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
         heights = [summary[name][kind] for name in stages]
@@ -72,7 +72,7 @@ def _curves(axes, lines: list[dict], summary: dict):
     axes[2].set(title="the policy", xlabel="step")
     for axis in axes:
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="best")
 
 
 def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):

@@ -1,0 +1,40 @@
+"""Benchmarks run: one small cell each, and --json writes its figures. Nothing here looks at the clock."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(tmp_path, script, *arguments):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--json", str(tmp_path / "out.json"), *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    return result.stdout, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_group_forward(tmp_path):
+    table, figures = run(tmp_path, "group_forward.py", "--quick", "--repeats", "1")
+    assert "ratio" in table
+    [cell] = figures["cells"]
+    assert (cell["prompt_tokens"], cell["num_generations"], cell["completion_tokens"]) == (64, 4, 16)
+    assert cell["group_ms"] > 0 and cell["repeated_ms"] > 0
+    assert figures["float64_max_difference"]["gradients / largest"] < 1e-12
+
+
+def test_grpo_step(tmp_path):
+    """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
+    table, figures = run(tmp_path, "grpo_step.py", "--steps", "1", "--threads", "1")
+    assert "TRL ms" in table
+    assert [case["prompt_tokens"] for case in figures["cases"]] == [48, 96, 288]
+    assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in figures["cases"])
+
+
+def test_learning(tmp_path):
+    short = ["--data.eval_rows=2", "--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
+    table, figures = run(tmp_path, "learning.py", "--seeds", "3", "--shuffled", "4", "--", *short)
+    assert "shuffled rewards" in table
+    assert [(row["rewards"], row["seed"]) for row in figures["runs"]] == [("true rewards", 3), ("shuffled rewards", 4)]
+    assert {"chance", "start", "after_sft", "after_grpo", "seconds"} <= set(figures["runs"][0])

@@ -1,0 +1,65 @@
+"""The README is a promise: its files exist, its commands are the ones CI runs, its picture is the run's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
+def test_linked_files_exist(target):
+    assert (ROOT / target).is_file()
+
+
+def test_the_first_command_comes_soon():
+    assert README.splitlines().index("```bash") <= 25
+
+
+def test_every_file_of_the_library_is_in_the_reading_order():
+    files = [*ROOT.glob("minivlmrl/**/*.py"), *ROOT.glob("kernels/*.py"), ROOT / "train.py"]
+    for file in files:
+        assert file.name == "__init__.py" or f"]({file.relative_to(ROOT)})" in README, file
+
+
+def test_two_commands_set_everything_up():
+    run, tests, *_ = COMMANDS
+    assert run.endswith("pip install -c constraints.txt -e '.[report]' && torchrun train.py")
+    assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
+
+
+def test_ci_runs_the_readmes_test_command():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "-c constraints.txt -e '.[test]'" in script and script.rstrip().endswith("pytest")
+
+
+def test_recipes_and_scripts_of_the_commands_exist():
+    named = re.findall(r"(?:recipes|benchmarks)/\w+\.\w+|\btrain\.py", README)
+    assert {"train.py", "benchmarks/learning.py", "benchmarks/grpo_step.py", "benchmarks/group_forward.py"} <= set(
+        named
+    )
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_figures_of_the_text_are_the_recipes():
+    """0.74 million weights, 96 demonstrations of which half are wrong, 256 held-out pictures."""
+    from minivlmrl.data import shapes
+    from minivlmrl.model.checkpoint import random_model
+
+    recipe = yaml.safe_load((ROOT / "recipes" / "shapes.yaml").read_text())
+    model, _ = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million" in README
+    assert f"{recipe['data']['demonstrations']}\ndemonstrations" in README
+    assert recipe["data"]["wrong_demonstrations"] == 0.5
+    assert f"{recipe['data']['eval_rows']} pictures" in README
+
+
+def test_constraints_hold_the_versions_that_the_text_names():
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert "transformers==5.23.0" in constraints and "transformers 5.23" in README
+    assert "trl==1.16.0" in constraints and "TRL 1.16" in README
+    assert "torch==2.13.0" in constraints
