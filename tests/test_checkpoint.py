@@ -12,6 +12,8 @@ from test_oracle_model import their_inputs
 from minivlmrl.data import shapes
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 
 import tiny
 
@@ -117,6 +119,33 @@ def test_dtype_of_the_parameters(copy):
     hidden = logits(model, shape_prompts(copy))
     exact = logits(load_model(copy), shape_prompts(copy))
     assert (hidden.float() - exact).square().mean().sqrt() < 0.03 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    "hidden, layers, heads, ffn, vocab, tied, expected",
+    [
+        (2048, 36, (16, 2), 11008, 151936, True, 3_754_622_976),  # Qwen2.5-VL-3B-Instruct
+        (3584, 28, (28, 4), 18944, 152064, False, 8_292_166_656),  # 7B
+    ],
+    ids=["3B", "7B"],
+)
+def test_the_hubs_sizes_have_the_known_number_of_parameters(hidden, layers, heads, ffn, vocab, tied, expected):
+    config = ModelConfig.from_dict({
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
+        "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied, "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "torch_dtype": "bfloat16",
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
+            "out_hidden_size": hidden, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+            "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+    })  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2_5_VL(config)
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert config.vision_config.patch_dim == 1176
 
 
 def edit_weights(path, change):
