@@ -149,3 +149,4 @@ def summarize(config: RunConfig, results: dict[str, Evaluation], seconds: dict[s
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    distributed.exit_rank()

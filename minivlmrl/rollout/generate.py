@@ -56,35 +56,53 @@ def generate(
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     seen = _seen(batch, owner, logits) if params.repetition_penalty != 1 else None
-    stop = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
-    running = torch.arange(len(owner), device=device)  # rows that have not ended, as numbers of all R rows
-    drawn_ids = torch.zeros(len(owner), params.max_new_tokens, dtype=torch.long, device=device)
-    drawn_logps = torch.zeros(len(owner), params.max_new_tokens, device=device)
-    lengths = torch.full((len(owner),), params.max_new_tokens, device=device)
-    stopped = torch.zeros(len(owner), dtype=torch.bool, device=device)
+    drawn = _Drawn(len(owner), params.max_new_tokens, stop_token_ids, device)
     for step in range(params.max_new_tokens):
         ids, logps = sample(logits, params, generator, seen)
-        drawn_ids[running, step], drawn_logps[running, step] = ids, logps
-        ended = torch.isin(ids, stop)
-        if ended.any():
-            lengths[running[ended]], stopped[running[ended]] = step + 1, True
-            rest = (~ended).nonzero()[:, 0]
-            running, ids = running[rest], ids[rest]
-            if len(rest) == 0:
-                break
-            decode.keep(rest)
-            seen = seen[rest] if seen is not None else None
-        if step + 1 == params.max_new_tokens:
+        rest = drawn.record(ids, logps)
+        if len(drawn.running) == 0 or step + 1 == params.max_new_tokens:
             break
+        if rest is not None:  # finished rows leave
+            decode.keep(rest)
+            ids, seen = ids[rest], seen[rest] if seen is not None else None
         if seen is not None:
             seen[torch.arange(len(ids), device=device), ids] = True
-        position_ids = (next_position[owner[running]] + step).expand(3, -1)
+        position_ids = (next_position[owner[drawn.running]] + step).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)  # (running rows, hidden_size)
         decode.advance()
         logits = model.lm_head(hidden)
-    rows = zip(drawn_ids.cpu(), drawn_logps.cpu(), lengths.tolist(), stopped.tolist(), strict=True)
-    completions = [Completion(ids[:n], logps[:n], end) for ids, logps, n, end in rows]
+    completions = drawn.completions()
     return [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
+
+
+class _Drawn:
+    """What has been drawn for each of R rows, and which rows still run."""
+
+    def __init__(self, rows: int, capacity: int, stop_token_ids: Sequence[int], device: torch.device):
+        self.stop = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
+        self.running = torch.arange(rows, device=device)  # numbers of the rows that have not ended
+        self.ids = torch.zeros(rows, capacity, dtype=torch.long, device=device)
+        self.logps = torch.zeros(rows, capacity, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.step = 0
+
+    def record(self, ids: Tensor, logps: Tensor) -> Tensor | None:
+        """Note a token for each running row; which of these rows go on (indices), or None if all do."""
+        self.ids[self.running, self.step], self.logps[self.running, self.step] = ids, logps
+        self.step += 1
+        self.lengths[self.running] = self.step
+        ended = torch.isin(ids, self.stop)
+        if not ended.any():
+            return None
+        self.stopped[self.running[ended]] = True
+        rest = (~ended).nonzero()[:, 0]
+        self.running = self.running[rest]
+        return rest
+
+    def completions(self) -> list[Completion]:
+        rows = zip(self.ids.cpu(), self.logps.cpu(), self.lengths.tolist(), self.stopped.tolist(), strict=True)
+        return [Completion(ids[:n], logps[:n], stopped) for ids, logps, n, stopped in rows]
 
 
 def _seen(batch, owner: Tensor, logits: Tensor) -> Tensor:
