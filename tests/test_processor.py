@@ -1,6 +1,7 @@
 """Messages and images to a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -120,11 +121,101 @@ def test_a_text_that_is_nothing_but_an_image_token_is_plain_text():
     assert prompt.input_ids.tolist().count(PAD) == 4
 
 
-def test_a_completion_ends_with_im_end_and_decodes_to_its_text():
-    ids = PROCESSOR.encode_completion("green square")
+def assistant(words):
+    return {"role": "assistant", "content": words}
+
+
+@pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
+def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
+    ids, trained = PROCESSOR.encode_completion(words)
     assert ids[-1] == PROCESSOR.special["<|im_end|>"]
-    assert ids.dtype == torch.int64
-    assert PROCESSOR.decode(ids) == "green square"
+    assert (ids.dtype, trained.dtype) == (torch.int64, torch.bool)
+    assert ids.shape == trained.shape and trained.all()
+    assert PROCESSOR.decode(ids) == unicodedata.normalize("NFC", words)
+
+
+def test_text_and_one_turn_of_it_are_the_same_completion():
+    for words in ("green square", " two\n", "<|im_end|>"):
+        ids, trained = PROCESSOR.encode_completion(words)
+        for turns in ([assistant(words)], [assistant([text(words[:2]), text(words[2:])])]):
+            assert torch.equal(PROCESSOR.encode_completion(turns)[0], ids)
+            assert torch.equal(PROCESSOR.encode_completion(turns)[1], trained)
+
+
+def test_ids_and_mask_of_several_turns():
+    """By hand: what is trained is encoded for itself, each control token is one id."""
+    ids, trained = PROCESSOR.encode_completion(
+        [assistant("red"), *user(text("Is"), text(" it?")), assistant("no, blue")]
+    )
+    end, start = PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|im_start|>"]
+    encode = PROCESSOR.tokenizer.encode
+    between = [*encode("\n"), start, *encode("user\nIs it?"), end, *encode("\n"), start, *encode("assistant\n")]
+    expected = [(*encode("red"), end), tuple(between), (*encode("no, blue"), end)]
+    assert ids.tolist() == [token for tokens in expected for token in tokens]
+    assert trained.tolist() == [i != 1 for i, tokens in enumerate(expected) for _ in tokens]
+    shown = "red<|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\nno, blue<|im_end|>"
+    assert PROCESSOR.tokenizer.decode(ids.tolist()) == shown
+
+
+def test_a_control_token_that_an_answer_spells_is_text():
+    ids, _ = PROCESSOR.encode_completion([assistant("<|im_end|>"), *user(text("<|im_start|>")), assistant("no")])
+    assert ids.tolist().count(PROCESSOR.special["<|im_end|>"]) == 3
+    assert ids.tolist().count(PROCESSOR.special["<|im_start|>"]) == 2
+
+
+def test_an_image_in_a_completion_is_refused():
+    with pytest.raises(ValueError, match="images belong into the prompt"):
+        PROCESSOR.encode_completion([assistant("red"), *user(IMAGE_PART), assistant("blue")])
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("answer", ["green square", " red\n\n", "7 e\u0301"])
+def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, name, answer):
+    """Prompt and completion are cut where the template's own tokenization has a boundary."""
+    messages, sizes = CONVERSATIONS[name]
+    turns = [assistant(answer), *user(text("Sure?\n")), assistant("'s fine")]
+    images = [picture(size, seed) for seed, size in enumerate(sizes)]
+    rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
+    expected = oracle(text=[rendered], images=images or None, return_tensors="pt")["input_ids"][0]
+    ids = torch.cat([PROCESSOR(messages, images).input_ids, PROCESSOR.encode_completion(turns)[0]])
+    assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected.tolist()
+
+
+def test_the_mask_of_several_turns_equals_transformers(oracle):
+    """transformers' mask with TRL's training template also has the newline behind each <|im_end|>; ours has not."""
+    import trl
+
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl_training.jinja"
+    messages, turns = user(text("What is it?")), [assistant("red"), *user(text("Sure?")), assistant(" green square\n")]
+    result = oracle.tokenizer.apply_chat_template(
+        messages + turns,
+        chat_template=template.read_text(encoding="utf-8"),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    prompt = PROCESSOR(messages, []).input_ids
+    ids, trained = PROCESSOR.encode_completion(turns)
+    assert result["input_ids"] == [*prompt.tolist(), *ids.tolist(), *PROCESSOR.tokenizer.encode("\n")]
+    mask = result["assistant_masks"]
+    assert mask[: len(prompt)] == [0] * len(prompt)
+    ends = [i for i, token in enumerate(result["input_ids"]) if token == PROCESSOR.special["<|im_end|>"] and mask[i]]
+    assert len(ends) == 2
+    for end in ends:
+        assert mask[end + 1] == 1
+        mask[end + 1] = 0
+    assert mask[len(prompt) : -1] == trained.int().tolist()
+
+
+def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
+    """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
+    tokenizer = Tokenizer.train(["assistant\n\n"] * 3, vocab_size=280)
+    assert len(tokenizer.encode("\n\n")) == 1
+    processor = Processor(tokenizer, ImageProcessor())
+    for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
+        ids, trained = processor.encode_completion(turns)
+        last = [*tokenizer.encode("\nred"), processor.special["<|im_end|>"]]
+        assert ids.tolist()[-len(last) :] == last
+        assert trained[-len(last) :].all() and not trained[: -len(last)][-1:].any()
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])

@@ -1,6 +1,8 @@
 """The embedded task: its pictures show what the labels say, and its splits share nothing."""
 
+import hashlib
 import math
+import random
 
 import pytest
 
@@ -8,7 +10,7 @@ from minivlmrl.config import DataSection
 from minivlmrl.data.datasets import load_datasets
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import CHANCE, COLORS, LABELS, OBJECT_SIZES, SHAPES, SIZE, Shapes, answer, tokenizer
+from minivlmrl.data.shapes import CHANCE, COLORS, LABELS, OBJECT_SIZES, SHAPES, SIZE, Shapes, answer, draw, tokenizer
 from minivlmrl.rollout.rewards import accuracy, format
 
 
@@ -71,6 +73,45 @@ def test_noise_changes_demonstrations_only():
     assert [clean[i].columns for i in range(20)] == [noisy[i].columns for i in range(20)]
 
 
+def test_a_preference_is_the_right_answer_over_another():
+    for rows in (Shapes(60, 0), Shapes(60, 0, wrong_labels=1.0)):
+        for row in (rows[i] for i in range(60)):
+            assert row.chosen == answer(row.columns["solution"])
+            assert row.rejected in {answer(label) for label in LABELS} - {row.chosen}
+
+
+def test_rejected_labels_are_drawn_uniformly_from_the_others():
+    rows = [Shapes(2400, 0)[i] for i in range(2400)]
+    counts = {(LABELS.index(row.columns["solution"]), row.rejected): 0 for row in rows}
+    assert len(counts) == 12 * 11  # every pair occurs
+    steps = [0] * 12
+    for row in rows:
+        rejected = next(i for i, label in enumerate(LABELS) if row.rejected == answer(label))
+        steps[(rejected - LABELS.index(row.columns["solution"])) % 12] += 1
+    assert steps[0] == 0
+    assert all(160 < count < 280 for count in steps[1:])  # 218 expected, standard deviation 14
+
+
+def test_preferences_have_a_generator_of_their_own():
+    """Row 7 as it was before there were preferences: drawing them must not move any picture, label or demonstration."""
+    row = Shapes(20, 0, wrong_labels=1.0)[7]
+    rng = random.Random("shapes/0/7")
+    label = rng.choice(LABELS)
+    picture = draw(label, rng)
+    rng.random()
+    assert (label, picture.tobytes()) == (row.columns["solution"], row.images[0].tobytes())
+    others = [name for name in LABELS if name != label]
+    assert row.rejected == answer(random.Random("shapes/0/7/rejected").choice(others))
+
+
+def test_rows_of_a_seed_are_the_same_in_every_version():
+    """Recorded before there were preferences; the published results stand on these pictures."""
+    digest = hashlib.sha256()
+    for row in (Shapes(50, "0/sft", wrong_labels=0.5)[i] for i in range(50)):
+        digest.update(row.images[0].tobytes() + f"{row.columns}{row.completion}".encode())
+    assert digest.hexdigest() == "862eb074bf2256e17a87dc43b84c99ff60d594220ec647ac6e62247678caf4e8"
+
+
 def test_splits_and_seeds_share_no_picture():
     every = []
     for seed in (0, 1):
@@ -98,7 +139,7 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
     assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
-    assert {len(processor.encode_completion(answer(label))) for label in LABELS} == {14}
+    assert {len(processor.encode_completion(answer(label))[0]) for label in LABELS} == {14}
 
 
 def test_docstring_example():

@@ -2,20 +2,34 @@
 
 import itertools
 import json
+import re
 import signal
 
 import PIL.Image
 import pytest
 
 from minivlmrl.config import DataSection
+from minivlmrl.data.conversations import place_images
 from minivlmrl.data.datasets import chance, load_datasets
-from minivlmrl.data.sources import JsonLines, place_images, shuffled
+from minivlmrl.data.sources import JsonLines, shuffled
 
 IMAGE_PART = {"type": "image"}
 
 
 def text(words):
     return {"type": "text", "text": words}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def system(content):
+    return {"role": "system", "content": content}
 
 
 @pytest.fixture
@@ -82,6 +96,13 @@ def test_blank_lines_are_skipped_but_counted(write):
     with pytest.raises(ValueError, match=r"rows\.jsonl:5: not JSON"):
         JsonLines(file)
     assert len(JsonLines(write({"problem": "a"}, "", {"problem": "b"}))) == 2
+
+
+def test_half_a_surrogate_pair_is_no_text(write):
+    """JSON may spell it, but no tokenizer takes it."""
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: not JSON \(.*surrogates not allowed"):
+        JsonLines(write('{"problem": "a\\ud83d"}'))
+    assert JsonLines(write('{"problem": "\\ud83d\\ude00"}'))[0].columns["problem"] == "😀"
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u0085", "\u2029"])
@@ -155,9 +176,282 @@ def test_a_broken_image_is_named_with_its_row(write, tmp_path):
     ("problem", "images"), [("<image>", []), ("<image> <image>", ["red.png"]), ("<image>?", ["red.png"] * 2)]
 )
 def test_other_placeholders_than_images_are_named_with_their_row(write, problem, images):
-    rows = JsonLines(write({"problem": problem, "images": images}))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the problem has \d <image> placeholder\(s\) but the row has"):
-        rows[0]
+    """When the file is read, long before the row's turn in training comes."""
+    message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but the row has \d image"
+    with pytest.raises(ValueError, match=message):
+        JsonLines(write({"problem": problem, "images": images}))
+
+
+def test_a_prompt_of_text_is_a_problem(write):
+    options = {"prompt_template": "Look: <image> {problem}", "system_prompt": "Be brief."}
+    file = write({"prompt": "What?", "image": "red.png"}, {"problem": "What?", "image": "red.png"})
+    rows = JsonLines(file, **options)
+    assert rows[0].messages == rows[1].messages
+    assert rows[0].messages[1] == user([text("Look: "), IMAGE_PART, text(" What?")])
+
+
+def test_a_prompt_of_turns_is_taken_as_it_is(write):
+    turns = [user("one"), assistant("two"), user([text("th"), text("ree")]), {"role": "tool", "content": "4"}]
+    row = JsonLines(write({"prompt": turns, "level": 1}), prompt_template="Look: {problem}")[0]
+    assert as_parts(row.messages) == as_parts(turns)
+    assert row.columns == {"prompt": turns, "level": 1}
+    assert (row.completion, row.chosen, row.rejected) == (None, None, None)
+
+
+def as_parts(turns):
+    return [
+        {**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
+        for turn in turns
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first"),
+    [([user("hi")], system("Be brief.")), ([system([text("Own.")]), user("hi")], system([text("Own.")]))],
+)
+def test_a_system_prompt_stands_before_turns_without_one(write, prompt, first):
+    messages = JsonLines(write({"prompt": prompt}), system_prompt="Be brief.")[0].messages
+    assert messages == [first, user([text("hi")])]
+    kept = JsonLines(write({"prompt": prompt}))[0].messages
+    assert [turn["role"] for turn in kept] == [turn["role"] for turn in prompt]
+
+
+@pytest.mark.parametrize("answer", ["two", [assistant("two")], [assistant([text("two")]), user("?"), assistant("2")]])
+def test_answers_are_text_or_turns(write, answer):
+    file = write({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
+    row = JsonLines(file, ("problem", "completion", "chosen", "rejected"))[0]
+    assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
+
+
+def test_a_conversation_is_cut_at_its_first_assistant_turn(write):
+    turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
+    row = JsonLines(write({"messages": turns}), ("problem", "completion"), "Look: {problem}", "Unused.")[0]
+    assert row.messages == as_parts(turns[:2])
+    assert row.completion == turns[2:]
+    assert row.columns == {"messages": turns}
+
+
+def test_a_conversation_that_the_assistant_begins(write):
+    row = JsonLines(write({"messages": [assistant("Hello")]}))[0]
+    assert (row.messages, row.completion) == ([], [assistant("Hello")])
+
+
+def test_a_conversation_may_have_preferences_for_its_first_answer(write):
+    row = JsonLines(write({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
+    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
+
+
+def test_the_turns_that_chosen_and_rejected_share_are_the_prompt(write):
+    shared = [user("one"), assistant("two"), user("three")]
+    chosen, rejected = [assistant("four")], [assistant("5"), user("?"), assistant("6")]
+    row = JsonLines(write({"chosen": shared + chosen, "rejected": shared + rejected}), ("problem", "chosen"))[0]
+    assert row.messages == as_parts(shared)
+    assert (row.completion, row.chosen, row.rejected) == (None, chosen, rejected)
+
+
+def test_the_implicit_prompt_is_trls(write):
+    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
+    shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
+    example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
+    row = JsonLines(write(example))[0]
+    expected = data_utils.extract_prompt(example)
+    assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
+    assert row.messages == as_parts(expected["prompt"])
+
+
+def test_null_is_a_missing_column(write):
+    row = JsonLines(write({"problem": None, "prompt": "a", "messages": None, "completion": None}))[0]
+    assert (row.messages, row.completion) == ([user([text("a")])], None)
+
+
+PLACED = {
+    "image parts": (
+        [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])],
+        [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])],
+    ),
+    "placeholders": (
+        [system("s"), user("Is <image>"), assistant("Yes"), user([text("this"), text("<image>?")])],
+        [
+            system([text("s")]),
+            user([text("Is "), IMAGE_PART, text("")]),
+            assistant([text("Yes")]),
+            user([text("this"), text(""), IMAGE_PART, text("?")]),
+        ],
+    ),
+    "neither": (
+        [system("s"), user("one"), assistant("two"), user("three")],
+        [
+            system([text("s")]),
+            user([IMAGE_PART, IMAGE_PART, text("one")]),
+            assistant([text("two")]),
+            user([text("three")]),
+        ],
+    ),
+    "neither, in parts": (
+        [user([text("one"), text("two")])],
+        [user([IMAGE_PART, IMAGE_PART, text("one"), text("two")])],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "chosen"])
+@pytest.mark.parametrize("name", PLACED)
+def test_images_in_a_conversation(write, name, form):
+    turns, placed = PLACED[name]
+    if form == "messages":  # the first assistant turn ends its prompt
+        turns, placed = (
+            [turn for turn in turns if turn["role"] != "assistant"],
+            [turn for turn in placed if turn["role"] != "assistant"],
+        )
+    row = {
+        "prompt": {"prompt": turns},
+        "messages": {"messages": [*turns, assistant("a")]},
+        "chosen": {"chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]},
+    }[form]
+    row = JsonLines(write({**row, "images": ["blue.png", "green.png"]}))[0]
+    assert row.messages == placed
+    assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
+
+
+def test_images_without_a_place_stand_where_trl_puts_them(write):
+    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
+    turns, _ = PLACED["neither"]
+    expected = data_utils.prepare_multimodal_messages(turns, images=["blue.png", "green.png"])
+    for turn in expected:
+        turn["content"] = [IMAGE_PART if part["type"] == "image" else part for part in turn["content"]]
+    assert JsonLines(write({"prompt": turns, "images": ["blue.png", "green.png"]}))[0].messages == expected
+
+
+HI, YES = user("hi"), assistant("yes")
+COUNT = "but the row has {} image(s); put one where each image belongs and name as many files in column 'images'"
+MISTAKES = [
+    ({"problem": 3}, "column 'problem': must be text, it is 3"),
+    ({"problem": [HI]}, "column 'problem': must be text, it is [{'role'"),
+    ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
+    ({"messages": "hi"}, "column 'messages': must be a list of turns, it is 'hi'"),
+    ({"prompt": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
+    ({"messages": []}, "column 'messages': needs turns with the roles system, user, assistant, tool; it has []"),
+    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
+    ({"prompt": ["hi"]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts: 'hi'"),
+    ({"prompt": [HI, {"role": "user"}]}, "column 'prompt': message 1 needs a role, and content that is text or a li"),
+    ({"prompt": [{"content": "hi"}]}, "column 'prompt': message 0 needs a role, and content that is text or a list"),
+    ({"prompt": [user(3)]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': message 0 has a part of type 'video'; text and image"),
+    ({"messages": [HI, {"role": "assistant"}]}, "column 'messages': message 1 needs a role, and content that is"),
+    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
+    ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing twice; keep one of them"),
+    ({"problem": "a", "messages": [HI, YES]}, "columns 'problem' and 'messages' say the same thing twice; keep one"),
+    ({"prompt": "a", "messages": [HI, YES]}, "columns 'prompt' and 'messages' say the same thing twice; keep one"),
+    ({"messages": [HI, YES], "completion": "a"}, "columns 'messages' and 'completion' say the same thing twice; keep"),
+    ({"messages": [HI]}, "column 'messages' must end with an assistant turn; cut it there, or call the column prompt"),
+    ({"messages": [HI, YES, HI]}, "column 'messages' must end with an assistant turn; cut it there, or call the col"),
+    ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
+    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': there is an image in or after the assista"),
+    ({"messages": [HI, YES, user("<image>?"), YES]}, "column 'messages': there is <image> after the assistant's firs"),
+    ({"solution": "a"}, "column 'problem' is missing; the row has ['solution']: give it a problem, a prompt or messag"),
+    ({"chosen": "a", "rejected": "b"}, "column 'problem' is missing; the row has ['chosen', 'rejected']: give it a"),
+    ({"chosen": [YES], "rejected": [assistant("no")]}, "column 'problem' is missing; the row has ['chosen', 'rejecte"),
+    ({"chosen": [HI, YES]}, "column 'problem' is missing; the row has ['chosen']"),
+    ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
+    ({"chosen": [HI, YES], "rejected": [HI, HI, YES]}, "column 'rejected' must go on with an assistant turn after t"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen' must go on with an assistant turn after"),
+    ({"chosen": [HI, YES, YES], "rejected": [HI, YES, assistant("no")]}, "column 'chosen': the prompt ends with an as"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES]}, "column 'rejected' equals column 'chosen': there is no preference"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column 'rejected' equals column 'chosen': there is no prefer"),
+    ({"prompt": "a", "chosen": "yes", "rejected": [YES]}, "column 'rejected' equals column 'chosen': there is no pre"),
+    (
+        {"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
+        "column 'rejected' equals column 'chosen': there is no preference to learn; drop the row",
+    ),
+    ({"prompt": [user([IMAGE_PART])]}, "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(0)),
+    (
+        {"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
+        "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(2),
+    ),
+    (
+        {"messages": [user("<image><image>"), YES], "image": "red.png"},
+        "column 'messages': the prompt has 2 <image> placeholder(s) " + COUNT.format(1),
+    ),
+    ({"prompt": [user("<image>")]}, "column 'prompt': the prompt has 1 <image> placeholder(s) " + COUNT.format(0)),
+    (
+        {"messages": [system("s"), YES], "image": "red.png"},
+        "column 'messages': the prompt has no user turn that could show the row's 1 image(s); add one",
+    ),
+    ({"problem": "a", "image": 3}, "give column 'image' or 'images', a path or a list of paths: [3]"),
+    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', a path or a list of paths"),
+]
+BAD_ANSWERS = [
+    (3, "must be text or a list of turns, it is 3"),
+    ({"role": "assistant"}, "must be text or a list of turns, it is {'role'"),
+    ("", "an answer is empty or blank, and would teach to say nothing; write it or drop the row"),
+    (" \n\t", "an answer is empty or blank"),
+    ([assistant("")], "an answer is empty or blank"),
+    ([assistant([])], "an answer is empty or blank"),
+    ([assistant([text(" "), text("\n")])], "an answer is empty or blank"),
+    ([YES, HI, assistant(" ")], "an answer is empty or blank"),
+    ([], "needs turns with the roles system, user, assistant, tool; it has []"),
+    ([HI, YES], "turns must begin and end with an assistant turn; their roles are ['user', 'assistant']"),
+    ([YES, HI], "turns must begin and end with an assistant turn; their roles are ['assistant', 'user']"),
+    ([{"role": "assistant"}], "message 0 needs a role, and content that is text or a list of parts"),
+    ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
+    ([YES, {"role": "human", "content": "hi"}, YES], "needs turns with the roles system, user, assistant, tool; it"),
+    ([assistant([IMAGE_PART])], "there is an image in or after the assistant's first turn; images belong into the p"),
+    ([YES, user([IMAGE_PART]), YES], "there is an image in or after the assistant's first turn; images belong"),
+    ([YES, user("<image>"), YES], "there is <image> after the assistant's first turn; images belong into the prompt"),
+]
+MISTAKES += [
+    ({"problem": "a", column: answer}, f"column '{column}': {message}")
+    for column in ("completion", "chosen", "rejected")
+    for answer, message in BAD_ANSWERS
+]
+
+
+@pytest.mark.parametrize(("row", "message"), MISTAKES)
+def test_a_mistake_is_named_when_the_file_is_read(write, row, message):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):
+        JsonLines(write({"problem": "a"}, row))
+
+
+def test_a_user_of_a_completion_may_be_silent(write):
+    turns = [assistant("a"), user(""), assistant("b")]
+    assert JsonLines(write({"problem": "?", "completion": turns}))[0].completion == turns
+
+
+def test_an_answer_may_speak_of_images(write):
+    assert JsonLines(write({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
+
+
+FORMS = {
+    "problem": {"problem": "a"},
+    "prompt": {"prompt": [HI]},
+    "messages": {"messages": [HI, YES]},
+    "implicit": {"chosen": [HI, YES], "rejected": [HI, assistant("no")]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_prompt_is_a_problem(write, form):
+    assert len(JsonLines(write(FORMS[form]), ("problem",))) == 1
+
+
+@pytest.mark.parametrize("form", ["problem", "prompt", "implicit"])
+def test_a_prompt_is_no_completion(write, form):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing; the row has \['"):
+        JsonLines(write(FORMS[form]), ("problem", "completion"))
+    assert len(JsonLines(write(FORMS["messages"]), ("problem", "completion"))) == 1
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_preferences_can_be_required(write, column):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert len(JsonLines(write(row), ("problem", "chosen", "rejected"))) == 1
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{column}' is missing; the row has \['"):
+        JsonLines(write({**row, column: None}), ("problem", "chosen", "rejected"))
+
+
+def test_a_row_needs_a_prompt_whatever_is_required(write):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'problem' is missing"):
+        JsonLines(write({"solution": "a"}), ())
 
 
 def test_place_images_keeps_the_text_around():

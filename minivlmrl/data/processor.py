@@ -6,7 +6,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.chat import IMAGE, Control, render
+from minivlmrl.data.chat import IMAGE, Control, render, render_completion
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -56,21 +56,31 @@ class Processor:
         tokens_per_image = iter([self.image_processor.num_tokens(grid) for _, grid in processed])
         ids = []
         for piece in pieces:
-            if piece is IMAGE:
-                ids += [self.special[IMAGE]] * next(tokens_per_image)
-            elif isinstance(piece, Control):
-                ids.append(self.special[piece])
-            else:
-                ids += self.tokenizer.encode(piece)
+            ids += self._encode(piece) * (next(tokens_per_image) if piece is IMAGE else 1)
         return Prompt(
             torch.tensor(ids),
             torch.cat([torch.zeros(0, self.image_processor.patch_dim), *(pixels for pixels, _ in processed)]),
             torch.tensor([grid for _, grid in processed], dtype=torch.long).view(-1, 3),
         )
 
-    def encode_completion(self, text: str) -> Tensor:
-        """Tokens of an answer as the model has to write it: the text, then <|im_end|>. (C,) int64."""
-        return torch.tensor([*self.tokenizer.encode(text), self.special["<|im_end|>"]])
+    def encode_completion(self, completion: str | list[dict]) -> tuple[Tensor, Tensor]:
+        """Turn an answer into tokens, as the model has to write them behind a prompt.
+
+        Args:
+            completion: text, or turns that begin and end with the assistant's; see chat.render_completion.
+        Returns:
+            ids (C,) int64: the text, then <|im_end|>; of several turns also what stands between them.
+            trained (C,) bool: written by the assistant; all of them if the completion is one turn.
+        Raises:
+            ValueError: see chat.render_completion.
+        """
+        turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        pieces = [(self._encode(piece), trained) for piece, trained in render_completion(turns)]
+        ids = [token for tokens, _ in pieces for token in tokens]
+        return torch.tensor(ids), torch.tensor([trained for tokens, trained in pieces for _ in tokens])
+
+    def _encode(self, piece: str) -> list[int]:
+        return [self.special[piece]] if isinstance(piece, Control) else self.tokenizer.encode(piece)
 
     def decode(self, ids: Tensor) -> str:
         """Text of a completion without its stop token."""

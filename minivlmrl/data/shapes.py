@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import PIL.Image
 import PIL.ImageDraw
 
-from minivlmrl.data.sources import Row, conversation
+from minivlmrl.data.conversations import conversation
+from minivlmrl.data.sources import Row
 from minivlmrl.data.tokenizer import Tokenizer
 
 COLORS = {
@@ -31,12 +32,15 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 class Shapes:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
+    For preferences every row has the right answer as `chosen` and, as `rejected`, one that names another class, drawn
+    uniformly from the 11 others by a generator of its own.
+
     Args:
         size: number of rows.
         seed: rows of different seeds share nothing.
         wrong_labels: share of rows whose demonstrated answer names a class drawn at random (1/12 of those happen to
             be right); `solution`, which the reward sees, is right in every row.
-        prompt_template, system_prompt: see sources.conversation.
+        prompt_template, system_prompt: see conversations.conversation.
     """
 
     size: int
@@ -54,7 +58,10 @@ class Shapes:
         image = draw(label, rng)
         shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, 1, self.prompt_template, self.system_prompt)
-        return Row(messages, [image], {"problem": PROBLEM, "solution": label}, answer(shown))
+        columns = {"problem": PROBLEM, "solution": label}
+        # its own generator: pictures, labels and demonstrations are those of a row without preferences
+        other = random.Random(f"shapes/{self.seed}/{index}/rejected").choice([name for name in LABELS if name != label])
+        return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=answer(other))
 
 
 def answer(label: str) -> str:

@@ -1,0 +1,185 @@
+"""The text of a row, in whichever of TRL's forms it stands, becomes a prompt's messages and the answers to it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minivlmrl.data.chat import content_parts, render, render_completion
+
+PLACEHOLDER = "<image>"  # in a prompt's text: where an image goes
+ROLES = ("system", "user", "assistant", "tool")
+PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
+ANSWERS = {"completion": (str, list), "chosen": (str, list), "rejected": (str, list)}
+
+
+def read_conversation(
+    row: dict, images: int, prompt_template: str = "{problem}", system_prompt: str | None = None
+) -> tuple[list[dict], dict[str, str | list[dict]]]:
+    """Find the prompt of a row and its answers.
+
+    Args:
+        row: columns, of which these are read; None is as good as missing. Turns are messages as in chat.render.
+            problem, prompt: text, which goes through prompt_template.
+            prompt: or turns, taken as they are (TRL's conversational form).
+            messages: a whole conversation. What stands before its first assistant turn is the prompt, the rest the
+                completion.
+            completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
+            chosen, rejected: without any of problem, prompt and messages two whole conversations, and the turns that
+                both begin with are the prompt (TRL's implicit prompt).
+        images: how many come with the row. They stand at the image parts of the prompt, else where its text says
+            <image>, else before the text of its first user turn.
+        prompt_template: the user message; {problem} is replaced.
+        system_prompt: replaces Qwen's default system message, not one that the row begins with.
+    Returns:
+        messages: the prompt, with an image part for each image.
+        answers: completion, chosen and rejected, as far as the row has them.
+    Raises:
+        ValueError: names the column, what is wrong with it and what to do.
+    """
+    found = {column: row[column] for column in (*PROMPTS, *ANSWERS) if row.get(column) is not None}
+    for column, value in found.items():
+        with _naming(column):
+            _check_form(value, {**PROMPTS, **ANSWERS}[column])
+    if {"chosen", "rejected"} <= set(found) and render(_turns(found["chosen"])) == render(_turns(found["rejected"])):
+        raise ValueError("column 'rejected' equals column 'chosen': there is no preference to learn; drop the row")
+    column, prompt, answers = _split(found, sorted(row))
+    for name, answer in answers.items():
+        with _naming(name if name in found else column):
+            _check_answer(_turns(answer))
+    with _naming(column):
+        if isinstance(prompt, str):
+            return conversation(prompt, images, prompt_template, system_prompt), answers
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
+        own = system_prompt is None or (prompt and prompt[0]["role"] == "system")
+        system = [] if own else [{"role": "system", "content": system_prompt}]
+        return system + _place_in_turns(prompt, images), answers
+
+
+def conversation(
+    problem: str, images: int, prompt_template: str = "{problem}", system_prompt: str | None = None
+) -> list[dict]:
+    """Messages that ask about a problem.
+
+    Args:
+        images: how many come with it; see place_images.
+        prompt_template: the user message; {problem} is replaced.
+        system_prompt: replaces Qwen's default system message.
+    """
+    user = {"role": "user", "content": place_images(prompt_template.replace("{problem}", problem), images)}
+    return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
+
+
+def place_images(text: str, count: int) -> list[dict]:
+    """Split a text at its <image> placeholders into parts; without any, the images come first.
+
+    Raises:
+        ValueError: some placeholders, but another number than images.
+    """
+    pieces = text.split(PLACEHOLDER)
+    if len(pieces) == 1:
+        return [{"type": "image"}] * count + [{"type": "text", "text": text}]
+    _check_count(len(pieces) - 1, f"{PLACEHOLDER} placeholder(s)", count)
+    parts = [{"type": "text", "text": pieces[0]}]
+    for piece in pieces[1:]:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    return parts
+
+
+def _place_in_turns(turns: list[dict], images: int) -> list[dict]:
+    """Give a conversational prompt its images: at its image parts, else at <image>, else before its first user text."""
+    inside = [content_parts(turn) for turn in turns]
+    given = sum(part.get("type") == "image" for parts in inside for part in parts)
+    if given:  # then <image> is text
+        _check_count(given, "image part(s)", images)
+        return turns
+    placeholders = sum(part["text"].count(PLACEHOLDER) for parts in inside for part in parts)
+    if placeholders:
+        _check_count(placeholders, f"{PLACEHOLDER} placeholder(s)", images)
+        inside = [
+            [p for part in parts for p in place_images(part["text"], part["text"].count(PLACEHOLDER))]
+            for parts in inside
+        ]
+    elif images:
+        first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"the prompt has no user turn that could show the row's {images} image(s); add one")
+        inside[first] = [{"type": "image"}] * images + inside[first]
+    return [{**turn, "content": parts} for turn, parts in zip(turns, inside, strict=True)]
+
+
+def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict]:
+    """Tell prompt and answers apart; also name the column that the prompt is from."""
+    given = [column for column in PROMPTS if column in found]
+    if given == ["messages"] and "completion" in found:
+        given.append("completion")
+    if len(given) > 1:
+        raise ValueError(f"columns {given[0]!r} and {given[1]!r} say the same thing twice; keep one of them")
+    answers = {column: found[column] for column in ANSWERS if column in found}
+    if not given:
+        return "chosen", *_implicit_prompt(answers, columns)
+    if given != ["messages"]:
+        return given[0], found[given[0]], answers
+    turns = found["messages"]
+    if turns[-1]["role"] != "assistant":
+        raise ValueError("column 'messages' must end with an assistant turn; cut it there, or call the column prompt")
+    start = [turn["role"] for turn in turns].index("assistant")
+    return "messages", turns[:start], {"completion": turns[start:], **answers}
+
+
+def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
+    both = [answers.get(column) for column in ("chosen", "rejected")]
+    pairs = list(zip(*both, strict=False)) if all(isinstance(turns, list) for turns in both) else []
+    start = [*(turn == other for turn, other in pairs), False].index(False)  # how many turns they share
+    if start == 0:
+        raise ValueError(
+            f"column 'problem' is missing; the row has {columns}: give it a problem, a prompt or messages, "
+            "or let chosen and rejected be whole conversations that begin with the same turns"
+        )
+    for column, turns in zip(("chosen", "rejected"), both, strict=True):
+        if len(turns) == start or turns[start]["role"] != "assistant":
+            raise ValueError(
+                f"column {column!r} must go on with an assistant turn after the {start} turn(s) that chosen and "
+                f"rejected share; its roles are {[turn['role'] for turn in turns]}"
+            )
+    return both[0][:start], {**answers, "chosen": both[0][start:], "rejected": both[1][start:]}
+
+
+def _check_form(value: str | list[dict], types: tuple[type, ...]):
+    if not isinstance(value, types):
+        names = {str: "text", list: "a list of turns"}
+        raise ValueError(f"must be {' or '.join(names[kind] for kind in types)}, it is {value!r:.40}")
+    render(_turns(value))  # refuses turns without role or content
+    roles = [turn["role"] for turn in _turns(value)]
+    if not roles or not set(roles) <= set(ROLES):
+        raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")
+
+
+def _check_answer(turns: list[dict]):
+    render_completion(turns)  # refuses other turns than the assistant's at its ends, and images
+    for turn in turns:
+        text = "".join(part["text"] for part in content_parts(turn))
+        if turn["role"] == "assistant" and not text.strip():
+            raise ValueError("an answer is empty or blank, and would teach to say nothing; write it or drop the row")
+        if turn["role"] != "assistant" and PLACEHOLDER in text:
+            raise ValueError(f"there is {PLACEHOLDER} after the assistant's first turn; images belong into the prompt")
+
+
+def _check_count(count: int, what: str, images: int):
+    if count != images:
+        raise ValueError(
+            f"the prompt has {count} {what} but the row has {images} image(s); put one where each image belongs "
+            "and name as many files in column 'images'"
+        )
+
+
+def _turns(answer: str | list[dict]) -> list[dict]:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+
+
+@contextmanager
+def _naming(column: str) -> Iterator[None]:
+    """Begin what an error says with the column that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from error
