@@ -25,11 +25,17 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.rewards import required_columns
 from minivlmrl.rollout.rollout import Evaluation, evaluate
 from minivlmrl.training import distributed
-from minivlmrl.training.algorithms import ALGORITHMS, Algorithm, Step
+from minivlmrl.training.algorithms.algorithm import Algorithm, Step
+from minivlmrl.training.algorithms.dpo import DPO
+from minivlmrl.training.algorithms.grpo import GRPO
+from minivlmrl.training.algorithms.ppo import PPO
+from minivlmrl.training.algorithms.reward_model import RewardModel
+from minivlmrl.training.algorithms.sft import SFT
 from minivlmrl.training.metrics import MetricsLog, merge
 from minivlmrl.training.optimizer import build_optimizer, learning_rate
 from minivlmrl.training.report import print_table, write_report
 
+ALGORITHMS = {"sft": SFT, "dpo": DPO, "reward_model": RewardModel, "grpo": GRPO, "ppo": PPO}
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "shapes.yaml"
 
 
@@ -52,19 +58,20 @@ def main(arguments: list[str]):
     results: dict[str, Evaluation] = {}
     seconds: dict[str, float] = {}
 
-    def measure(name: str):
+    def measure(name: str, algorithm: Algorithm | None = None):
         if "eval" not in datasets:
             return
         try:
             results[name] = evaluate(model, processor, datasets["eval"], config.sampling.max_new_tokens, world)
+            results[name].pairs = algorithm and algorithm.pair_accuracy()
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
 
     measure("start")
     for stage in config.stages:
-        algorithm = ALGORITHMS[stage](config, model, processor, datasets[stage], world)
+        algorithm = ALGORITHMS[stage](config, model, processor, datasets[stage], world, datasets.get("eval"))
         seconds[stage] = train(stage, algorithm, log, folder)
-        measure(f"after_{stage}")
+        measure(f"after_{stage}", algorithm)
     if world.is_main:
         save_checkpoint(folder / "checkpoint", model, processor)
         summary = summarize(config, results, seconds)
@@ -81,7 +88,7 @@ def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> fl
         ValueError: a loss, gradient or logit is not finite. The step is named, its update is not made.
     """
     config: StageConfig = getattr(algorithm.run, stage)
-    optimizer = build_optimizer(algorithm.model, config)
+    optimizer = build_optimizer(algorithm.trained, config)
     log.stage(stage, config.max_steps)
     steps = algorithm.batches()
     for step in range(config.max_steps):
@@ -96,22 +103,23 @@ def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> fl
             ) from error
         log.step(step, metrics)
         if algorithm.world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
-            save_checkpoint(folder / "checkpoint", algorithm.model, algorithm.processor)
-    return log.end_stage()
+            algorithm.save(folder)
+    seconds = log.end_stage()
+    if algorithm.world.is_main:
+        algorithm.save(folder)
+    algorithm.world.barrier()  # a later stage may read what was saved
+    return seconds
 
 
 def optimizer_step(
     algorithm: Algorithm, work: Step, optimizer: torch.optim.Optimizer, rate: float, max_grad_norm: float
 ) -> dict[str, float]:
     """Accumulate the gradients of a step's micro-batches and ranks, clip them, update; returns the step's figures."""
-    model, world, parts = algorithm.model, algorithm.world, []
+    model, world, parts = algorithm.trained, algorithm.world, []
     for batch in work.batches:
         loss, metrics = algorithm.loss(batch)
         loss.backward()
-        tokens = len(batch.group.completion_ids)
-        # a loss is a share of the step's: scaled up like this, the mean over tokens that merge takes is their sum
-        figures = {"loss": loss * batch.num_tokens / tokens, **metrics}
-        parts.append(({name: value.item() for name, value in figures.items()}, tokens))
+        parts.append(({name: value.item() for name, value in {"loss": loss, **metrics}.items()}, batch.weight))
     world.sum_gradients(model)
     metrics, _ = merge(world.gather_objects(merge(parts)))
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
@@ -142,8 +150,11 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
 
 def summarize(config: RunConfig, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:
     """The table of the run, as written to summary.json."""
-    shown = ("sampled", "greedy", "format")
-    table = {name: {key: getattr(result, key) for key in shown} for name, result in results.items()}
+    table = {}
+    for name, result in results.items():
+        table[name] = {key: getattr(result, key) for key in ("sampled", "greedy", "format")}
+        if result.pairs is not None:
+            table[name]["pairs"] = result.pairs
     return {"chance": chance(config.data), **table, "seconds": seconds}
 
 

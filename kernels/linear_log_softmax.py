@@ -37,6 +37,20 @@ def linear_log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor, temperature:
     return _LinearLogSoftmax.apply(hidden, weight, ids, temperature)
 
 
+@torch.no_grad()
+def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
+    """log sum_j p_j^2 of p = softmax(hidden @ weight.T): (M,) nats, at most 0, no gradient.
+
+    Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
+    """
+    log_sums = []
+    for rows in _chunks(len(hidden), len(weight)):
+        z = hidden[rows] @ weight.T
+        log_p = z.to(torch.promote_types(z.dtype, torch.float32)).log_softmax(-1)
+        log_sums.append((2 * log_p).logsumexp(-1))
+    return torch.cat(log_sums)
+
+
 class _LinearLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature):

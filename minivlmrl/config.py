@@ -23,8 +23,8 @@ class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
 
     task: str | None = None  # "shapes"
-    train_file: str | None = None  # rows with problem, image(s) and solution, for grpo; completion, for sft
-    eval_file: str | None = None  # rows with problem, image(s) and solution
+    train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: see sources.py
+    eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
     eval_rows: int = 256  # held-out rows that are evaluated, at most
     prompt_template: str = "{problem}"  # what the user message says; {problem} is the row's
     system_prompt: str | None = None  # None: Qwen's default
@@ -32,10 +32,12 @@ class DataSection:
     max_pixels: int | None = None
     demonstrations: int = 96  # shapes: rows for sft
     wrong_demonstrations: float = 0.5  # shapes: share of them whose label is drawn at random
+    pairs: int = 1024  # shapes: rows for dpo and reward_model
 
     def __post_init__(self):
         _require(self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more")
         _require(self.demonstrations >= 1, "demonstrations", self.demonstrations, "1 or more")
+        _require(self.pairs >= 1, "pairs", self.pairs, "1 or more")
         share = self.wrong_demonstrations
         _require(0 <= share <= 1, "wrong_demonstrations", share, "in [0, 1]")
 
@@ -88,35 +90,142 @@ class StageConfig:
 
 @dataclass
 class SFTConfig(StageConfig):
-    pass
+    loss_type: str = "nll"  # or "dft", see losses/sft.py
 
 
 @dataclass
-class GRPOConfig(StageConfig):
+class ReferenceConfig(StageConfig):
+    """Of stages that hold the policy near a reference: the policy as the stage found it."""
+
+    sync_ref_model: bool = False  # move the reference towards the policy on the way
+    ref_model_mixup_alpha: float = 0.6  # reference = (1 - alpha) * reference + alpha * policy ...
+    ref_model_sync_steps: int = 512  # ... every so many optimizer steps
+    num_shared_layers: int = 0  # vision tower, embeddings and so many layers: frozen, one copy for both; 0: none
+
+    def __post_init__(self):
+        super().__post_init__()
+        alpha, steps = self.ref_model_mixup_alpha, self.ref_model_sync_steps
+        _require(0 <= alpha <= 1, "ref_model_mixup_alpha", alpha, "in [0, 1]")
+        _require(steps >= 1, "ref_model_sync_steps", steps, "1 or more")
+        _require(self.num_shared_layers >= 0, "num_shared_layers", self.num_shared_layers, "0 or more")
+
+
+@dataclass
+class DPOConfig(ReferenceConfig):
+    """See losses/preference.py for what the loss options mean."""
+
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # MPO: [sigmoid, bco_pair, sft] ...
+    loss_weights: list[float] | None = None  # ... with weights [0.8, 0.2, 1.0]; None: 1 each
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    smooth_sigmoid: bool = False
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    ld_alpha: float | None = None
+    use_weighting: bool = False  # WPO
+    reference_free: bool = False
+    discopop_tau: float = 0.05
+    precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(self.beta > 0, "beta", self.beta, "over 0")
+
+
+@dataclass
+class RewardModelConfig(StageConfig):
+    path: str | None = None  # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
+    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
+
+
+@dataclass
+class GRPOConfig(ReferenceConfig):
+    """See losses/policy.py for what the loss options mean."""
+
     num_generations: int = 8  # completions for each prompt: the group
-    num_iterations: int = 1  # optimizer steps on each batch of completions
-    loss_type: str = "dapo"  # see training/losses.py
-    importance_sampling_level: str = "token"  # "sequence" is GSPO
+    steps_per_generation: int = 1  # a rollout has the prompts of so many optimizer steps, made one after the other
+    num_iterations: int = 1  # times each rollout is gone through
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"  # "sequence" is GSPO, "sequence_token" GSPO-token
     epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon_high: float = 0.2  # cispo: the bound itself, its paper takes 5
     delta: float | None = None  # upper bound of the unclipped ratio
     beta: float = 0.0  # weight of the KL to the reference; 0: there is no reference model
+    kl_estimator: str = "k3"
+    kl_straight_through: bool = False
     use_bias_correction_kl: bool = True
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    off_policy_mask_threshold: float | None = None
+    rollout_correction: str | None = None  # a mode of rollout_importance_ratio
+    rollout_correction_max: float | None = 3.0
+    rollout_correction_min: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    mask_truncated_completions: bool = False  # completions that were cut at max_new_tokens teach nothing
+    soft_punish_cache: int = 0  # overlong shaping: rewards fall over the last so many tokens before max_new_tokens
+    max_num_gen_batches: int = 1  # over 1: groups whose rewards are all equal are sampled anew, at most so often
     scale_rewards: str = "group"  # advantages divided by the standard deviation of the "group", "batch" or "none"
+    multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum" (GDPO)
+    normalize_advantages: bool = False  # rloo: over the batch
+    reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL
     shuffle_rewards: bool = False  # a control: rewards permuted over the batch carry no information, so none is learnt
 
     def __post_init__(self):
         super().__post_init__()
-        levels, scales = ("token", "sequence"), ("group", "batch", "none")
-        level, scale = self.importance_sampling_level, self.scale_rewards
-        _require(level in levels, "importance_sampling_level", level, f"one of {levels}")
-        _require(scale in scales, "scale_rewards", scale, f"one of {scales}")
-        _require(self.num_iterations >= 1, "num_iterations", self.num_iterations, "1 or more")
-        _require(self.beta >= 0, "beta", self.beta, "0 or more")
+        scales, ways = ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
+        _require(self.scale_rewards in scales, "scale_rewards", self.scale_rewards, f"one of {scales}")
+        way = self.multi_objective_aggregation
+        _require(way in ways, "multi_objective_aggregation", way, f"one of {ways}")
+        for name in ("num_iterations", "steps_per_generation", "max_num_gen_batches"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        for name in ("beta", "soft_punish_cache"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(
+            self.epsilon_high >= self.epsilon_low, "epsilon_high", self.epsilon_high,
+            f"at least epsilon_low ({self.epsilon_low})",
+        )  # fmt: skip
+        quantile, clip = self.top_entropy_quantile, self.reward_clip_range
+        _require(0 < quantile <= 1, "top_entropy_quantile", quantile, "in (0, 1]")
+        _require(clip is None or len(clip) == 2, "reward_clip_range", clip, "[low, high]")
         _require(
             self.num_generations >= 2, "num_generations", self.num_generations,
             "2 or more: the advantage of a completion is measured against the others of its group",
         )  # fmt: skip
+
+
+@dataclass
+class PPOConfig(ReferenceConfig):
+    num_generations: int = 1  # completions for each prompt
+    num_mini_batches: int = 1  # a rollout has the prompts of so many optimizer steps, made one after the other
+    num_ppo_epochs: int = 4  # times each rollout is gone through
+    critic: str = "shared"  # a value head on the policy's own backbone; or "separate": a model of its own
+    critic_path: str | None = None  # separate: begin with this trained critic or reward model; None: with the policy
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+    kl_coef: float = 0.05  # weight of the KL to the reference in each token's reward; 0: there is no reference model
+    kl_estimator: str = "k1"  # or "k3"
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_rewards: bool = False
+    missing_eos_penalty: float | None = None  # taken from the score of a completion that was cut
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("num_generations", "num_mini_batches", "num_ppo_epochs"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.critic in ("shared", "separate"), "critic", self.critic, "'shared' or 'separate'")
+        _require(
+            self.critic_path is None or self.critic == "separate", "critic_path", self.critic_path,
+            "left out unless critic is 'separate'",
+        )  # fmt: skip
+        _require(self.kl_estimator in ("k1", "k3"), "kl_estimator", self.kl_estimator, "'k1' or 'k3'")
+        _require(self.kl_coef >= 0, "kl_coef", self.kl_coef, "0 or more")
 
 
 @dataclass
@@ -132,7 +241,10 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rewards: dict[str, float] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
     sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
@@ -165,7 +277,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     config = _build(RunConfig, values, "command line")
     if config.model.config:  # beside the recipe; the others below from where the command runs
         config.model.config = str((path.parent / config.model.config).resolve())
-    for section, name in ((config.model, "path"), (config.data, "train_file"), (config.data, "eval_file")):
+    files = ((config.data, "train_file"), (config.data, "eval_file"), (config.ppo, "critic_path"))
+    for section, name in ((config.model, "path"), (config.reward_model, "path"), *files):
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config
@@ -205,6 +318,8 @@ def _coerce(kind, value, where: str, key: str):
         return None
     kind = next(choice for choice in choices if choice is not types.NoneType)
     container, inner = typing.get_origin(kind), typing.get_args(kind)
+    if container is list and inner[0] is str and isinstance(value, str):
+        value = [value]  # --dpo.loss_type=ipo
     if container is list and isinstance(value, list):
         return [_coerce(inner[0], item, where, key) for item in value]
     if container is dict and isinstance(value, dict):

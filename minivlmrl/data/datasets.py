@@ -13,8 +13,8 @@ def load_datasets(
     """Open the rows of a run.
 
     Args:
-        stages: "sft", "grpo", each of which gets its rows.
-        reward_columns: what the rewards of grpo ask of every row.
+        stages: "sft", "dpo", "reward_model", "grpo", "ppo", each of which gets its rows.
+        reward_columns: what the rewards of grpo and ppo ask of every row.
         seed: of an embedded task's training rows; its evaluation rows are the same for every seed.
     Returns:
         a dataset for each stage, and "eval" if there are held-out rows.
@@ -30,14 +30,20 @@ def load_datasets(
     wording = {"prompt_template": config.prompt_template, "system_prompt": config.system_prompt}
     rows = {
         "sft": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
+        "dpo": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
+        "reward_model": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
         "grpo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+        "ppo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
         "eval": shapes.Shapes(config.eval_rows, "eval", **wording),
     }
     return {name: rows[name] for name in (*stages, "eval")}
 
 
 def _files(config: DataSection, stages: list[str], reward_columns: list[str]) -> dict[str, Dataset]:
-    needed = {"sft": ["completion"], "grpo": reward_columns, "eval": ["solution"]}
+    pair = ["chosen", "rejected"]
+    needed = {"sft": ["completion"], "dpo": pair, "reward_model": pair, "grpo": reward_columns, "ppo": reward_columns}
+    # held-out rows are asked for answers, unless all there is to learn are pairs
+    needed["eval"] = pair if stages and set(stages) <= {"dpo", "reward_model"} else ["solution"]
     paths = {stage: config.train_file for stage in stages}
     if config.eval_file:
         paths["eval"] = config.eval_file

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from minivlmrl.data.image import MEAN, STD, ImageProcessor
 from minivlmrl.data.processor import Processor
@@ -43,7 +45,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
     expected = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
     missing = set(expected)
     for file in _weight_files(Path(folder)):
-        for name, tensor in _tensors(file):
+        for name, tensor in read_tensors(file):
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue  # some folders store the tied head twice
             if name not in expected:
@@ -100,10 +102,15 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     return Processor(Tokenizer.from_file(Path(folder) / "tokenizer.json"), ImageProcessor(**known))
 
 
-def save_checkpoint(folder: str | Path, model: Qwen2_5_VL, processor: Processor):
+def save_checkpoint(
+    folder: str | Path, model: Qwen2_5_VL, processor: Processor, more: Callable[[Path], None] = lambda aside: None
+):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing.
 
     Everything is written aside first and then renamed, so an earlier checkpoint at `folder` stays whole until then.
+
+    Args:
+        more: writes what else belongs into the folder, given the one aside.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".partial")
@@ -123,6 +130,7 @@ def save_checkpoint(folder: str | Path, model: Qwen2_5_VL, processor: Processor)
     end_of_text = processor.special["<|endoftext|>"]
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
     _write_json(aside / "generation_config.json", generation)
+    more(aside)
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -151,8 +159,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / "model.safetensors"]
 
 
-def _tensors(file: Path):
-    """(name, tensor) pairs of one file, by today's hub names."""
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of one safetensors file, by today's hub names (ValueError: it is missing or cut)."""
     if not file.is_file():
         raise ValueError(f"{file}: no such file; a Hugging Face folder has its weights there")
     try:

@@ -19,7 +19,8 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {}
 
 THINK_ANSWER = re.compile(r"<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-GIVEN = {"prompts", "completions", "completion_ids"}  # what every reward is given besides the columns of its rows
+# what rewards are given besides the columns of their rows; the last one where a reward model is asked
+GIVEN = {"prompts", "completions", "completion_ids", "reward_model_scores"}
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -55,6 +56,25 @@ def accuracy(completions: list[str], solution: list[str | float | None], **colum
         return float(bool(answers) and normalize(answers[-1]) == normalize(str(truth)))
 
     return [judge(c, s) for c, s in zip(completions, solution, strict=True)]
+
+
+@reward
+def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
+    """What a trained reward model says: a number without bounds or unit, see the stage reward_model."""
+    return reward_model_scores
+
+
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at max_completion_len.
+
+    Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
+
+    Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
+    """
+    free = max_completion_len - soft_punish_cache
+    if length <= free:
+        return 0.0
+    return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache
 
 
 def normalize(text: str) -> str:

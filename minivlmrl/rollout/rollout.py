@@ -10,6 +10,7 @@ from minivlmrl.config import SamplingConfig
 from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.data.sources import Dataset, Row
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.model.scalar import ScalarModel, pack_to_end
 from minivlmrl.rollout.generate import Completion, generate
 from minivlmrl.rollout.rewards import score
 from minivlmrl.training.distributed import World
@@ -24,6 +25,23 @@ class Rollout:
     texts: list[str]  # n
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
 
+    def select(self, groups: Sequence[int]) -> "Rollout":
+        """Only these groups."""
+        size = len(self.texts) // len(self.prompts)
+        return Rollout(
+            [self.prompts[i] for i in groups],
+            [self.completions[i] for i in groups],
+            [text for i in groups for text in self.texts[i * size : (i + 1) * size]],
+            self.rewards.unflatten(0, (-1, size))[list(groups)].flatten(0, 1),
+        )
+
+    def join(self, other: "Rollout") -> "Rollout":
+        """This one's groups and then the other's."""
+        return Rollout(
+            self.prompts + other.prompts, self.completions + other.completions, self.texts + other.texts,
+            torch.cat([self.rewards, other.rewards]),
+        )  # fmt: skip
+
 
 def rollout(
     model: Qwen2_5_VL,
@@ -33,6 +51,7 @@ def rollout(
     sampling: SamplingConfig,
     reward_names: Sequence[str],
     generator: torch.Generator | None,
+    reward_model: ScalarModel | None = None,
 ) -> Rollout:
     """Sample completions for rows and let the rewards judge them.
 
@@ -41,6 +60,7 @@ def rollout(
         num_generations: completions for each row (G).
         reward_names: K registered rewards.
         generator: see generate.
+        reward_model: who answers for the reward of this name.
     """
     prompts = [processor(row.messages, row.images) for row in rows]
     completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, generator)
@@ -49,7 +69,23 @@ def rollout(
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
     columns["prompts"] = [row.messages for row in rows for _ in range(num_generations)]
     columns["completion_ids"] = [completion.ids.tolist() for group in completions for completion in group]
+    if reward_model is not None:
+        columns["reward_model_scores"] = judge(reward_model, prompts, completions)
     return Rollout(prompts, completions, texts, score(list(reward_names), texts, columns))
+
+
+@torch.no_grad()
+def judge(
+    model: ScalarModel, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], batch_size: int = 16
+) -> list[float]:
+    """Ask a reward model about every completion, batch_size prompts at a time: n numbers."""
+    numbers = []
+    for start in range(0, len(prompts), batch_size):
+        part = slice(start, start + batch_size)
+        ids = [[completion.ids for completion in group] for group in completions[part]]
+        batch = pack_to_end(prompts[part], ids, model.backbone.config, model.score.weight.device)
+        numbers += model.at_end(batch).tolist()
+    return numbers
 
 
 @dataclass
@@ -60,6 +96,7 @@ class Evaluation:
     greedy: float  # accuracy of the likeliest completion
     format: float  # share of sampled completions in the asked form
     greedy_texts: list[str]  # for the report, in the order of the rows
+    pairs: float | None = None  # share of held-out pairs whose chosen answer wins, where a stage can tell
 
 
 def evaluate(

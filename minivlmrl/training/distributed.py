@@ -56,18 +56,22 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def barrier(self):
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
     def sum_gradients(self, model: nn.Module):
         """Add up the gradients of all ranks. No mean: each loss is divided by the global count already."""
         if self.size == 1:
             return
-        for parameter in model.parameters():
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        flat = torch.cat([parameter.grad.flatten() for parameter in trained])
         dist.all_reduce(flat)
-        for parameter, total in zip(
-            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
-        ):
+        for parameter, total in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
             parameter.grad.copy_(total.view_as(parameter))
 
 

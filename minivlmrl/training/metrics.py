@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from minivlmrl.training.distributed import World
 
-PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts; of all other figures the mean
+PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts ...
+SUMS = {"loss"}  # ... of shares of a step the sum, of all other figures the mean
 
 
 class MetricsLog:
@@ -52,16 +53,20 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
     """Combine the figures of micro-batches, or of ranks.
 
     Args:
-        parts: (figures, completion tokens that they are means of).
+        parts: (figures, what they weigh in a mean: the tokens, or pairs, that they are means of).
     Returns:
-        Means weighted by tokens, but of PEAKS the maximum; and all tokens together.
+        Weighted means, but of PEAKS the maximum and of SUMS the sum; and all weights together.
     """
     total = sum(weight for _, weight in parts)
     merged = {}
     for name in parts[0][0]:
         values = [(figures[name], weight) for figures, weight in parts]
-        mean = sum(value * weight for value, weight in values) / total
-        merged[name] = max(value for value, _ in values) if name in PEAKS else mean
+        if name in PEAKS:
+            merged[name] = max(value for value, _ in values)
+        elif name in SUMS:
+            merged[name] = sum(value for value, _ in values)
+        else:
+            merged[name] = sum(value * weight for value, weight in values) / total
     return merged, total
 
 

@@ -14,12 +14,14 @@ RIGHT, WRONG = "#1a7f37", "#b42318"
 def print_table(summary: dict):
     """Print summary.json as a table."""
     stages = [name for name in summary if name not in ("chance", "seconds")]
-    print(f"\n{'held-out':<12}{'sampled':>9}{'greedy':>9}{'format':>9}")
+    columns = ["sampled", "greedy", "format", *["pairs"][: any("pairs" in summary[name] for name in stages)]]
+    width = max(12, *(len(name) + 1 for name in stages)) if stages else 12
+    print(f"\n{'held-out':<{width}}" + "".join(f"{name:>9}" for name in columns))
     if summary["chance"] is not None:
-        print(f"{'chance':<12}{summary['chance']:>9.3f}{summary['chance']:>9.3f}")
+        print(f"{'chance':<{width}}" + f"{summary['chance']:>9.3f}" * 2)
     for name in stages:
-        row = summary[name]
-        print(f"{name.replace('_', ' '):<12}{row['sampled']:>9.3f}{row['greedy']:>9.3f}{row['format']:>9.3f}")
+        figures = [f"{summary[name][c]:>9.3f}" if c in summary[name] else "" for c in columns]
+        print(f"{name.replace('_', ' '):<{width}}" + "".join(figures))
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
 

@@ -1,202 +1,235 @@
-"""Algorithms by name. Each is two methods, and the loop in train.py knows nothing else:
+"""Group relative policy optimization (DeepSeekMath, arXiv 2402.03300) and its family: no critic, but a group.
 
-batches()     endless optimizer steps, each a list of micro-batches (offline: the data; online: rollouts)
-loss(batch)   of one micro-batch, divided by the count of the whole step, with diagnostics
+With sequence-level ratios it is GSPO; loss_type rloo is RLOO: whole-completion ratios, advantages against the others of
+the group, and the KL in the reward instead of the loss.
+Left out: the paper's outer loop that renews the reference model (sync_ref_model moves it on the way instead).
 """
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config import RunConfig
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import Dataset, Row, shuffled
-from minivlmrl.model.batch import GroupBatch, pack
+from minivlmrl.data.sources import Row
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.rollout.advantages import combine, group_advantages, group_std
-from minivlmrl.rollout.rollout import Rollout, rollout
-from minivlmrl.training.distributed import World
-from minivlmrl.training.losses import LOSS_TYPES, grpo_loss, sft_loss
+from minivlmrl.rollout.advantages import group_advantages, group_std, leave_one_out, normalize_then_sum
+from minivlmrl.rollout.rewards import soft_overlong_punishment
+from minivlmrl.rollout.rollout import Rollout
+from minivlmrl.training.algorithms.algorithm import Step
+from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
+from minivlmrl.training.losses.policy import (
+    CORRECTION_MODES,
+    IMPORTANCE_SAMPLING_LEVELS,
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    grpo_loss,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
 
 
 @dataclass
-class MicroBatch:
-    """What one forward and backward works on."""
-
-    group: GroupBatch
-    num_sequences: float  # completions of the whole optimizer step, all ranks
-    num_tokens: float  # their tokens
-    advantages: Tensor | None = None  # (R,)
-    sampler_logps: Tensor | None = None  # (M,) what the sampler recorded; None once the policy has moved on
-    old_per_token_logps: Tensor | None = None  # (R, T)
-    ref_per_token_logps: Tensor | None = None  # (R, T)
+class GRPOBatch(RolloutBatch):
+    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1)
+    old_entropies: Tensor | None = None  # (R, T)
+    entropy_threshold: float | None = None  # of the whole optimizer step ...
+    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
 
 
-@dataclass
-class Step:
-    """One optimizer step."""
-
-    batches: list[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # already global
-
-
-class Algorithm:
-    """What every algorithm is given."""
+class GRPO(Online):
+    batch_type = GRPOBatch
 
     @staticmethod
     def check(run: RunConfig):
-        """Refuse, before anything is computed, a recipe that this algorithm cannot follow (ValueError)."""
-
-    def __init__(self, run: RunConfig, model: Qwen2_5_VL, processor: Processor, dataset: Dataset, world: World):
-        self.run, self.model, self.processor, self.dataset, self.world = run, model, processor, dataset, world
-
-    def rows(self, prompts_per_step: int, seed: int) -> Iterator[list[Row]]:
-        """This rank's rows of each step."""
-        for numbers in shuffled(len(self.dataset), prompts_per_step, seed):
-            yield [self.dataset[number] for number in self.world.share(numbers)]
-
-
-class SFT(Algorithm):
-    """Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
-
-    def batches(self) -> Iterator[Step]:
-        size = self.run.sft.micro_batch_size
-        for rows in self.rows(self.run.sft.prompts_per_step, self.run.seed):
-            prompts = [self.processor(row.messages, row.images) for row in rows]
-            completions = [[self.processor.encode_completion(row.completion)] for row in rows]
-            counts = self.world.sum(len(rows), sum(len(ids) for group in completions for ids in group))
-            yield Step(
-                [
-                    MicroBatch(pack(p, c, self.model.config, self.world.device), *counts)
-                    for p, c in _chunks(size, prompts, completions)
-                ]
-            )
-
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logps, entropies = per_token_logps(self.model, batch.group)
-        loss = sft_loss(batch.group.pad(logps), batch.group.completion_mask, batch.num_tokens)
-        return loss, {"entropy": entropies.detach().mean()}
-
-
-class GRPO(Algorithm):
-    """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300); with sequence-level ratios, GSPO.
-
-    Left out: the paper's outer loop that renews the reference model (ours stays the policy that this stage began with).
-    """
-
-    @staticmethod
-    def check(run: RunConfig):
-        if run.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
-        if run.grpo.loss_type not in LOSS_TYPES:
-            raise ValueError(f"grpo.loss_type is {run.grpo.loss_type!r}; known are {', '.join(LOSS_TYPES)}")
-        if not run.rewards:
-            raise ValueError("rewards: grpo needs at least one")
+        check_online("grpo", run)
+        config = run.grpo
+        known = {
+            "loss_type": LOSS_TYPES, "kl_estimator": KL_ESTIMATORS, "rollout_correction": (None, *CORRECTION_MODES),
+            "importance_sampling_level": IMPORTANCE_SAMPLING_LEVELS,
+        }  # fmt: skip
+        for name, values in known.items():
+            if getattr(config, name) not in values:
+                raise ValueError(f"grpo.{name} is {getattr(config, name)!r}; known are {', '.join(map(str, values))}")
+        if config.loss_type == "rloo" and config.importance_sampling_level != "token":
+            raise ValueError("grpo.importance_sampling_level: rloo has its own, the ratio of whole completions")
+        if config.soft_punish_cache and config.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError("grpo.soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
 
     def __init__(self, *args):
-        super().__init__(*args)
-        self.config = self.run.grpo
-        self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
-        self.weights = torch.tensor(list(self.run.rewards.values()))
+        run: RunConfig = args[0]
+        super().__init__(run.grpo, run.grpo.beta, *args)
+        config = self.config
+        self.rloo = config.loss_type == "rloo"
+        self.off_policy = config.num_iterations > 1 or config.steps_per_generation > 1
+        kl_in_reward = self.rloo and config.beta
+        self.needs_old = self.off_policy or config.rollout_correction or kl_in_reward or config.top_entropy_quantile < 1
 
     def batches(self) -> Iterator[Step]:
         config = self.config
-        for rows in self.rows(config.prompts_per_step, self.run.seed):
-            result = rollout(
-                self.model, self.processor, rows, config.num_generations, self.run.sampling,
-                list(self.run.rewards), self.generator,
-            )  # fmt: skip
-            advantages, metrics = self.judge(result)
-            step = Step(self.prepare(result, advantages), metrics)
+        stream = self.rollout_rows(config.steps_per_generation)
+        while True:
+            result, metrics = self.collect(stream)
+            steps = self.prepare(result)
+            metrics |= self.judge(result, steps)
             for _ in range(config.num_iterations):
-                yield step
-                for batch in step.batches:  # from here on the policy is no longer the one that sampled
-                    batch.sampler_logps = None
+                for batches in steps:
+                    yield Step(batches, metrics)
+                    if self.reference is not None:
+                        self.reference.after_step()
+                    for batch in (batch for batches in steps for batch in batches):
+                        batch.fresh = False  # from here on the policy is no longer the one that sampled
 
-    def judge(self, result: Rollout) -> tuple[Tensor, dict[str, float]]:
-        """Advantages (n,) of this rank's completions, and what there is to report of all ranks'."""
-        size = self.config.num_generations
-        rewards = combine(result.rewards, self.weights)
+    def collect(self, stream: Iterator[list[Row]]) -> tuple[Rollout, dict[str, float]]:
+        """A rollout. With max_num_gen_batches over 1, its groups with equal rewards are replaced by those of further
+        rollouts (DAPO's dynamic sampling), as far as these go."""
+        G, rounds = self.config.num_generations, 1
+        result = self.sample(next(stream))
+        wanted = len(result.prompts)
+        if self.config.max_num_gen_batches == 1:
+            return result, {}
+        live, dead = self.split(result)
+        while len(live) < wanted and rounds < self.config.max_num_gen_batches:
+            result, rounds = result.join(self.sample(next(stream))), rounds + 1
+            live, dead = self.split(result)
+        assert len(result.texts) == len(result.prompts) * G
+        all_rounds = self.world.gather_objects(rounds)
+        figures = {"num_gen_batches": sum(all_rounds) / len(all_rounds)}
+        return result.select((live + dead)[:wanted]), figures
+
+    def split(self, result: Rollout) -> tuple[list[int], list[int]]:
+        """Numbers of the groups whose rewards differ, and of the others."""
+        differs = group_std(self.shaped(result), self.config.num_generations) > 1e-8  # NaN: nothing to compare
+        return differs.nonzero()[:, 0].tolist(), (~differs).nonzero()[:, 0].tolist()
+
+    def shaped(self, result: Rollout) -> Tensor:
+        """(n,) rewards with what is added for length, which is DAPO's overlong shaping."""
+        rewards = self.combined(result)
+        if self.config.soft_punish_cache:
+            limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
+            lengths = [len(c.ids) for group in result.completions for c in group]
+            rewards = rewards + torch.tensor([soft_overlong_punishment(n, limit, cache) for n in lengths])
+        return rewards
+
+    def judge(self, result: Rollout, steps: list[list[GRPOBatch]]) -> dict[str, float]:
+        """Give the batches their advantages; returns what there is to report of all ranks."""
+        size, rewards, each = self.config.num_generations, self.shaped(result), result.rewards
+        figures = self.figures(result, rewards)
         if self.config.shuffle_rewards:
             order = torch.randperm(len(rewards), generator=self.generator, device=self.generator.device).cpu()
-            rewards = rewards[order]
-        everyones = self.world.gather(rewards.to(self.world.device)).cpu()  # "batch" scales by the global deviation
-        advantages = group_advantages(everyones, size, self.config.scale_rewards)
-        mine = slice(self.world.rank * len(rewards), (self.world.rank + 1) * len(rewards))
-        spread = group_std(everyones, size)
-        each = self.world.gather(result.rewards.to(self.world.device)).cpu()
-        lengths = [len(c.ids) for group in result.completions for c in group]
-        cut = sum(not c.stopped for group in result.completions for c in group)
-        length, cut, count = self.world.sum(sum(lengths), cut, len(lengths))
-        return advantages[mine], {
-            "reward": everyones.nanmean().item(),
-            **{f"rewards/{name}": each[:, k].nanmean().item() for k, name in enumerate(self.run.rewards)},
-            "reward_std": spread.nanmean().item(),
-            "frac_reward_zero_std": (spread < 1e-8).float().mean().item(),  # groups that teach nothing
-            "completions/mean_length": length / count,
-            "completions/clipped_ratio": cut / count,
-        }
+            rewards, each = rewards[order], each[order]
+        spread = group_std(self.gather(rewards), size)
+        figures["reward_std"] = spread.nanmean().item()
+        figures["frac_reward_zero_std"] = (spread < 1e-8).float().mean().item()  # groups that teach nothing
+        if self.rloo:
+            rewards = self.clip_and_penalise(rewards, steps)
+        advantages = self.advantages(self.gather(rewards), self.gather(each))
+        mine = advantages[self.world.rank * len(rewards) :][: len(rewards)]
+        for batch in (batch for batches in steps for batch in batches):
+            batch.advantages = mine[batch.rows].to(self.world.device)
+        return figures
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' rows of a CPU tensor."""
+        return self.world.gather(x.to(self.world.device)).cpu()
+
+    def advantages(self, rewards: Tensor, each: Tensor) -> Tensor:
+        """(n,) of all ranks' completions, from combined (n,) and single (n, K) rewards."""
+        config, size = self.config, self.config.num_generations
+        if self.rloo:
+            return leave_one_out(rewards, size, config.normalize_advantages)
+        if config.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(each, self.reward_weights, size)
+        return group_advantages(rewards, size, config.scale_rewards)
+
+    def clip_and_penalise(self, rewards: Tensor, steps: list[list[GRPOBatch]]) -> Tensor:
+        """RLOO's rewards: clipped, then minus beta times the k1 estimate of the whole completion's KL."""
+        config = self.config
+        rewards = rewards if config.reward_clip_range is None else rewards.clamp(*config.reward_clip_range)
+        if not config.beta:
+            return rewards
+        kl = [
+            ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.completion_mask).sum(1).cpu()
+            for batches in steps
+            for batch in batches
+        ]
+        return rewards - config.beta * torch.cat(kl)
 
     @torch.no_grad()
-    def prepare(self, result: Rollout, advantages: Tensor) -> list[MicroBatch]:
-        """Pack a rollout into micro-batches, with the log-probabilities that stay fixed while it is trained on."""
-        config, device = self.config, self.world.device
-        lengths = [len(c.ids) for group in result.completions for c in group]
-        counts = self.world.sum(len(lengths), sum(lengths))
-        per_group = advantages.view(-1, config.num_generations)
-        batches = []
-        for prompts, groups, group_adv in _chunks(
-            config.micro_batch_size, result.prompts, result.completions, per_group
-        ):
-            group = pack(prompts, [[c.ids for c in completions] for completions in groups], self.model.config, device)
-            batch = MicroBatch(group, *counts, advantages=group_adv.flatten().to(device))
-            batch.sampler_logps = torch.cat([c.logps for completions in groups for c in completions]).to(device)
-            if config.num_iterations > 1:  # else the policy is the old policy
-                batch.old_per_token_logps = group.pad(self.score(self.model, group)[0])
+    def prepare(self, result: Rollout) -> list[list[GRPOBatch]]:
+        """Pack a rollout, with the log-probabilities that stay fixed while it is trained on."""
+        config = self.config
+        stopped = torch.tensor([c.stopped for group in result.completions for c in group])
+        steps = self.micro_batches(
+            result, config.steps_per_generation, stopped if config.mask_truncated_completions else None
+        )
+        for batch in (batch for batches in steps for batch in batches):
+            if self.needs_old:
+                logps, entropies = self.score(self.model, batch)
+                batch.old_per_token_logps, batch.old_entropies = batch.group.pad(logps), batch.group.pad(entropies)
             if self.reference is not None:
-                batch.ref_per_token_logps = group.pad(self.score(self.reference, group)[0])
-            batches.append(batch)
-        return batches
+                batch.ref_per_token_logps = batch.group.pad(self.score(self.reference.model, batch)[0])
+            if config.rollout_correction:
+                batch.importance_sampling_ratio = rollout_importance_ratio(
+                    batch.old_per_token_logps, batch.sampler_logps, batch.completion_mask,
+                    mode=config.rollout_correction, clip_max=config.rollout_correction_max,
+                    clip_min=config.rollout_correction_min,
+                )  # fmt: skip
+        if config.top_entropy_quantile < 1:
+            for batches in steps:
+                self.find_threshold(batches)
+        return steps
 
-    def score(self, model: Qwen2_5_VL, group: GroupBatch) -> tuple[Tensor, Tensor]:
+    def find_threshold(self, batches: list[GRPOBatch]):
+        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
+        real = [b.old_entropies[b.completion_mask.bool()].cpu() for b in batches]
+        everyones = torch.cat(self.world.gather_objects(torch.cat(real)))
+        threshold = top_entropy_threshold(everyones, torch.ones_like(everyones), self.config.top_entropy_quantile)
+        for batch in batches:
+            batch.entropy_threshold = threshold.item()
+            batch.num_entropy_tokens = (everyones >= threshold).sum().item()
+
+    def score(self, model: Qwen2_5_VL, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Policy, old policy and reference are all scored at the temperature that the completions were drawn with."""
-        return per_token_logps(model, group, self.run.sampling.temperature)
+        return per_token_logps(model, batch.group, self.run.sampling.temperature)
 
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config, group = self.config, batch.group
-        logps, entropies = self.score(self.model, group)
+        logps, entropies = self.score(self.model, batch)
         loss, metrics = grpo_loss(
             group.pad(logps),
             batch.advantages,
-            group.completion_mask,
-            old_per_token_logps=batch.old_per_token_logps,
+            batch.completion_mask,
+            old_per_token_logps=batch.old_per_token_logps if self.off_policy else None,
             ref_per_token_logps=batch.ref_per_token_logps,
+            sampling_per_token_logps=batch.sampler_logps,
+            importance_sampling_ratio=batch.importance_sampling_ratio,
+            entropies=group.pad(entropies),
             loss_type=config.loss_type,
             importance_sampling_level=config.importance_sampling_level,
             epsilon_low=config.epsilon_low,
             epsilon_high=config.epsilon_high,
             delta=config.delta,
-            beta=config.beta,
+            beta=0.0 if self.rloo else config.beta,
+            kl_estimator=config.kl_estimator,
+            kl_straight_through=config.kl_straight_through,
             use_bias_correction_kl=config.use_bias_correction_kl,
+            top_entropy_quantile=config.top_entropy_quantile,
+            entropy_threshold=batch.entropy_threshold,
+            entropy_coef=config.entropy_coef,
+            off_policy_mask_threshold=config.off_policy_mask_threshold,
+            sapo_temperature_pos=config.sapo_temperature_pos,
+            sapo_temperature_neg=config.sapo_temperature_neg,
+            vespo_k_pos=config.vespo_k_pos,
+            vespo_lambda_pos=config.vespo_lambda_pos,
+            vespo_k_neg=config.vespo_k_neg,
+            vespo_lambda_neg=config.vespo_lambda_neg,
             max_completion_length=self.run.sampling.max_new_tokens,
             num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens,
+            num_tokens=max(batch.num_tokens, 1),
+            num_entropy_tokens=batch.num_entropy_tokens or max(batch.num_tokens, 1),
         )
         metrics["entropy"] = entropies.detach().mean()
-        if batch.sampler_logps is not None:
-            metrics["rollout/logp_mismatch"] = (logps.detach() - batch.sampler_logps).abs().max()
-        return loss, metrics
-
-
-ALGORITHMS = {"sft": SFT, "grpo": GRPO}
-
-
-def _chunks(size: int, *sequences):
-    """Cut sequences of equal length into pieces of at most `size`, side by side."""
-    for start in range(0, len(sequences[0]), size):
-        yield tuple(sequence[start : start + size] for sequence in sequences)
+        return loss, metrics | self.mismatch(batch, logps)

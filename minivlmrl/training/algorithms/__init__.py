@@ -1,0 +1,1 @@
+"""Algorithms, one file each. All are two methods, batches() and loss(); train.py has their names."""

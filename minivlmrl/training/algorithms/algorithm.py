@@ -1,0 +1,99 @@
+"""What an algorithm is: two methods, and the loop in train.py knows nothing else.
+
+batches()     endless optimizer steps, each a list of micro-batches (offline: the data; online: rollouts)
+loss(batch)   of one micro-batch, divided by the count of the whole step, with diagnostics
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from minivlmrl.config import RunConfig
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.sources import Dataset, Row, shuffled
+from minivlmrl.model.batch import GroupBatch
+from minivlmrl.model.checkpoint import save_checkpoint
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.distributed import World
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward works on."""
+
+    group: GroupBatch
+    completion_mask: Tensor  # (R, T) float32, 1 for tokens that are learnt from
+    num_sequences: float  # completions of the whole optimizer step, all ranks
+    num_tokens: float  # their tokens that are learnt from
+
+    @property
+    def weight(self) -> float:
+        """How much this micro-batch's figures count in the step's: they are means over tokens."""
+        return len(self.group.completion_ids)
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    batches: list[MicroBatch]
+    metrics: dict[str, float] = field(default_factory=dict)  # already global
+
+
+class Algorithm:
+    """What every algorithm is given.
+
+    Args:
+        dataset: the rows to train on.
+        held_out: rows that are evaluated, if there are any.
+    """
+
+    @staticmethod
+    def check(run: RunConfig):
+        """Refuse, before anything is computed, a recipe that this algorithm cannot follow (ValueError)."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Qwen2_5_VL,
+        processor: Processor,
+        dataset: Dataset,
+        world: World,
+        held_out: Dataset | None = None,
+    ):
+        self.run, self.model, self.processor, self.world = run, model, processor, world
+        self.dataset, self.held_out = dataset, held_out
+        model.requires_grad_(True)  # an earlier stage may have frozen what it shared with its reference
+        self.trained: nn.Module = model  # what the optimizer updates
+
+    def batches(self) -> Iterator[Step]:
+        raise NotImplementedError
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def save(self, folder: Path):
+        """Write what is trained into the run's folder."""
+        save_checkpoint(folder / "checkpoint", self.model, self.processor)
+
+    def pair_accuracy(self) -> float | None:
+        """Share of held-out pairs whose chosen answer wins; None: there are none, or this algorithm cannot tell."""
+        return None
+
+    def numbers(self, prompts_per_step: int) -> Iterator[list[int]]:
+        """This rank's row numbers of each step."""
+        for numbers in shuffled(len(self.dataset), prompts_per_step, self.run.seed):
+            yield self.world.share(numbers)
+
+    def rows(self, prompts_per_step: int) -> Iterator[list[Row]]:
+        """This rank's rows of each step."""
+        for numbers in self.numbers(prompts_per_step):
+            yield [self.dataset[number] for number in numbers]
+
+
+def chunks(size: int, *sequences):
+    """Cut sequences of equal length into pieces of at most `size`, side by side."""
+    for start in range(0, len(sequences[0]), size):
+        yield tuple(sequence[start : start + size] for sequence in sequences)

@@ -1,0 +1,138 @@
+"""Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its loss types."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minivlmrl.config import RunConfig
+from minivlmrl.model.batch import GroupBatch, pack
+from minivlmrl.model.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.algorithms.algorithm import Step, chunks
+from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch, learnt_mask
+from minivlmrl.training.losses.preference import check_dpo_options, dpo_loss
+from minivlmrl.training.reference import Reference
+
+
+class DPO(PairAlgorithm):
+    """Both answers stand in one group: their prompt and its images are computed once.
+
+    With precompute_ref_log_probs all rows that the stage will meet are scored before its first step, by the policy
+    itself, which then still is the reference: no second model is kept.
+    """
+
+    @staticmethod
+    def check(run: RunConfig):
+        config = run.dpo
+        try:
+            check_dpo_options(
+                config.loss_type, config.loss_weights, config.label_smoothing, config.f_divergence_type,
+                config.use_weighting,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"dpo: {error}") from error
+        for name in ("sync_ref_model", "num_shared_layers"):
+            if getattr(config, name) and (config.precompute_ref_log_probs or config.reference_free):
+                raise ValueError(f"dpo.{name} needs a reference model, which precomputing or reference_free leaves out")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.config = self.run.dpo
+        self.reference: Reference | None = None
+        self.precomputed: dict[bytes, Tensor] = {}
+        if self.config.precompute_ref_log_probs:
+            self.precompute()
+        elif not self.config.reference_free:
+            self.reference = Reference(self.model, self.config)
+
+    def batches(self) -> Iterator[Step]:
+        config = self.config
+        for rows in self.rows(config.prompts_per_step):
+            pairs = self.pairs(rows)
+            chosen_tokens = sum(int(pair.learnt[0].sum()) for pair in pairs)
+            counts = self.world.sum(2 * len(pairs), chosen_tokens)
+            yield Step([self.micro_batch(some, counts) for (some,) in chunks(config.micro_batch_size, pairs)])
+            if self.reference is not None:
+                self.reference.after_step()
+
+    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float]) -> PairBatch:
+        group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
+        return PairBatch(group, learnt_mask(pairs, group), *counts, ref_per_token_logps=self.ref_logps(pairs, group))
+
+    @torch.no_grad()
+    def ref_logps(self, pairs: Sequence[Pair], group: GroupBatch) -> Tensor | None:
+        """(R, T) of the reference, from memory where they were precomputed; None without a reference."""
+        if self.precomputed:
+            return group.pad(torch.cat([self.precomputed[key(pair)] for pair in pairs]).to(group.input_ids.device))
+        return self.score(self.reference.model, group) if self.reference is not None else None
+
+    def score(self, model: Qwen2_5_VL, group: GroupBatch) -> Tensor:
+        return group.pad(per_token_logps(model, group)[0])
+
+    @torch.no_grad()
+    def precompute(self):
+        """Score what this stage will meet, held-out rows included, with the policy as it is now."""
+        config = self.config
+        steps = itertools.islice(self.numbers(config.prompts_per_step), config.max_steps)
+        rows = [self.dataset[number] for number in sorted(set(itertools.chain.from_iterable(steps)))]
+        rows += self.held_out_rows()
+        bar = tqdm(total=len(rows), desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
+        for (some,) in chunks(config.micro_batch_size, rows):
+            pairs = self.pairs(some)
+            group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
+            logps = group.split(per_token_logps(self.model, group)[0].cpu())
+            for pair, two in zip(pairs, zip(logps[::2], logps[1::2], strict=True), strict=True):
+                self.precomputed[key(pair)] = torch.cat(two)
+            bar.update(len(some))
+        bar.close()
+
+    def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        config, group = self.config, batch.group
+        states = completion_states(self.model, group)
+        logps, entropies = logps_of_states(self.model, states, group)
+        weighting = group.pad(log_sum_sq_probs(self.model, states)) if config.use_weighting else None
+        loss, metrics = dpo_loss(
+            by_pair(group.pad(logps)),
+            by_pair(batch.completion_mask),
+            ref_per_token_logps=by_pair(batch.ref_per_token_logps),
+            loss_type=config.loss_type,
+            loss_weights=config.loss_weights,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            smooth_sigmoid=config.smooth_sigmoid,
+            f_divergence_type=config.f_divergence_type,
+            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
+            ld_alpha=config.ld_alpha,
+            log_sum_sq_probs=by_pair(weighting),
+            reference_free=config.reference_free,
+            discopop_tau=config.discopop_tau,
+            num_pairs=batch.num_sequences / 2,
+            num_tokens=batch.num_tokens,
+        )
+        return loss, {**metrics, "entropy": entropies.detach().mean()}
+
+    def margins(self, pairs: Sequence[Pair]) -> Tensor:
+        """(B,) u - v: how much further the policy has moved towards the chosen answer than towards the rejected one."""
+        batch = self.micro_batch(pairs, (2 * len(pairs), 0))
+        moved = self.score(self.model, batch.group)
+        if batch.ref_per_token_logps is not None:
+            moved = moved - batch.ref_per_token_logps
+        u, v = (by_pair(moved * batch.completion_mask)).sum(-1).unbind(1)
+        return u - v
+
+
+def by_pair(rows: Tensor | None) -> Tensor | None:
+    """(2B, T) -> (B, 2, T)."""
+    return None if rows is None else rows.unflatten(0, (-1, 2))
+
+
+def key(pair: Pair) -> bytes:
+    """What tells a row from others: a digest of its prompt, pixels and answers."""
+    digest = hashlib.sha256()
+    for part in (pair.prompt.input_ids, pair.prompt.pixel_values, *pair.answers):
+        digest.update(str(part.shape).encode() + part.numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,125 @@
+"""What GRPO and PPO share: completions that the policy draws itself, their rewards, their micro-batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minivlmrl.config import GRPOConfig, PPOConfig, RunConfig
+from minivlmrl.data.sources import Row
+from minivlmrl.model.batch import pack
+from minivlmrl.model.scalar import ScalarModel, load_scalar_model
+from minivlmrl.rollout.advantages import combine
+from minivlmrl.rollout.rollout import Rollout, rollout
+from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, chunks
+from minivlmrl.training.algorithms.reward_model import FOLDER
+from minivlmrl.training.reference import Reference
+
+
+@dataclass
+class RolloutBatch(MicroBatch):
+    """Completions of a rollout, with what stays fixed while it is trained on."""
+
+    rows: slice | None = None  # which of this rank's completions
+    sampler_logps: Tensor | None = None  # (R, T) what the sampler recorded
+    fresh: bool = True  # the policy is still the one that sampled
+    advantages: Tensor | None = None  # (R,) or (R, T)
+    old_per_token_logps: Tensor | None = None  # (R, T)
+    ref_per_token_logps: Tensor | None = None  # (R, T)
+
+
+class Online(Algorithm):
+    """Samples completions. A subclass sets `config` before it calls sample or micro_batches."""
+
+    batch_type = RolloutBatch
+
+    def __init__(self, config: GRPOConfig | PPOConfig, reference_weight: float, *args):
+        super().__init__(*args)
+        self.config = config
+        self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
+        self.reference = Reference(self.model, config) if reference_weight else None
+        self.reward_weights = torch.tensor(list(self.run.rewards.values()))
+        self.reward_model = self.load_reward_model() if "reward_model" in self.run.rewards else None
+
+    def load_reward_model(self) -> ScalarModel:
+        path = self.run.reward_model.path or Path(self.run.output_dir) / FOLDER
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"rewards.reward_model asks {path}, which is no folder; set reward_model.path, or put reward_model "
+                "before this stage"
+            )
+        model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device)
+        if model.backbone.config.vocab_size != self.model.config.vocab_size:
+            raise ValueError(f"{path}: this reward model has another vocabulary than the policy")
+        return model.requires_grad_(False)
+
+    def rollout_rows(self, steps: int) -> Iterator[list[Row]]:
+        """This rank's rows of each rollout, which feeds several optimizer steps."""
+        self.world.share(range(self.config.prompts_per_step))  # every single step must be shared equally
+        return self.rows(self.config.prompts_per_step * steps)
+
+    def sample(self, rows: Sequence[Row]) -> Rollout:
+        return rollout(
+            self.model, self.processor, rows, self.config.num_generations, self.run.sampling, list(self.run.rewards),
+            self.generator, self.reward_model,
+        )  # fmt: skip
+
+    def combined(self, result: Rollout) -> Tensor:
+        """(n,) the weighted sum of a rollout's rewards."""
+        return combine(result.rewards, self.reward_weights)
+
+    def micro_batches(self, result: Rollout, steps: int, keep: Tensor | None = None) -> list[list[RolloutBatch]]:
+        """Pack a rollout: for each of its optimizer steps the micro-batches.
+
+        Args:
+            keep: (n,) bool, False for completions that are not learnt from; None: all are.
+        """
+        config, G, device = self.config, self.config.num_generations, self.world.device
+        lengths = torch.tensor([len(c.ids) for group in result.completions for c in group])
+        keep = torch.ones(len(lengths), dtype=torch.bool) if keep is None else keep
+        prompts_per_step, packed = len(result.prompts) // steps, []
+        for step in range(steps):
+            groups = range(step * prompts_per_step, (step + 1) * prompts_per_step)
+            rows = slice(groups.start * G, groups.stop * G)
+            counts = self.world.sum(len(groups) * G, int((lengths * keep)[rows].sum()))
+            batches = []
+            for (some,) in chunks(config.micro_batch_size, groups):
+                rows = slice(some.start * G, some.stop * G)
+                completions = [result.completions[i] for i in some]
+                ids = [[c.ids for c in group] for group in completions]
+                group = pack([result.prompts[i] for i in some], ids, self.model.config, device)
+                mask = group.completion_mask * keep[rows].to(device)[:, None]
+                logps = torch.cat([c.logps for group in completions for c in group]).to(device)
+                batches.append(self.batch_type(group, mask, *counts, rows=rows, sampler_logps=group.pad(logps)))
+            packed.append(batches)
+        return packed
+
+    def mismatch(self, batch: RolloutBatch, logps: Tensor) -> dict[str, Tensor]:
+        """How far the sampler's log-probabilities are from the trainer's, while both are of the same policy."""
+        if not batch.fresh:
+            return {}
+        return {"rollout/logp_mismatch": (batch.group.pad(logps.detach()) - batch.sampler_logps).abs().max()}
+
+    def figures(self, result: Rollout, combined: Tensor) -> dict[str, float]:
+        """What there is to report of all ranks' completions."""
+        each = self.world.gather(result.rewards.to(self.world.device)).cpu()
+        lengths = [len(c.ids) for group in result.completions for c in group]
+        cut = sum(not c.stopped for group in result.completions for c in group)
+        length, cut, count = self.world.sum(sum(lengths), cut, len(lengths))
+        everyones = self.world.gather(combined.to(self.world.device)).cpu()
+        return {
+            "reward": everyones.nanmean().item(),
+            **{f"rewards/{name}": each[:, k].nanmean().item() for k, name in enumerate(self.run.rewards)},
+            "completions/mean_length": length / count,
+            "completions/clipped_ratio": cut / count,
+        }
+
+
+def check_online(stage: str, run: RunConfig):
+    """Refuse recipes that cannot sample or have nothing to judge with."""
+    if run.sampling.temperature == 0:
+        raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
+    if not run.rewards:
+        raise ValueError(f"rewards: {stage} needs at least one")

@@ -1,0 +1,54 @@
+"""The reward model (InstructGPT, step 2): a copy of the policy that learns to number answers as people rank them."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minivlmrl.model.scalar import ScalarModel, pack_to_end, save_scalar_model
+from minivlmrl.training.algorithms.algorithm import Step, chunks
+from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch
+from minivlmrl.training.losses.preference import reward_loss
+
+FOLDER = "reward_model"  # in the run's folder
+
+
+class RewardModel(PairAlgorithm):
+    """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is better."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.trained = ScalarModel(copy.deepcopy(self.model))
+
+    def save(self, folder: Path):
+        save_scalar_model(folder / FOLDER, self.trained, self.processor)
+
+    def batches(self) -> Iterator[Step]:
+        config = self.run.reward_model
+        for rows in self.rows(config.prompts_per_step):
+            pairs = self.pairs(rows)
+            counts = self.world.sum(2 * len(pairs), sum(len(ids) for pair in pairs for ids in pair.answers))
+            margins = [row.columns.get("margin") for row in rows]
+            steps = chunks(config.micro_batch_size, pairs, margins)
+            yield Step([self.micro_batch(some, counts, margin) for some, margin in steps])
+
+    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float], margins: Sequence[float | None]) -> PairBatch:
+        answers = [pair.answers for pair in pairs]
+        group = pack_to_end([p.prompt for p in pairs], answers, self.model.config, self.world.device)
+        margin = torch.tensor([m or 0.0 for m in margins], device=self.world.device)
+        return PairBatch(group, group.completion_mask, *counts, margin=margin)
+
+    def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+        coefficient = self.run.reward_model.center_rewards_coefficient
+        return reward_loss(
+            chosen, rejected, margin=batch.margin.to(chosen.dtype), center_rewards_coefficient=coefficient,
+            num_pairs=batch.num_sequences / 2,
+        )  # fmt: skip
+
+    def margins(self, pairs: Sequence[Pair]) -> Tensor:
+        batch = self.micro_batch(pairs, (1, 1), [None] * len(pairs))
+        chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+        return chosen - rejected
