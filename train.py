@@ -47,7 +47,8 @@ def main(arguments: list[str]):
             raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
         ALGORITHMS[stage].check(config)
     world = distributed.setup(config.num_threads)
-    datasets = load_datasets(config.data, config.stages, config.seed, required_columns(list(config.rewards)))
+    needs = {stage: ALGORITHMS[stage].needs for stage in config.stages}
+    datasets = load_datasets(config.data, needs, config.seed, required_columns(list(config.rewards)))
     model, processor = build_model(config, world)
 
     folder = Path(config.output_dir)

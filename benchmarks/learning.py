@@ -1,8 +1,10 @@
-"""What the default recipe learns, seed by seed, and what it learns from shuffled rewards (a control: nothing).
+"""What every algorithm learns on the embedded task, seed by seed, and whether that reaches what is asked of it.
 
-    python benchmarks/learning.py --seeds 0 1 2 --json learning.json
+    python benchmarks/learning.py                                  # everything, three seeds: about half an hour
+    python benchmarks/learning.py --only "grpo" "dpo" --seeds 0 --json learning.json
 
-Each row is one run of train.py with recipes/shapes.yaml; sampled, greedy and format are shares of its held-out rows.
+Each row is one run of train.py; sampled and greedy are accuracies on held-out pictures before and after the last stage,
+pairs is the share of held-out pairs whose right answer wins. `shuffled` is a control that must learn nothing.
 """
 
 import argparse
@@ -10,43 +12,112 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPES = "recipes"
 
 
-def run(seed: int, overrides: list[str]) -> dict:
-    """One run of the recipe; its summary.json."""
+@dataclass
+class Entry:
+    """One way to train, and what it must reach."""
+
+    name: str
+    recipe: str  # in recipes/
+    overrides: list[str] = field(default_factory=list)
+    sampled_gain: float | None = None  # at least so much more sampled accuracy
+    pairs: float | None = None  # at least this share of held-out pairs ...
+    keeps_greedy: bool = False  # ... and no less greedy accuracy than before
+    ratio_moves: bool = False  # some ratios leave the clip range
+    most_sampled_gain: float | None = None  # at most so much: a control
+
+
+def grpo(name: str, *overrides: str, **expected) -> Entry:
+    return Entry(name, "shapes.yaml", [f"--grpo.{text}" for text in overrides], **{"sampled_gain": 0.25, **expected})
+
+
+PLAN = [
+    grpo("grpo"),
+    grpo("bnpo", "loss_type=bnpo"),
+    grpo("dr_grpo", "loss_type=dr_grpo"),
+    grpo("dapo", "loss_type=dapo"),
+    grpo("luspo", "loss_type=luspo", "importance_sampling_level=sequence"),
+    grpo("cispo", "loss_type=cispo", "epsilon_high=5.0"),
+    grpo("sapo", "loss_type=sapo"),
+    grpo("vespo", "loss_type=vespo"),
+    grpo("rloo", "loss_type=rloo"),
+    grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
+    grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
+    grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
+    Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
+    Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
+    Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
+    Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
+]
+
+
+def run(entry: Entry, seed: int, overrides: list[str]) -> dict:
+    """One run; its summary.json, and the share of clipped tokens over its last stage."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "train.py"), f"--seed={seed}", f"--output_dir={folder}", *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads((Path(folder) / "summary.json").read_text())
+        recipe = str(ROOT / RECIPES / entry.recipe)
+        command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
+        subprocess.run([*command, *entry.overrides, *overrides], check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        clipped = [line["clip_ratio/region_mean"] for line in lines if "clip_ratio/region_mean" in line]
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+    return {**summary, "clipped": sum(clipped) / len(clipped) if clipped else None}
+
+
+def judge(entry: Entry, summary: dict) -> dict:
+    """The figures of a row and whether it reached what is asked."""
+    *_, before, after = [name for name in summary if name.startswith("after_")]
+    pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
+    # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
+    gain = summary[after]["sampled"] - summary[before]["sampled"]
+    asked = {
+        f"sampled +{entry.sampled_gain}": entry.sampled_gain is None or gain >= entry.sampled_gain,
+        f"sampled +{entry.most_sampled_gain} at most": entry.most_sampled_gain is None
+        or gain <= entry.most_sampled_gain,
+        f"pairs {entry.pairs}": entry.pairs is None or (pairs and pairs[-1] > entry.pairs),
+        "greedy kept": not entry.keeps_greedy or summary[after]["greedy"] >= summary[before]["greedy"],
+        "ratio moves": not entry.ratio_moves or (summary["clipped"] or 0) > 0,
+    }
+    return {
+        "name": entry.name,
+        "sampled": [summary[before]["sampled"], summary[after]["sampled"]],
+        "greedy": [summary[before]["greedy"], summary[after]["greedy"]],
+        "pairs": pairs[-1] if pairs else None,
+        "clipped": summary["clipped"],
+        "seconds": sum(summary["seconds"].values()),
+        "missed": [name for name, reached in asked.items() if not reached],
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--shuffled", type=int, nargs="*", default=[0], help="seeds of the control runs")
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("overrides", nargs="*", help="fields of the recipe, after --: -- --grpo.max_steps=10")
+    parser.add_argument("--only", nargs="+", help="names of rows", choices=[entry.name for entry in PLAN])
+    parser.add_argument("--json", help="write the figures to this file as they come")
+    parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --num_threads=1")
     arguments = parser.parse_args()
-    plan = [("true rewards", seed, []) for seed in arguments.seeds]
-    plan += [("shuffled rewards", seed, ["--grpo.shuffle_rewards=true"]) for seed in arguments.shuffled]
     rows = []
-    header = ("rewards", "seed", "sampled before -> after", "greedy before -> after", "format", "sft s", "grpo s")
-    print(("{:<18}{:>5}{:>26}{:>26}{:>9}{:>8}{:>8}").format(*header))
-    for name, seed, overrides in plan:
-        summary = run(seed, overrides + arguments.overrides)
-        before, after, seconds = summary["after_sft"], summary["after_grpo"], summary["seconds"]
-        print(
-            f"{name:<18}{seed:>5}{before['sampled']:>16.3f} -> {after['sampled']:.3f} "
-            f"{before['greedy']:>16.3f} -> {after['greedy']:.3f} {after['format']:>8.3f}"
-            f"{seconds['sft']:>8.1f}{seconds['grpo']:>8.1f}",
-            flush=True,
-        )
-        rows.append({"rewards": name, "seed": seed, **summary})
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
+    print(f"| {'run':<19}| seed | sampled       | greedy        | pairs | clipped | seconds | reached |")
+    print("|---|---|---|---|---|---|---|---|")
+    for entry in (entry for entry in PLAN if arguments.only is None or entry.name in arguments.only):
+        for seed in arguments.seeds:
+            row = judge(entry, run(entry, seed, arguments.overrides)) | {"seed": seed}
+            sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
+            pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
+            reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
+            print(
+                f"| {entry.name:<19}| {seed} | {sampled} | {greedy} | {pairs:<5} | {clipped:<5} | {row['seconds']:.0f} "
+                f"| {reached} |",
+                flush=True,
+            )
+            rows.append(row)
+            if arguments.json:
+                Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

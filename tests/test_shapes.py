@@ -115,20 +115,24 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
 def test_splits_and_seeds_share_no_picture():
     every = []
     for seed in (0, 1):
-        datasets = load_datasets(DataSection(task="shapes", eval_rows=100, demonstrations=100), ["sft", "grpo"], seed)
+        datasets = load_datasets(
+            DataSection(task="shapes", eval_rows=100, demonstrations=100),
+            {"sft": "demonstrations", "grpo": "prompts"},
+            seed,
+        )
         every += [datasets[stage][i].images[0].tobytes() for stage in ("sft", "grpo") for i in range(100)]
     every += pictures(datasets["eval"])
     assert len(set(every)) == len(every) == 500
 
 
 def test_evaluation_rows_are_the_same_for_every_seed():
-    first, second = (load_datasets(DataSection(task="shapes", eval_rows=10), [], seed)["eval"] for seed in (0, 1))
+    first, second = (load_datasets(DataSection(task="shapes", eval_rows=10), {}, seed)["eval"] for seed in (0, 1))
     assert pictures(first) == pictures(second)
 
 
 def test_sizes_of_the_splits():
     config = DataSection(task="shapes", eval_rows=7, demonstrations=5)
-    datasets = load_datasets(config, ["sft", "grpo"], 0)
+    datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, 0)
     assert {name: len(rows) for name, rows in datasets.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
 
 

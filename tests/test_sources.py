@@ -495,34 +495,36 @@ def test_shuffling_no_rows_is_refused():
 
 def test_each_stage_asks_for_its_columns(write):
     file = str(write({"problem": "a", "solution": "b"}))
-    assert set(load_datasets(DataSection(train_file=file), ["grpo"], 0, ["solution"])) == {"grpo"}
+    assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
-        load_datasets(DataSection(train_file=file), ["sft"], 0)
+        load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
-        load_datasets(DataSection(train_file=file), ["grpo"], 0, ["hint"])
+        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
 
 
 def test_an_eval_file_needs_solutions(write):
     file = str(write({"problem": "a", "completion": "b"}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
-        load_datasets(DataSection(train_file=file, eval_file=file), ["sft"], 0)
+        load_datasets(DataSection(train_file=file, eval_file=file), {"sft": "demonstrations"}, 0)
 
 
 def test_eval_rows_bounds_an_eval_file(write):
     file = str(write({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
-    datasets = load_datasets(DataSection(train_file=file, eval_file=file, eval_rows=1), ["grpo"], 0, ["solution"])
+    datasets = load_datasets(
+        DataSection(train_file=file, eval_file=file, eval_rows=1), {"grpo": "prompts"}, 0, ["solution"]
+    )
     assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
 
 
 @pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
 def test_either_a_task_or_a_file(data):
     with pytest.raises(ValueError, match=r"set either data\.task .* or data\.train_file"):
-        load_datasets(data, ["grpo"], 0)
+        load_datasets(data, {"grpo": "prompts"}, 0)
 
 
 def test_an_unknown_task_is_named():
     with pytest.raises(ValueError, match=r"data\.task is 'counting'; the embedded task is 'shapes'"):
-        load_datasets(DataSection(task="counting"), ["grpo"], 0)
+        load_datasets(DataSection(task="counting"), {"grpo": "prompts"}, 0)
 
 
 def test_chance_is_known_for_the_embedded_task_only():

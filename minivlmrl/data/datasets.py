@@ -1,20 +1,24 @@
 """Which rows each stage and the evaluation get."""
 
+from collections.abc import Sequence
+
 from minivlmrl.config import DataSection
 from minivlmrl.data import shapes
 from minivlmrl.data.sources import Dataset, JsonLines
 
+# what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
+NEEDS = {"demonstrations": ("completion",), "pairs": ("chosen", "rejected"), "prompts": ()}
 FRESH_ROWS = 1_000_000  # an embedded task draws rows on demand: a run does not meet one twice
 
 
 def load_datasets(
-    config: DataSection, stages: list[str], seed: int, reward_columns: list[str] = ()
+    config: DataSection, stages: dict[str, str], seed: int, reward_columns: Sequence[str] = ()
 ) -> dict[str, Dataset]:
     """Open the rows of a run.
 
     Args:
-        stages: "sft", "dpo", "reward_model", "grpo", "ppo", each of which gets its rows.
-        reward_columns: what the rewards of grpo and ppo ask of every row.
+        stages: for each stage what its rows must have, one of NEEDS.
+        reward_columns: what the rewards ask of every row that is answered.
         seed: of an embedded task's training rows; its evaluation rows are the same for every seed.
     Returns:
         a dataset for each stage, and "eval" if there are held-out rows.
@@ -29,31 +33,27 @@ def load_datasets(
         raise ValueError(f"data.task is {config.task!r}; the embedded task is 'shapes'")
     wording = {"prompt_template": config.prompt_template, "system_prompt": config.system_prompt}
     rows = {
-        "sft": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
-        "dpo": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
-        "reward_model": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
-        "grpo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
-        "ppo": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
-        "eval": shapes.Shapes(config.eval_rows, "eval", **wording),
+        "demonstrations": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
+        "pairs": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
+        "prompts": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
     }
-    return {name: rows[name] for name in (*stages, "eval")}
+    held_out = shapes.Shapes(config.eval_rows, "eval", **wording)
+    return {**{stage: rows[needs] for stage, needs in stages.items()}, "eval": held_out}
 
 
-def _files(config: DataSection, stages: list[str], reward_columns: list[str]) -> dict[str, Dataset]:
-    pair = ["chosen", "rejected"]
-    needed = {"sft": ["completion"], "dpo": pair, "reward_model": pair, "grpo": reward_columns, "ppo": reward_columns}
-    # held-out rows are asked for answers, unless all there is to learn are pairs
-    needed["eval"] = pair if stages and set(stages) <= {"dpo", "reward_model"} else ["solution"]
-    paths = {stage: config.train_file for stage in stages}
+def _files(config: DataSection, stages: dict[str, str], reward_columns: Sequence[str]) -> dict[str, Dataset]:
+    columns = {needs: NEEDS[needs] for needs in NEEDS} | {"prompts": tuple(reward_columns)}
+    datasets = {stage: _rows(config, config.train_file, columns[needs]) for stage, needs in stages.items()}
     if config.eval_file:
-        paths["eval"] = config.eval_file
-    limits = {"eval": config.eval_rows}
-    return {
-        name: JsonLines(
-            path, ("problem", *needed[name]), config.prompt_template, config.system_prompt, limits.get(name)
-        )
-        for name, path in paths.items()
-    }
+        # held-out rows are asked for answers, unless all there is to learn are pairs
+        only_pairs = stages and set(stages.values()) == {"pairs"}
+        needed = NEEDS["pairs"] if only_pairs else ("solution",)
+        datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
+    return datasets
+
+
+def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
+    return JsonLines(path, ("problem", *columns), config.prompt_template, config.system_prompt, limit)
 
 
 def chance(config: DataSection) -> float | None:

@@ -43,12 +43,14 @@ class Step:
 
 
 class Algorithm:
-    """What every algorithm is given.
+    """What every algorithm is given. A subclass says what its rows need to have (datasets.NEEDS).
 
     Args:
         dataset: the rows to train on.
         held_out: rows that are evaluated, if there are any.
     """
+
+    needs = "prompts"
 
     @staticmethod
     def check(run: RunConfig):

@@ -36,6 +36,8 @@ class PairBatch(MicroBatch):
 class PairAlgorithm(Algorithm):
     """Learns from pairs and can rank them. A subclass says how much better it finds the chosen answers."""
 
+    needs = "pairs"
+
     def margins(self, pairs: Sequence[Pair]) -> Tensor:
         """(B,): over 0 where the chosen answer wins."""
         raise NotImplementedError

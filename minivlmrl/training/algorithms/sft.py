@@ -15,6 +15,8 @@ from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
 class SFT(Algorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are learnt."""
 
+    needs = "demonstrations"
+
     @staticmethod
     def check(run: RunConfig):
         if run.sft.loss_type not in SFT_LOSS_TYPES:
