@@ -41,7 +41,7 @@ from minivlmrl.model.checkpoint import random_model, save_checkpoint
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.rewards import reward
-from minivlmrl.training.algorithms import GRPO
+from minivlmrl.training.algorithms.grpo import GRPO
 from minivlmrl.training.distributed import World
 from minivlmrl.training.optimizer import build_optimizer
 

@@ -33,8 +33,25 @@ def test_grpo_step(tmp_path):
 
 
 def test_learning(tmp_path):
-    short = ["--data.eval_rows=2", "--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
-    table, figures = run(tmp_path, "learning.py", "--seeds", "3", "--shuffled", "4", "--", *short)
-    assert "shuffled rewards" in table
-    assert [(row["rewards"], row["seed"]) for row in figures["runs"]] == [("true rewards", 3), ("shuffled rewards", 4)]
-    assert {"chance", "start", "after_sft", "after_grpo", "seconds"} <= set(figures["runs"][0])
+    short = ["--data.eval_rows=2", "--sft.max_steps=1"]
+    for stage in ("dpo", "reward_model", "grpo"):
+        short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2"]
+    names = ["shuffled rewards", "dpo", "reward model, grpo"]
+    table, figures = run(tmp_path, "learning.py", "--seeds", "3", "--only", *names, "--", *short)
+    assert [(row["name"], row["seed"]) for row in figures["runs"]] == [(name, 3) for name in names]
+    assert "| no: " in table  # one step teaches nothing
+    assert all("sampled" in row and row["seconds"] > 0 for row in figures["runs"])
+    assert figures["runs"][1]["pairs"] is not None
+
+
+def test_every_stage_and_policy_loss_is_in_the_learning_table():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from learning import PLAN
+
+    from minivlmrl.training.losses.policy import LOSS_TYPES
+
+    named = " ".join([entry.recipe + " " + " ".join(entry.overrides) for entry in PLAN])
+    assert all(loss_type in named or loss_type == "grpo" for loss_type in LOSS_TYPES)
+    assert {"shapes.yaml", "shapes_ppo.yaml", "shapes_dpo.yaml", "shapes_mpo.yaml", "shapes_reward_model.yaml"} == {
+        entry.recipe for entry in PLAN
+    }

@@ -69,10 +69,12 @@ def load_scalar_model(folder: str | Path, dtype: torch.dtype | None = None, devi
     """Read what save_scalar_model wrote.
 
     Raises:
-        ValueError: as load_model; or the folder holds a plain model without a head.
+        ValueError: as load_model; or there is no such folder, or it holds a plain model without a head.
     """
     file = Path(folder) / HEAD_FILE
-    if Path(folder).is_dir() and not file.is_file():
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
+    if not file.is_file():
         raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")
     model = ScalarModel(load_model(folder, dtype, device))
     tensors = dict(read_tensors(file))

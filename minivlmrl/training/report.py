@@ -51,14 +51,18 @@ def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dic
 
 
 def _curves(axes, lines: list[dict], summary: dict):
-    """Rewards, accuracy by stage, and what the policy does to itself (entropy, KL)."""
-    online = [line for line in lines if "reward" in line]
-    steps = [line["step"] for line in online]
-    for name in (key for key in (online[0] if online else {}) if key == "reward" or key.startswith("rewards/")):
-        values = [line[name] for line in online]
-        [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
-        axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
-    axes[0].set(title="training reward (bold: mean of 10 steps)", xlabel="step")
+    """The last stage's rewards, accuracy by stage, and what the policy does to itself (entropy, KL)."""
+    lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
+    steps = [line["step"] for line in lines]
+    kind = "reward" if lines and "reward" in lines[0] else "rewards"  # of drawn answers, or of pairs
+    shown = {"reward": ("reward", "rewards/"), "rewards": ("rewards/chosen", "rewards/rejected")}[kind]
+    for name in (key for key in (lines[0] if lines else {}) if key.startswith(shown)):
+        if name != "reward_std":
+            values = [line[name] for line in lines]
+            [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
+            axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
+    title = {"reward": "training reward", "rewards": "rewards of pairs"}[kind]
+    axes[0].set(title=f"{title} (bold: mean of 10 steps)", xlabel="step")
     stages = [name for name in summary if name not in ("chance", "seconds")]
     for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
         heights = [summary[name][kind] for name in stages]
@@ -69,8 +73,8 @@ def _curves(axes, lines: list[dict], summary: dict):
     axes[1].set_xticks(range(len(stages)), [name.replace("_", " ") for name in stages])
     axes[1].set(title="held-out accuracy", ylim=(0, 1.1))
     for name in ("entropy", "kl"):
-        if online and name in online[0]:
-            axes[2].plot(steps, [line[name] for line in online], label=f"{name} (nats per token)")
+        if lines and name in lines[0]:
+            axes[2].plot(steps, [line[name] for line in lines], label=f"{name} (nats per token)")
     axes[2].set(title="the policy", xlabel="step")
     for axis in axes:
         if axis.get_legend_handles_labels()[0]:

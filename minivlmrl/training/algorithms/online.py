@@ -41,15 +41,10 @@ class Online(Algorithm):
         self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
         self.reference = Reference(self.model, config) if reference_weight else None
         self.reward_weights = torch.tensor(list(self.run.rewards.values()))
-        self.reward_model = self.load_reward_model() if "reward_model" in self.run.rewards else None
+        self.reward_model = self.load_reward_model() if FOLDER in self.run.rewards else None
 
     def load_reward_model(self) -> ScalarModel:
         path = self.run.reward_model.path or Path(self.run.output_dir) / FOLDER
-        if not Path(path).is_dir():
-            raise ValueError(
-                f"rewards.reward_model asks {path}, which is no folder; set reward_model.path, or put reward_model "
-                "before this stage"
-            )
         model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device)
         if model.backbone.config.vocab_size != self.model.config.vocab_size:
             raise ValueError(f"{path}: this reward model has another vocabulary than the policy")
@@ -123,3 +118,9 @@ def check_online(stage: str, run: RunConfig):
         raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
     if not run.rewards:
         raise ValueError(f"rewards: {stage} needs at least one")
+    trained = FOLDER in run.stages[: run.stages.index(stage)]
+    if FOLDER in run.rewards and run.reward_model.path is None and not trained:
+        raise ValueError(
+            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to the folder of one, "
+            "or put reward_model before it in stages"
+        )

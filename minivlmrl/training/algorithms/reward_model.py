@@ -12,7 +12,7 @@ from minivlmrl.training.algorithms.algorithm import Step, chunks
 from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch
 from minivlmrl.training.losses.preference import reward_loss
 
-FOLDER = "reward_model"  # in the run's folder
+FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it leaves in the run's folder
 
 
 class RewardModel(PairAlgorithm):
