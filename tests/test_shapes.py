@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+from collections import Counter
 
 import pytest
 
@@ -10,7 +11,19 @@ from minivlmrl.config import DataSection
 from minivlmrl.data.datasets import load_datasets
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import CHANCE, COLORS, LABELS, OBJECT_SIZES, SHAPES, SIZE, Shapes, answer, draw, tokenizer
+from minivlmrl.data.shapes import (
+    CHANCE,
+    COLORS,
+    LABELS,
+    OBJECT_SIZES,
+    SHAPES,
+    SIZE,
+    Shapes,
+    answer,
+    draw,
+    tokenizer,
+    worse,
+)  # fmt: skip
 from minivlmrl.rollout.rewards import accuracy, format
 
 
@@ -73,23 +86,29 @@ def test_noise_changes_demonstrations_only():
     assert [clean[i].columns for i in range(20)] == [noisy[i].columns for i in range(20)]
 
 
-def test_a_preference_is_the_right_answer_over_another():
-    for rows in (Shapes(60, 0), Shapes(60, 0, wrong_labels=1.0)):
-        for row in (rows[i] for i in range(60)):
-            assert row.chosen == answer(row.columns["solution"])
-            assert row.rejected in {answer(label) for label in LABELS} - {row.chosen}
+def test_a_preference_is_the_right_answer_over_a_worse_one():
+    """All four kinds occur about equally often: another colour, the other shape, a contradiction, a part left out."""
+    kinds = Counter()
+    for row in (Shapes(800, 0)[i] for i in range(800)):
+        label, truth = row.columns["solution"], answer(row.columns["solution"])
+        assert row.chosen == truth and row.rejected != truth
+        named = row.rejected.partition("<answer>")[2].removesuffix("</answer>")
+        if named in LABELS and row.rejected == answer(named):
+            same = [a == b for a, b in zip(named.split(), label.split(), strict=True)]
+            kinds[{(False, True): "colour", (True, False): "shape"}[tuple(same)]] += 1
+        elif named in LABELS and row.rejected.replace(named, label) == truth:
+            assert named.split()[0] != label.split()[0] and named.split()[1] == label.split()[1]
+            kinds["contradiction"] += 1
+        else:
+            assert 1 <= len(truth) - len(row.rejected) <= 12
+            kinds["part left out"] += 1
+    assert all(160 < count < 240 for count in kinds.values()) and len(kinds) == 4, kinds
 
 
-def test_rejected_labels_are_drawn_uniformly_from_the_others():
-    rows = [Shapes(2400, 0)[i] for i in range(2400)]
-    counts = {(LABELS.index(row.columns["solution"]), row.rejected): 0 for row in rows}
-    assert len(counts) == 12 * 11  # every pair occurs
-    steps = [0] * 12
-    for row in rows:
-        rejected = next(i for i, label in enumerate(LABELS) if row.rejected == answer(label))
-        steps[(rejected - LABELS.index(row.columns["solution"])) % 12] += 1
-    assert steps[0] == 0
-    assert all(160 < count < 280 for count in steps[1:])  # 218 expected, standard deviation 14
+def test_a_worse_answer_is_never_blank_nor_the_right_one():
+    for seed in range(3000):
+        text = worse("red square", random.Random(seed))
+        assert text.strip() and text != answer("red square")
 
 
 def test_preferences_have_a_generator_of_their_own():
@@ -100,8 +119,7 @@ def test_preferences_have_a_generator_of_their_own():
     picture = draw(label, rng)
     rng.random()
     assert (label, picture.tobytes()) == (row.columns["solution"], row.images[0].tobytes())
-    others = [name for name in LABELS if name != label]
-    assert row.rejected == answer(random.Random("shapes/0/7/rejected").choice(others))
+    assert row.rejected == worse(label, random.Random("shapes/0/7/rejected"))
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():

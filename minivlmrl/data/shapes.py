@@ -32,8 +32,7 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 class Shapes:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
-    For preferences every row has the right answer as `chosen` and, as `rejected`, one that names another class, drawn
-    uniformly from the 11 others by a generator of its own.
+    For preferences every row has the right answer as `chosen` and one that is worse as `rejected`, see `worse`.
 
     Args:
         size: number of rows.
@@ -60,13 +59,34 @@ class Shapes:
         messages = conversation(PROBLEM, 1, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures, labels and demonstrations are those of a row without preferences
-        other = random.Random(f"shapes/{self.seed}/{index}/rejected").choice([name for name in LABELS if name != label])
-        return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=answer(other))
+        rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
+        return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=rejected)
 
 
 def answer(label: str) -> str:
     """The text that names a label in the demonstrated form."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
+
+
+def worse(label: str, rng: random.Random) -> str:
+    """An answer that is worse than the right one, each kind in a quarter of the rows.
+
+    Another colour; the other shape; another colour in the answer than in the thought; or the right answer with up to 12
+    characters missing somewhere. A reward model that had seen wrong colours alone would look at nothing else: GRPO
+    then finds answers that name the colour and break off (docs/experiments.md).
+    """
+    color, shape = label.split()
+    other_color = rng.choice([name for name in COLORS if name != color])
+    other_shape = SHAPES[1 - SHAPES.index(shape)]
+    text, kind = answer(label), rng.randrange(4)
+    if kind == 0:
+        return answer(f"{other_color} {shape}")
+    if kind == 1:
+        return answer(f"{color} {other_shape}")
+    if kind == 2:
+        return text.replace(label, f"{other_color} {shape}")
+    start = rng.randrange(1, len(text))
+    return text[:start] + text[start + rng.randint(1, 12) :]
 
 
 def draw(label: str, rng: random.Random) -> PIL.Image.Image:

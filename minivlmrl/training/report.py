@@ -70,7 +70,8 @@ def _curves(axes, lines: list[dict], summary: dict):
         axes[1].bar_label(bars, fmt="%.2f", fontsize=8)
     if summary["chance"] is not None:
         axes[1].axhline(summary["chance"], color="grey", linestyle=":", label="chance")
-    axes[1].set_xticks(range(len(stages)), [name.replace("_", " ") for name in stages])
+    wrapped = [name.replace("after_", "after\n").replace("_", " ") for name in stages]
+    axes[1].set_xticks(range(len(stages)), wrapped)
     axes[1].set(title="held-out accuracy", ylim=(0, 1.1))
     for name in ("entropy", "kl"):
         if lines and name in lines[0]:
