@@ -82,7 +82,6 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     groups = _groups(rewards, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
-    advantages = advantages.masked_fill(advantages.isinf(), float("nan"))
     if normalize:
         advantages = (advantages - advantages.nanmean()) / (_nanstd(advantages[None]) + EPSILON)
     return advantages.nan_to_num(0.0)

@@ -24,8 +24,7 @@ class Reference:
     def __init__(self, policy: Qwen2_5_VL, config: ReferenceConfig):
         self.policy, self.config = policy, config
         shared = shared_parameters(policy, config.num_shared_layers)
-        for parameter in shared:
-            parameter.requires_grad_(False)
+        # what deepcopy finds in its memo it takes as it is; so this freezes the shared part of the policy as well
         self.model = copy.deepcopy(policy, {id(p): p for p in shared}).requires_grad_(False)
         self.steps = 0
 

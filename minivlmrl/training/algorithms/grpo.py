@@ -101,7 +101,9 @@ class GRPO(Online):
 
     def split(self, result: Rollout) -> tuple[list[int], list[int]]:
         """Numbers of the groups whose rewards differ, and of the others."""
-        differs = group_std(self.shaped(result), self.config.num_generations) > 1e-8  # NaN: nothing to compare
+        size, gdpo = self.config.num_generations, self.config.multi_objective_aggregation == "normalize_then_sum"
+        judged = result.rewards if gdpo else self.shaped(result)[:, None]  # (n, K) or (n, 1)
+        differs = torch.stack([group_std(column, size) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
         return differs.nonzero()[:, 0].tolist(), (~differs).nonzero()[:, 0].tolist()
 
     def shaped(self, result: Rollout) -> Tensor:

@@ -82,7 +82,8 @@ def grpo_loss(
         importance_sampling_level: see importance_ratio. rloo has its own.
         epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; for cispo epsilon_high
             is the bound itself and there is no lower one.
-        delta: bound of the ratio on the unclipped side too ("two-sided clipping"), over 1 + epsilon_high to matter.
+        delta: bound of the ratio on the unclipped side too ("two-sided clipping"). Keep it over 1 + epsilon_high: below
+            that it takes the clip's place.
         beta, kl_estimator, kl_straight_through, use_bias_correction_kl: see kl_term.
         top_entropy_quantile: the term counts only for tokens whose entropy is in this upper share; the divisors keep
             all tokens.
@@ -146,8 +147,9 @@ def grpo_loss(
         per_token_loss = per_token_loss * importance_sampling_ratio
     if beta:
         per_token_kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator, kl_straight_through)
-        if use_bias_correction_kl:
-            per_token_kl = per_token_kl * ratio
+        if use_bias_correction_kl:  # k2's gradient is the KL's already: there the ratio only reweights
+            is_k2 = kl_straight_through or kl_estimator == "k2"
+            per_token_kl = per_token_kl * (ratio.detach() if is_k2 else ratio)
         per_token_loss = per_token_loss + beta * per_token_kl
         diagnostics["kl"] = per_token_kl
 
@@ -259,13 +261,16 @@ def kl_term(
 ) -> Tensor:
     """Estimate KL(pi || pi_ref) at each token from the one token that was drawn.
 
-        k1   log pi - log pi_ref                          unbiased; its gradient here averages to zero
-        k2   (log pi - log pi_ref)^2 / 2                  biased; its gradient is that of the KL
-        k3   pi_ref/pi - log(pi_ref/pi) - 1               unbiased and never negative
+                                                 value                        expected gradient, on-policy
+        k1   log pi - log pi_ref                 unbiased                     0
+        k2   (log pi - log pi_ref)^2 / 2         biased                       the KL's
+        k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, never negative     that of KL(pi_ref || pi)
 
     Args:
-        straight_through: the estimator's value with k2's gradient, which is the KL's for samples of the policy.
-            (Weighting k3 with the ratio, use_bias_correction_kl, mends its gradient in another way.)
+        straight_through: the estimator's value with k2's gradient.
+            grpo_loss's use_bias_correction_kl mends the gradient in another way: it weighs the term with the ratio,
+            whose own gradient makes that of k1 and k3 the KL's, off-policy too. (For k2 and straight_through, which
+            have the right one, the ratio is a constant there.)
     Returns:
         (B, T) nats.
     Source: Schulman, "Approximating KL divergence" (2020); on gradients arXiv 2506.09477; k3 as in TRL, the others and
@@ -338,8 +343,8 @@ def aggregate(
         luspo                mean over rows of each row's sum          a long row weighs more
         dr_grpo              sum / (rows * max_completion_length)      a constant divisor: no length bias
         dapo, cispo, vespo   sum / tokens of the optimizer step        all tokens of the step weigh the same
-        bnpo                 token mean of this micro-batch, weighted by its share of rows: the only one that depends
-                             on how the step is split (it does so in TRL too)
+        bnpo                 token mean of this micro-batch, weighted by its share of rows: the only average that
+                             depends on how the step is split (it does so in TRL too)
 
     Args:
         per_token_loss: (B, T), or (B, 1) for one value for all tokens of a row.

@@ -4,8 +4,8 @@ Dimension letters: B pairs, T tokens of the longest answer. A pair is a group of
 chosen, [:, 1] rejected. `per_token_logps` carries the gradient, reference log-probabilities are constants.
 
 Each loss divides by counts that the caller may give: those of the whole optimizer step. Then the gradients of
-micro-batches add up to the gradient of the step (aot and aot_unpaired sort the pairs of a micro-batch, so these two
-depend on how a step is split, in TRL too).
+micro-batches add up to the gradient of the step. (Not so aot and aot_unpaired, which sort the pairs of a micro-batch,
+as in TRL; nor sft with the weights of WPO, which multiply the micro-batch's mean.)
 """
 
 import math
