@@ -1,18 +1,23 @@
 """What every algorithm learns on the embedded task, seed by seed, and whether that reaches what is asked of it.
 
-    python benchmarks/learning.py                                  # everything, three seeds: about half an hour
-    python benchmarks/learning.py --only "grpo" "dpo" --seeds 0 --json learning.json
+    python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
+    python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
 
-Each row is one run of train.py; sampled and greedy are accuracies on held-out pictures before and after the last stage,
-pairs is the share of held-out pairs whose right answer wins. `shuffled` is a control that must learn nothing.
+Each row is one run of train.py on one thread (so that its figures do not depend on the number of cores). sampled and
+greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out pairs whose
+better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and its
+evaluations. `shuffled rewards` is a control that must learn nothing.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,15 +63,21 @@ PLAN = [
 
 
 def run(entry: Entry, seed: int, overrides: list[str]) -> dict:
-    """One run; its summary.json, and the share of clipped tokens over its last stage."""
+    """One run; its summary.json, the share of clipped tokens over its last stage, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = str(ROOT / RECIPES / entry.recipe)
         command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
-        subprocess.run([*command, *entry.overrides, *overrides], check=True, stdout=subprocess.DEVNULL)
+        command += ["--num_threads=1", *entry.overrides, *overrides]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        error = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{error.decode()[-2000:]}")
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         clipped = [line["clip_ratio/region_mean"] for line in lines if "clip_ratio/region_mean" in line]
         summary = json.loads((Path(folder) / "summary.json").read_text())
-    return {**summary, "clipped": sum(clipped) / len(clipped) if clipped else None}
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return {**summary, "clipped": sum(clipped) / len(clipped) if clipped else None, "cpu_seconds": cpu_seconds}
 
 
 def judge(entry: Entry, summary: dict) -> dict:
@@ -89,33 +100,37 @@ def judge(entry: Entry, summary: dict) -> dict:
         "greedy": [summary[before]["greedy"], summary[after]["greedy"]],
         "pairs": pairs[-1] if pairs else None,
         "clipped": summary["clipped"],
-        "seconds": sum(summary["seconds"].values()),
+        "cpu_seconds": summary["cpu_seconds"],
         "missed": [name for name, reached in asked.items() if not reached],
     }
+
+
+def show(row: dict) -> str:
+    """A line of the table."""
+    sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
+    pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
+    reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
+    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", reached)
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="names of rows", choices=[entry.name for entry in PLAN])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", help="write the figures to this file as they come")
-    parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --num_threads=1")
+    parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --grpo.max_steps=10")
     arguments = parser.parse_args()
+    entries = [entry for entry in PLAN if arguments.only is None or entry.name in arguments.only]
+    plan = list(product(entries, arguments.seeds))
     rows = []
-    print(f"| {'run':<19}| seed | sampled       | greedy        | pairs | clipped | seconds | reached |")
-    print("|---|---|---|---|---|---|---|---|")
-    for entry in (entry for entry in PLAN if arguments.only is None or entry.name in arguments.only):
-        for seed in arguments.seeds:
-            row = judge(entry, run(entry, seed, arguments.overrides)) | {"seed": seed}
-            sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
-            pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
-            reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
-            print(
-                f"| {entry.name:<19}| {seed} | {sampled} | {greedy} | {pairs:<5} | {clipped:<5} | {row['seconds']:.0f} "
-                f"| {reached} |",
-                flush=True,
-            )
-            rows.append(row)
+    print("| run | seed | sampled | greedy | pairs | clipped | CPU s | reached |\n" + "|---" * 8 + "|", flush=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        summaries = pool.map(lambda job: run(*job, arguments.overrides), plan)
+        for (entry, seed), summary in zip(plan, summaries, strict=True):
+            rows.append(judge(entry, summary) | {"seed": seed})
+            print(show(rows[-1]), flush=True)
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
 
