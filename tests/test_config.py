@@ -54,6 +54,14 @@ def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
         ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
         ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
         ("--stages=[]", "stages", []),
+        ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
+        ("--dpo.loss_type=ipo", "dpo.loss_type", ["ipo"]),
+        ("--dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_type", ["sigmoid", "bco_pair", "sft"]),
+        ("--dpo.loss_weights=[1, 2e-1]", "dpo.loss_weights", [1.0, 0.2]),
+        ("--grpo.reward_clip_range=[-1, 1]", "grpo.reward_clip_range", [-1.0, 1.0]),
+        ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
+        ("--reward_model.path=/rm", "reward_model.path", "/rm"),
+        ("--ppo.missing_eos_penalty=1", "ppo.missing_eos_penalty", 1.0),
         ("--num_threads=2", "num_threads", 2),
         ("--data.system_prompt=Be brief.", "data.system_prompt", "Be brief."),
         ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
@@ -109,7 +117,10 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("seed: null", "seed is None, it must be of type int"),
         ("num_threads: two", "num_threads is 'two', it must be of type int"),
         ("output_dir: [a]", "output_dir is ['a'], it must be of type str"),
-        ("stages: sft", "stages is 'sft', it must be of type list[str]"),
+        ("stages: {sft: 1}", "stages is {'sft': 1}, it must be of type list[str]"),
+        ("dpo: {loss_weights: 1.0}", "dpo.loss_weights is 1.0, it must be of type list[float]"),
+        ("dpo: {loss_weights: [high]}", "dpo.loss_weights is 'high', it must be of type float"),
+        ("grpo: {reward_clip_range: half}", "grpo.reward_clip_range is 'half', it must be of type list[float]"),
         ("stages: [1]", "stages is 1, it must be of type str"),
         ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float]"),
         ("rewards: {format: high}", "rewards.format is 'high', it must be of type float"),
@@ -143,11 +154,38 @@ BOUNDS = [
     ("sft.lr_scheduler_type", "step", "cosine", "one of ('linear', 'cosine', 'constant')"),
     ("grpo.prompts_per_step", 0, 1, "1 or more"),
     ("grpo.lr_scheduler_type", "", "constant", "one of ('linear', 'cosine', 'constant')"),
-    ("grpo.importance_sampling_level", "word", "sequence", "one of ('token', 'sequence')"),
     ("grpo.scale_rewards", "all", "batch", "one of ('group', 'batch', 'none')"),
     ("grpo.num_iterations", 0, 1, "1 or more"),
     ("grpo.beta", -0.1, 0.0, "0 or more"),
     ("grpo.num_generations", 1, 2, "2 or more"),
+    ("grpo.steps_per_generation", 0, 1, "1 or more"),
+    ("grpo.max_num_gen_batches", 0, 1, "1 or more"),
+    ("grpo.soft_punish_cache", -1, 0, "0 or more"),
+    ("grpo.epsilon_high", 0.1, 0.2, "at least epsilon_low (0.2)"),
+    ("grpo.top_entropy_quantile", 0.0, 1.0, "in (0, 1]"),
+    ("grpo.top_entropy_quantile", 1.1, 0.1, "in (0, 1]"),
+    ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
+    ("grpo.multi_objective_aggregation", "sum", "normalize_then_sum", "one of ('sum_then_normalize', 'normalize_"),
+    ("grpo.num_shared_layers", -1, 0, "0 or more"),
+    ("dpo.ref_model_mixup_alpha", 1.1, 1.0, "in [0, 1]"),
+    ("dpo.ref_model_mixup_alpha", -0.1, 0.0, "in [0, 1]"),
+    ("dpo.ref_model_sync_steps", 0, 1, "1 or more"),
+    ("dpo.num_shared_layers", -1, 0, "0 or more"),
+    ("dpo.beta", 0.0, 0.01, "over 0"),
+    ("dpo.micro_batch_size", 0, 1, "1 or more"),
+    ("reward_model.prompts_per_step", 0, 1, "1 or more"),
+    ("ppo.num_generations", 0, 1, "1 or more"),
+    ("ppo.num_mini_batches", 0, 1, "1 or more"),
+    ("ppo.num_ppo_epochs", 0, 1, "1 or more"),
+    ("ppo.critic", "twin", "separate", "'shared' or 'separate'"),
+    ("ppo.critic_path", "folder", None, "left out unless critic is 'separate'"),
+    ("ppo.kl_estimator", "k2", "k3", "'k1' or 'k3'"),
+    ("ppo.kl_coef", -0.1, 0.0, "0 or more"),
+    ("ppo.ref_model_sync_steps", 0, 1, "1 or more"),
+    ("data.pairs", 0, 1, "1 or more"),
+    ("data.demonstrations", 0, 1, "1 or more"),
+    ("data.eval_rows", 0, 1, "1 or more"),
+    ("data.wrong_demonstrations", 1.1, 1.0, "in [0, 1]"),
 ]
 
 
@@ -202,10 +240,31 @@ def test_the_models_config_lies_beside_the_recipe(write, tmp_path):
     assert config.model.config == str((tmp_path / "sub" / "model.json").resolve())
 
 
+def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, monkeypatch):
+    """The written config then repeats the run from any folder; what does not exist stays as it was said."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("weights", "judge", "critic"):
+        (tmp_path / name).mkdir()
+    paths = ["--model.path=weights", "--reward_model.path=judge", "--ppo.critic=separate", "--ppo.critic_path=critic"]
+    config = load_config(recipe, paths)
+    found = [config.model.path, config.reward_model.path, config.ppo.critic_path]
+    assert found == [str(tmp_path / name) for name in ("weights", "judge", "critic")]
+    assert load_config(recipe, ["--reward_model.path=gone"]).reward_model.path == "gone"
+
+
 def test_written_and_read_again_it_is_equal(write):
     config = load_config(
         write({"model": {"config": "m.json"}}),
-        ["--sft.learning_rate=1e-4", "--grpo.delta=2", "--stages=[sft]", "--rewards={format: 1}", "--data.task=shapes"],
+        [
+            "--sft.learning_rate=1e-4",
+            "--grpo.delta=2",
+            "--stages=[sft]",
+            "--rewards={format: 1}",
+            "--data.task=shapes",
+            "--dpo.loss_type=[sigmoid, sft]",
+            "--dpo.loss_weights=[1, 2]",
+            "--grpo.reward_clip_range=[0, 1]",
+        ],
     )
     assert load_config(write(to_yaml(config), "config.yaml")) == config
 

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,30 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
     "kernels/linear_log_softmax kernels/dense_attention config data/chat data/image data/tokenizer model/config "
-    "model/layers rollout/advantages rollout/rewards training/distributed training/losses",
-    "kernels/window_attention data/processor data/sources model/rope rollout/sampler training/metrics "
+    "model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
+    "training/losses/preference training/losses/sft training/losses/ppo",
+    "kernels/window_attention data/conversations data/processor model/rope rollout/sampler training/metrics "
     "training/optimizer",
-    "data/shapes model/attention model/text model/vision",
-    "data/datasets model/batch",
-    "model/qwen2_5_vl",
-    "model/checkpoint model/logprobs rollout/generate",
-    "rollout/rollout",
-    "training/algorithms training/report",
-    "train",
+    "data/sources model/attention model/text model/vision",
+    "data/shapes model/batch",
+    "data/datasets model/qwen2_5_vl",
+    "model/checkpoint model/logprobs rollout/generate training/reference",
+    "model/scalar training/algorithms/algorithm",
+    "rollout/rollout training/algorithms/pairs training/algorithms/sft",
+    "training/algorithms/dpo training/algorithms/reward_model training/report",
+    "training/algorithms/online",
+    "training/algorithms/grpo training/algorithms/ppo",
+    "train parity/notes",
+    "parity/compare",
+    "parity/trl_oracle",
+    "parity/policy_cells",
+    "parity/preference_cells",
+    "parity/cells",
+    "parity/__main__",
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 PACKAGES = {"torch", "safetensors", "tokenizers", "PIL", "numpy", "triton", "yaml", "tqdm"}
+EXTRAS = {"training/report": {"matplotlib"}, "parity/trl_oracle": {"trl", "transformers"}}  # who may ask for more
 
 
 def sources():
@@ -69,17 +81,46 @@ def test_imports_come_from_rows_above(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_only_the_declared_packages_are_imported(name):
-    """matplotlib is an extra: report.py alone asks for it, inside a function."""
     found = {imported.partition(".")[0] for imported in imports(FILES[name])}
-    allowed = PACKAGES | {"minivlmrl"} | set(sys.stdlib_module_names)
-    if name == "training/report":
-        assert "matplotlib" not in {imported.partition(".")[0] for imported in imports(FILES[name], top_only=True)}
-        allowed = allowed | {"matplotlib"}
+    allowed = PACKAGES | {"minivlmrl"} | set(sys.stdlib_module_names) | EXTRAS.get(name, set())
     assert found <= allowed, found - allowed
 
 
-def test_losses_import_torch_alone():
-    assert {imported.partition(".")[0] for imported in imports(FILES["training/losses"])} == {"torch"}
+def test_extras_are_imported_inside_functions():
+    """Without matplotlib a run ends well; without TRL the parity command says what to install."""
+    assert "matplotlib" not in {name.partition(".")[0] for name in imports(FILES["training/report"], top_only=True)}
+    for name in FILES:
+        assert "minivlmrl.parity.trl_oracle" not in imports(FILES[name], top_only=True), name
+
+
+def test_parity_knows_losses_advantages_and_rewards_alone_and_nobody_knows_it():
+    compared = {"rollout/advantages", "rollout/rewards"} | {
+        name for name in FILES if name.startswith("training/losses/")
+    }
+    for name in FILES:
+        inside = {imported for imported in ours(FILES[name]) if imported.startswith("parity/")}
+        if name.startswith("parity/"):
+            assert ours(FILES[name]) - inside <= compared, name
+        else:
+            assert not inside, name
+
+
+LOSSES = [name for name in FILES if name.startswith("training/losses/")]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_import_torch_alone(name):
+    """Each file can be copied out; beside torch only what Python brings to type and count with."""
+    found = {imported.partition(".")[0] for imported in imports(FILES[name])}
+    assert found <= {"torch", "math", "dataclasses", "collections"}
+    assert "torch" in found
+
+
+def test_every_folder_of_ours_is_installed():
+    """The wheel holds what pyproject.toml lists: a new folder has to be added there."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "minivlmrl").rglob("*.py")}
+    assert set(listed) == {".".join(folder.parts) for folder in folders}
 
 
 def test_the_folder_kernels_is_no_package_of_its_own():

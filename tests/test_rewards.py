@@ -5,7 +5,17 @@ import time
 import pytest
 import torch
 
-from minivlmrl.rollout.rewards import REWARDS, accuracy, format, get, normalize, required_columns, reward, score
+from minivlmrl.rollout.rewards import (
+    REWARDS,
+    accuracy,
+    format,
+    get,
+    normalize,
+    required_columns,
+    reward,
+    score,
+    soft_overlong_punishment,
+)
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -222,3 +232,31 @@ def test_a_trl_reward_that_names_prompts_works(registry):
         return [float(len(c) > len(p)) for p, c in zip(prompts, completions, strict=True)]
 
     assert required_columns(["longer_than_prompt"]) == []
+
+
+# the reward model's numbers come with the completions; nothing is asked of the rows
+def test_the_reward_model_says_what_it_was_given():
+    assert required_columns(["reward_model"]) == []
+    columns = {"reward_model_scores": [0.5, -30.0]}
+    assert score(["reward_model", "format"], [GOOD, ""], columns).tolist() == [[0.5, 1.0], [-30.0, 0.0]]
+
+
+def test_any_reward_may_read_the_given_columns(registry):
+    @reward
+    def brevity(prompts, completions, completion_ids, reward_model_scores, **columns):
+        return [s / len(ids) for s, ids in zip(reward_model_scores, completion_ids, strict=True)]
+
+    assert required_columns(["brevity"]) == []
+    columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
+    assert score(["brevity"], ["a"], columns).tolist() == [[1.5]]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1), (120, -1)]
+)
+def test_overlong_punishment_docstring_example(length, expected):
+    assert soft_overlong_punishment(length, 100, 20) == pytest.approx(expected)
+
+
+def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
+    assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]

@@ -28,9 +28,14 @@ def test_adamw_leaves_frozen_parameters_out():
     assert len(group["params"]) == 2 and group["betas"] == (0.9, 0.5) and group["weight_decay"] == 0.1
 
 
-def test_figures_merge_by_tokens_and_peaks_by_maximum():
-    parts = [({"kl": 1.0, "rollout/logp_mismatch": 3e-6}, 10), ({"kl": 4.0, "rollout/logp_mismatch": 1e-6}, 20)]
-    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6}, 30)
+def test_figures_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
+    """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
+    parts = [
+        ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
+        ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
+    ]
+    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
+    assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
 
 
 def test_ranks_share_equally_or_not_at_all():

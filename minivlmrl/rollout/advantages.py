@@ -77,7 +77,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
         normalize: centre and scale the advantages over the batch.
     Returns:
         (n,) advantages; 0 where the reward is NaN or there is no other one.
-    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (which knows no NaN).
+    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = _groups(rewards, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1

@@ -74,13 +74,7 @@ class GRPO(Online):
             result, metrics = self.collect(stream)
             steps = self.prepare(result)
             metrics |= self.judge(result, steps)
-            for _ in range(config.num_iterations):
-                for batches in steps:
-                    yield Step(batches, metrics)
-                    if self.reference is not None:
-                        self.reference.after_step()
-                    for batch in (batch for batches in steps for batch in batches):
-                        batch.fresh = False  # from here on the policy is no longer the one that sampled
+            yield from self.epochs(steps, metrics, config.num_iterations)
 
     def collect(self, stream: Iterator[list[Row]]) -> tuple[Rollout, dict[str, float]]:
         """A rollout. With max_num_gen_batches over 1, its groups with equal rewards are replaced by those of further

@@ -13,7 +13,7 @@ from minivlmrl.model.batch import pack
 from minivlmrl.model.scalar import ScalarModel, load_scalar_model
 from minivlmrl.rollout.advantages import combine
 from minivlmrl.rollout.rollout import Rollout, rollout
-from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, chunks
+from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step, chunks
 from minivlmrl.training.algorithms.reward_model import FOLDER
 from minivlmrl.training.reference import Reference
 
@@ -90,6 +90,16 @@ class Online(Algorithm):
                 batches.append(self.batch_type(group, mask, *counts, rows=rows, sampler_logps=group.pad(logps)))
             packed.append(batches)
         return packed
+
+    def epochs(self, steps: list[list[RolloutBatch]], metrics: dict[str, float], times: int) -> Iterator[Step]:
+        """The optimizer steps of a rollout, gone through several times."""
+        for _ in range(times):
+            for batches in steps:
+                yield Step(batches, metrics)
+                if self.reference is not None:
+                    self.reference.after_step()
+                for batch in (batch for batches in steps for batch in batches):
+                    batch.fresh = False  # from here on the policy is no longer the one that sampled
 
     def mismatch(self, batch: RolloutBatch, logps: Tensor) -> dict[str, Tensor]:
         """How far the sampler's log-probabilities are from the trainer's, while both are of the same policy."""

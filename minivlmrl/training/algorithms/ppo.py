@@ -63,13 +63,7 @@ class PPO(Online):
         for rows in self.rollout_rows(config.num_mini_batches):
             result = self.sample(rows)
             steps, metrics = self.prepare(result)
-            for _ in range(config.num_ppo_epochs):
-                for batches in steps:
-                    yield Step(batches, metrics)
-                    if self.reference is not None:
-                        self.reference.after_step()
-                    for batch in (batch for batches in steps for batch in batches):
-                        batch.fresh = False
+            yield from self.epochs(steps, metrics, config.num_ppo_epochs)
 
     @torch.no_grad()
     def prepare(self, result: Rollout) -> tuple[list[list[PPOBatch]], dict[str, float]]:

@@ -223,7 +223,7 @@ def sapo_term(
     Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
     tau = torch.where(advantages > 0, temperature_pos, temperature_neg)
-    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, {}
+    return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 
 
 def vespo_term(

@@ -262,7 +262,8 @@ def kto_loss(
     point = kl if loss_type == "kto" else 0.0
     good = labels.bool()
     z = beta * torch.where(good, u - point, point - u)
-    per_answer_loss = torch.where(good, desirable_weight, undesirable_weight) * (1 - z.sigmoid())
+    weight = torch.where(good, u.new_tensor(desirable_weight), u.new_tensor(undesirable_weight))
+    per_answer_loss = weight * (1 - z.sigmoid())
     rewards = beta * u.detach()
     diagnostics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
     if loss_type == "kto":
@@ -355,7 +356,7 @@ def _fade_tail(completion_mask: Tensor, ld_alpha: float) -> Tensor:
     """(B, 2, T): 1 up to the length of the shorter answer, ld_alpha beyond, 0 where there is no token."""
     position = completion_mask.cumsum(-1)
     shared = completion_mask.sum(-1).amin(1)[:, None, None]
-    return completion_mask * torch.where(position <= shared, 1.0, ld_alpha)
+    return torch.where(position <= shared, completion_mask, ld_alpha * completion_mask)
 
 
 def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:

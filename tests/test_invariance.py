@@ -1,0 +1,579 @@
+"""What must not change a number: how a step is split, the order of rows, what else is in the batch; to 1e-12.
+
+First the losses alone, then whole algorithms with a tiny random model in float64, then two processes instead of one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from minivlmrl.config import load_config
+from minivlmrl.data import shapes
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.shapes import Shapes
+from minivlmrl.data.sources import shuffled
+from minivlmrl.model.checkpoint import random_model, save_checkpoint
+from minivlmrl.rollout.rewards import REWARDS
+from minivlmrl.training.distributed import World
+from minivlmrl.training.losses.policy import (
+    CORRECTION_MODES,
+    IMPORTANCE_SAMPLING_LEVELS,
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    grpo_loss,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
+from minivlmrl.training.losses.ppo import ppo_loss
+from minivlmrl.training.losses.preference import (
+    ANY_DIVERGENCE,
+    DPO_LOSSES,
+    F_DIVERGENCES,
+    KTO_LOSS_TYPES,
+    dpo_loss,
+    kto_loss,
+    reward_loss,
+)
+from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
+from minivlmrl.training.optimizer import build_optimizer
+
+import train
+
+ROOT = Path(__file__).parents[1]
+ROWS, TOKENS = 6, 5
+LENGTHS = torch.tensor([5, 1, 3, 4, 2, 5])
+SPLITS = [[slice(0, 2), slice(2, 6)], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 6)]]
+
+
+@dataclass
+class Case:
+    """A loss as a function of a batch, whose tensors all have rows (or pairs) first."""
+
+    batch: dict[str, torch.Tensor]
+    leaves: tuple[str, ...]  # what has a gradient
+    call: Callable[[dict], torch.Tensor]  # with the counts of the whole step
+    per_token: tuple[str, ...] = field(default=())  # what gets wider when there is more padding
+
+    def __call__(self, order=slice(None), padding: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and gradients of some rows."""
+        batch = {name: value[order].clone() for name, value in self.batch.items()}
+        for name in self.per_token:  # what stands in the padding must not matter, so it is no zeros
+            filling = 0.0 if name == "completion_mask" else 0.7
+            batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=filling)
+        leaves = [batch[name].requires_grad_() for name in self.leaves]
+        loss = self.call(batch)
+        return loss.detach(), dict(zip(self.leaves, torch.autograd.grad(loss, leaves), strict=True))
+
+
+def same(one, other, what=""):
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14, msg=lambda m: f"{what}: {m}")
+
+
+def check_split(case: Case):
+    loss, gradients = case()
+    for split in SPLITS:
+        parts = [case(rows) for rows in split]
+        same(sum(part for part, _ in parts), loss, f"split {split}")
+        for name in case.leaves:
+            same(torch.cat([part[name] for _, part in parts]), gradients[name], f"split {split}, {name}")
+
+
+def check_order(case: Case):
+    loss, gradients = case()
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    other, moved = case(order)
+    same(other, loss, "order")
+    for name in case.leaves:
+        same(moved[name], gradients[name][order], f"order, {name}")
+
+
+def check_padding(case: Case):
+    loss, gradients = case()
+    other, wider = case(padding=3)
+    same(other, loss, "padding")
+    for name in case.leaves:
+        width = gradients[name].shape[-1]
+        same(wider[name][..., :width], gradients[name], f"padding, {name}")
+        assert not wider[name][..., width:].any()
+
+
+def noise(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mask(lengths=LENGTHS, width=TOKENS):
+    return (torch.arange(width) < lengths[:, None]).double()
+
+
+def grpo_case(counted=True, **options) -> Case:
+    shape = (ROWS, TOKENS)
+    logps, old, ref, sampler = (noise(*shape, seed=s, scale=0.6) - 2 for s in range(4))
+    batch = {
+        "per_token_logps": logps, "old_per_token_logps": old, "ref_per_token_logps": ref,
+        "sampling_per_token_logps": sampler, "entropies": noise(*shape, seed=5).abs(),
+        "advantages": noise(ROWS, seed=6), "completion_mask": mask(),
+    }  # fmt: skip
+    batch["completion_mask"][2] = 0  # a completion that was cut and teaches nothing
+    threshold = None
+    kept = batch["completion_mask"]
+    if options.get("top_entropy_quantile", 1) < 1:
+        threshold = top_entropy_threshold(batch["entropies"], kept, options["top_entropy_quantile"])
+        kept = kept * (batch["entropies"] >= threshold)
+    correction = options.pop("rollout_correction", None)
+    counts = {"num_sequences": ROWS, "num_tokens": batch["completion_mask"].sum(), "num_entropy_tokens": kept.sum()}
+
+    def call(batch):
+        ratio = None
+        if correction:
+            names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+            ratio = rollout_importance_ratio(*(batch[n] for n in names), mode=correction, clip_max=2.0)
+        given = counts if counted else {}
+        return grpo_loss(
+            **batch, **options, **given, importance_sampling_ratio=ratio, entropy_threshold=threshold,
+            max_completion_length=7,
+        )[0]  # fmt: skip
+
+    per_token = tuple(name for name in batch if name != "advantages")
+    return Case(batch, ("per_token_logps", "entropies") if "entropy_coef" in options else ("per_token_logps",), call,
+                per_token)  # fmt: skip
+
+
+SPLIT_FREE = tuple(name for name in LOSS_TYPES if name != "bnpo")
+GRPO_OPTIONS = {
+    "plain": {},
+    **{f"level {level}": {"importance_sampling_level": level, "beta": 0.3} for level in IMPORTANCE_SAMPLING_LEVELS},
+    **{f"kl {name}": {"beta": 0.3, "kl_estimator": name} for name in KL_ESTIMATORS},
+    "kl straight through": {"beta": 0.3, "kl_straight_through": True, "use_bias_correction_kl": False},
+    "delta": {"delta": 1.5},
+    "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.3},
+    "off-policy mask": {"off_policy_mask_threshold": 0.1},
+    **{f"correction {mode}": {"rollout_correction": mode} for mode in CORRECTION_MODES},
+}
+
+
+@pytest.mark.parametrize("options", GRPO_OPTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_grpo_loss(loss_type, options):
+    case = grpo_case(loss_type=loss_type, **GRPO_OPTIONS[options])
+    check_order(case)
+    check_padding(case)
+    if loss_type != "bnpo":
+        check_split(case)
+
+
+def test_bnpo_is_the_token_mean_of_each_micro_batch_weighted_by_its_rows():
+    """So it depends on the split, unless all micro-batches have as many tokens a row."""
+    case = grpo_case(loss_type="bnpo")
+    whole, _ = case()
+    for split in SPLITS:
+        sizes = [len(range(ROWS)[rows]) for rows in split]
+        parts = [grpo_case(counted=False, loss_type="bnpo")(rows)[0] for rows in split]  # each its own token mean
+        by_hand = sum(size / ROWS * part for size, part in zip(sizes, parts, strict=True))
+        same(sum(case(rows)[0] for rows in split), by_hand)
+        assert (by_hand - whole).abs() > 1e-3
+    case.batch["completion_mask"] = mask(torch.full((ROWS,), 3))
+    check_split(case)
+
+
+@pytest.mark.parametrize("loss_type", SFT_LOSS_TYPES)
+def test_sft_loss(loss_type):
+    batch = {"per_token_logps": noise(ROWS, TOKENS) - 2, "completion_mask": mask()}
+    call = lambda batch: sft_loss(**batch, num_tokens=mask().sum(), loss_type=loss_type)  # noqa: E731
+    case = Case(batch, ("per_token_logps",), call, tuple(batch))
+    check_split(case)
+    check_order(case)
+    check_padding(case)
+
+
+def dpo_case(**options) -> Case:
+    shape = (ROWS, 2, TOKENS)
+    both = torch.stack([mask(), mask(LENGTHS.flip(0))], 1)
+    batch = {
+        "per_token_logps": noise(*shape, scale=0.6) - 2, "ref_per_token_logps": noise(*shape, seed=1, scale=0.6) - 2,
+        "completion_mask": both,
+    }  # fmt: skip
+    if options.pop("use_weighting", False):
+        batch["log_sum_sq_probs"] = noise(*shape, seed=2).abs() - 3
+    counts = {"num_pairs": ROWS, "num_tokens": both[:, 0].sum()}
+    call = lambda batch: dpo_loss(**batch, **counts, label_smoothing=0.1, **options)[0]  # noqa: E731
+    return Case(batch, ("per_token_logps",), call, tuple(batch))
+
+
+SORTING = ("aot", "aot_unpaired")
+DPO_OPTIONS = [
+    *[{"loss_type": name} for name in DPO_LOSSES],
+    *[{"loss_type": name, "ld_alpha": 0.5} for name in DPO_LOSSES],
+    *[{"loss_type": name, "use_weighting": True} for name in DPO_LOSSES if name not in (*SORTING, "sft")],
+    *[{"loss_type": name, "f_divergence_type": f} for name in ANY_DIVERGENCE for f in F_DIVERGENCES[1:]],
+    {"loss_type": "sigmoid", "smooth_sigmoid": True},
+    {"loss_type": "sigmoid", "reference_free": True},
+    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+]
+
+
+@pytest.mark.parametrize("options", DPO_OPTIONS, ids=lambda options: " ".join(map(str, options.values())))
+def test_dpo_loss(options):
+    case = dpo_case(**options)
+    check_order(case)
+    check_padding(case)
+    if options["loss_type"] not in SORTING:
+        check_split(case)
+
+
+@pytest.mark.parametrize("loss_type", SORTING)
+def test_losses_that_sort_do_so_in_each_micro_batch(loss_type):
+    """The quantiles that are compared are those of a micro-batch: with one pair each, this is plain DPO."""
+    case = dpo_case(loss_type=loss_type)
+    whole, _ = case()
+    alone = sum(case(slice(i, i + 1))[0] for i in range(ROWS))
+    assert (alone - whole).abs() > 1e-3
+    smooth = dpo_case(loss_type="sigmoid", smooth_sigmoid=True)
+    same(alone, smooth()[0])
+    logps, ref = (
+        (case.batch[f"{name}per_token_logps"] * case.batch["completion_mask"]).sum(-1) for name in ("", "ref_")
+    )
+    one, other = (logps, ref) if loss_type == "aot" else ((logps - ref).T, (logps - ref).T)
+    if loss_type == "aot":
+        z = (one[:, 0] - one[:, 1]).sort().values - (other[:, 0] - other[:, 1]).sort().values
+    else:
+        z = one[0].sort().values - other[1].sort().values
+    logsigmoid = torch.nn.functional.logsigmoid
+    same(whole, (-0.9 * logsigmoid(0.1 * z) - 0.1 * logsigmoid(-0.1 * z)).mean())
+
+
+def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorted():
+    """WPO's weights multiply the sft loss of a whole micro-batch, as in TRL."""
+    case = dpo_case(loss_type="sft", use_weighting=True)
+    check_order(case)
+    check_padding(case)
+    assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-3
+
+
+@pytest.mark.parametrize("loss_type", KTO_LOSS_TYPES)
+def test_kto_loss(loss_type):
+    batch = {
+        "per_token_logps": noise(ROWS, TOKENS), "ref_per_token_logps": noise(ROWS, TOKENS, seed=1),
+        "completion_mask": mask(), "labels": torch.tensor([True, False, True, True, False, False]),
+    }  # fmt: skip
+    options = {"loss_type": loss_type, "desirable_weight": 1.3, "kl": torch.tensor(0.2), "num_sequences": ROWS}
+    case = Case(batch, ("per_token_logps",), lambda batch: kto_loss(**batch, **options)[0], tuple(batch)[:3])
+    check_split(case)
+    check_order(case)
+    check_padding(case)
+
+
+@pytest.mark.parametrize("center", [None, 0.1])
+def test_reward_loss(center):
+    names = ("chosen_rewards", "rejected_rewards", "margin")
+    batch = {name: noise(ROWS, seed=seed) for seed, name in enumerate(names)}
+    call = lambda batch: reward_loss(**batch, center_rewards_coefficient=center, num_pairs=ROWS)[0]  # noqa: E731
+    case = Case(batch, names[:2], call)
+    check_split(case)
+    check_order(case)
+
+
+@pytest.mark.parametrize("separate_mask", [False, True])
+def test_ppo_loss(separate_mask):
+    names = ("per_token_logps", "values", "old_per_token_logps", "old_values", "advantages", "returns")
+    batch = {name: noise(ROWS, TOKENS, seed=seed, scale=0.6) for seed, name in enumerate(names)}
+    batch["completion_mask"] = mask()
+    if separate_mask:
+        batch["value_mask"] = mask((LENGTHS + 1).clamp(max=TOKENS))
+    counts = {"num_tokens": mask().sum(), "num_values": batch.get("value_mask", mask()).sum()}
+    case = Case(batch, names[:2], lambda batch: ppo_loss(**batch, **counts)[0], tuple(batch))
+    check_split(case)
+    check_order(case)
+    if not separate_mask:
+        check_padding(case)
+
+
+# whole algorithms
+
+MODEL = {
+    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
+    },
+}  # fmt: skip
+STAGE = {"max_steps": 2, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
+RECIPE = {
+    "num_threads": 1,
+    "model": {"config": "model.json", "dtype": "float64"},
+    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 2, "pairs": 8},
+    "sampling": {"max_new_tokens": 6},
+    "rewards": {"letters": 1.0},
+    "sft": STAGE,
+    "dpo": STAGE,
+    "reward_model": STAGE,
+    "grpo": STAGE | {"num_generations": 3},
+    "ppo": STAGE | {"num_generations": 2, "kl_coef": 0.1},
+}
+ONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def lively(monkeypatch):
+    """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
+
+    def letters(completions, **columns):
+        return [sum(c.isalpha() for c in completion) / 6 for completion in completions]
+
+    monkeypatch.setitem(REWARDS, "letters", letters)
+    monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
+
+
+class Ragged(Shapes):
+    """Answers of different lengths: of row i an end of i words more."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        row.completion += " so" * index
+        row.chosen += " it is" * index
+        row.rejected += " no" * (7 - index)
+        return row
+
+
+def steps(folder, stage, *overrides, arrange=lambda work: work):
+    """Run a stage's steps; returns their figures and what was trained."""
+    config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides])
+    train.ALGORITHMS[stage].check(config)
+    model, processor = random_model(folder / "model.json", shapes.tokenizer(), config.seed)
+    model = model.double()
+    algorithm = train.ALGORITHMS[stage](config, model, processor, Ragged(8, "rows"), ONE)
+    section = getattr(config, stage)
+    optimizer = build_optimizer(algorithm.trained, section)
+    work, lines = algorithm.batches(), []
+    for _ in range(section.max_steps):
+        lines.append(train.optimizer_step(algorithm, arrange(next(work)), optimizer, 3e-3, 1.0))
+    return lines, {name: p.detach().clone() for name, p in algorithm.trained.named_parameters()}
+
+
+CHANGING = {"rollout/logp_mismatch"}  # a largest difference of rounding
+RUNS = {
+    "sft": ("sft", []),
+    "sft dft": ("sft", ["--sft.loss_type=dft"]),
+    "dpo": ("dpo", ["--dpo.loss_type=[sigmoid, bco_pair, sft]", "--dpo.loss_weights=[0.8, 0.2, 1]"]),
+    "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5", "--dpo.sync_ref_model=true",
+                                 "--dpo.ref_model_sync_steps=1"]),
+    "dpo precomputed": ("dpo", ["--dpo.precompute_ref_log_probs=true"]),
+    "reward_model": ("reward_model", ["--reward_model.center_rewards_coefficient=0.1"]),
+    "grpo": ("grpo", []),
+    "grpo with options": ("grpo", ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.beta=0.1",
+                                   "--grpo.top_entropy_quantile=0.6", "--grpo.entropy_coef=0.05", "--grpo.max_steps=4",
+                                   "--grpo.mask_truncated_completions=true"]),
+    **{f"grpo {name}": ("grpo", [f"--grpo.loss_type={name}", "--grpo.num_iterations=2", "--grpo.beta=0.1"])
+       for name in SPLIT_FREE},
+    "grpo rloo normalized": ("grpo", ["--grpo.loss_type=rloo", "--grpo.beta=0.1", "--grpo.normalize_advantages=true",
+                                      "--grpo.reward_clip_range=[0, 0.5]", "--grpo.num_iterations=2"]),
+    "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
+                                "--grpo.num_generations=2"]),
+    "ppo shared": ("ppo", ["--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", "--ppo.max_steps=5",
+                           "--ppo.whiten_rewards=true", "--ppo.missing_eos_penalty=0.5"]),
+    "ppo separate": ("ppo", ["--ppo.critic=separate", "--ppo.max_steps=5"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_micro_batch_size(folder, name):
+    stage, options = RUNS[name]
+    lines, weights = steps(folder, stage, *options)
+    assert all(line["grad_norm"] > 1e-6 for line in lines)
+    for size in (2, 1):
+        others, same_weights = steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}")
+        for line, other in zip(lines, others, strict=True):
+            assert line.keys() == other.keys()
+            for figure in ("loss", "grad_norm"):
+                assert other[figure] == pytest.approx(line[figure], rel=1e-12, abs=1e-13), figure
+        for parameter, value in weights.items():
+            torch.testing.assert_close(same_weights[parameter], value, rtol=1e-12, atol=1e-12)
+
+
+OF_ROWS = {"grpo rloo", "grpo rloo normalized", "grpo vespo"}  # clip ratios and phi are means over rows there
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_figure_is_that_of_the_whole_step(folder, name):
+    """Not only loss and gradient: what is logged does not depend on micro_batch_size either. Some are float32."""
+    stage, options = RUNS[name]
+    lines, _ = steps(folder, stage, *options)
+    others, _ = steps(folder, stage, *options, f"--{stage}.micro_batch_size=1")
+    for line, other in zip(lines, others, strict=True):
+        for figure in line.keys() - CHANGING:
+            if name in OF_ROWS and figure.startswith(("clip_ratio", "vespo")):
+                continue  # averaged by tokens all the same
+            if figure == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            assert other[figure] == pytest.approx(line[figure], rel=1e-5, abs=1e-6), figure
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "grpo with options", "ppo shared"])
+def test_order_of_micro_batches_in_a_step(folder, name):
+    stage, options = RUNS[name]
+
+    def backwards(work):
+        work.batches.reverse()
+        return work
+
+    size = f"--{stage}.micro_batch_size=1"
+    lines, weights = steps(folder, stage, *options, size)
+    others, same_weights = steps(folder, stage, *options, size, arrange=backwards)
+    for line, other in zip(lines, others, strict=True):
+        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-11)
+    for parameter, value in weights.items():
+        torch.testing.assert_close(same_weights[parameter], value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
+def test_order_of_rows_in_a_step(folder, stage, monkeypatch):
+    """All four rows stand in one micro-batch, and the other way round in another run."""
+    lines, weights = steps(folder, stage)
+    original = train.ALGORITHMS[stage].numbers
+    monkeypatch.setattr(train.ALGORITHMS[stage], "numbers", lambda *a: (n[::-1] for n in original(*a)))
+    others, same_weights = steps(folder, stage)
+    for line, other in zip(lines, others, strict=True):
+        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-12)
+    for parameter, value in weights.items():
+        torch.testing.assert_close(same_weights[parameter], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_order_of_groups_in_a_rollout(folder, stage, monkeypatch):
+    options = {"grpo": ["--grpo.beta=0.1"], "ppo": []}[stage]
+    runs = []
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        original = train.ALGORITHMS[stage].sample
+        with monkeypatch.context() as patch:
+            patch.setattr(train.ALGORITHMS[stage], "sample", lambda *a, f=original, o=order: f(*a).select(o))
+            runs.append(steps(folder, stage, f"--{stage}.max_steps=1", *options))
+    (lines, weights), (others, same_weights) = runs
+    for name in lines[0]:
+        assert others[0][name] == pytest.approx(lines[0][name], rel=1e-6, abs=1e-7), name  # rewards are float32
+    for parameter, value in weights.items():
+        torch.testing.assert_close(same_weights[parameter], value, rtol=1e-12, atol=1e-12)
+
+
+# two processes
+
+
+@pytest.fixture(scope="module")
+def text_rows(folder):
+    """A file and a checkpoint to train on it: answers of many lengths, images in all rows of the first step, in none of
+    the second, in some of the third."""
+    rows, lines, with_image = Ragged(8, "own"), [], next(shuffled(8, 4, seed=0))
+    for i in range(8):
+        line = {"problem": "Name it.", "solution": "x", "margin": 0.1 * i}
+        if i in with_image:
+            rows[i].images[0].save(folder / f"{i}.png")
+            line["image"] = f"{i}.png"
+        lines.append(line | {name: getattr(rows[i], name) for name in ("completion", "chosen", "rejected")})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
+    save_checkpoint(folder / "start", model.double(), processor)
+    return [
+        "--model.config=null", f"--model.path={folder / 'start'}", "--data.task=null",
+        f"--data.train_file={folder / 'rows.jsonl'}", f"--data.eval_file={folder / 'rows.jsonl'}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_two_ranks_give_the_figures_of_one(folder, text_rows, tmp_path, precompute, monkeypatch):
+    """sft, dpo and the reward model in float64, to 1e-10; a rank may have no image in a step."""
+    monkeypatch.undo()  # the other processes have ordinary stop tokens
+    stages = "[dpo]" if precompute else "[sft, dpo, reward_model]"
+    options = [*text_rows, f"--stages={stages}", "--rewards={format: 1}", "--data.eval_rows=5"]
+    options += [f"--dpo.precompute_ref_log_probs={str(precompute).lower()}"]
+    options += [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "reward_model")]
+    monkeypatch.setattr(train, "write_report", lambda *_: None)
+    train.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / 'one'}", *options])
+    torchrun(folder, tmp_path / "two", [*options, "--sft.micro_batch_size=1", "--dpo.micro_batch_size=1"])
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two) == (3 if precompute else 9)
+    for first, second in zip(one, two, strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            if name == "rewards/accuracies" and abs(first["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            close = first[name] if isinstance(first[name], str) else pytest.approx(first[name], rel=1e-10, abs=1e-10)
+            assert second[name] == close, name
+    tables = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
+    assert tables[0]["after_dpo"]["pairs"] == tables[1]["after_dpo"]["pairs"]
+    folders = ["checkpoint"] if precompute else ["checkpoint", "reward_model"]
+    for name in folders:
+        weights = [load_file(tmp_path / run / name / "model.safetensors") for run in ("one", "two")]
+        for parameter in weights[0]:
+            torch.testing.assert_close(weights[1][parameter], weights[0][parameter], rtol=1e-9, atol=1e-10)
+
+
+def test_ranks_of_online_stages_hold_equal_parameters(folder, tmp_path):
+    """Their draws differ from rank to rank, their updates must not."""
+    spy = tmp_path / "spy.py"
+    spy.write_text(SPY)
+    options = [
+        "--stages=[reward_model, grpo, ppo]", "--rewards={format: 1, reward_model: 1}", "--grpo.beta=0.1",
+        "--grpo.num_iterations=2", "--grpo.top_entropy_quantile=0.5", "--grpo.max_num_gen_batches=2",
+        "--grpo.loss_type=rloo", "--grpo.max_steps=3", "--ppo.whiten_rewards=true", "--ppo.critic=separate",
+    ]  # fmt: skip
+    torchrun(folder, tmp_path / "run", options, spy)
+    states = [torch.load(tmp_path / "run" / f"rank{rank}.pt") for rank in range(2)]
+    assert states[0].keys() == states[1].keys() and len(states[0]) == 3
+    for stage, state in states[0].items():
+        for name, value in state["weights"].items():
+            assert torch.equal(value, states[1][stage]["weights"][name]), f"{stage} {name}"
+    for stage in ("grpo", "ppo"):
+        assert states[0][stage]["texts"] != states[1][stage]["texts"]
+
+
+SPY = """
+import sys
+import torch
+import train
+from minivlmrl.training.algorithms import online
+
+texts, states, original, rollout = [], {}, train.train, online.rollout
+
+def record(*arguments):
+    texts.append(rollout(*arguments))
+    return texts[-1]
+
+def spy(stage, algorithm, log, folder):
+    seconds = original(stage, algorithm, log, folder)
+    weights = {name: p.detach() for name, p in algorithm.trained.named_parameters()}
+    states[stage] = {"weights": weights, "texts": [text for result in texts for text in result.texts]}
+    torch.save(states, folder / f"rank{algorithm.world.rank}.pt")
+    texts.clear()
+    return seconds
+
+train.train, online.rollout = spy, record
+train.main(sys.argv[1:])
+train.distributed.exit_rank()
+"""
+
+
+def torchrun(folder, output, options, script=ROOT / "train.py"):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    command += [folder / "recipe.yaml", f"--output_dir={output}", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -1,0 +1,146 @@
+"""The model that says a number: where it reads it, how it is saved, and what is no such model."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minivlmrl.data import shapes
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor, Prompt
+from minivlmrl.model.attention import GroupAttention
+from minivlmrl.model.batch import pack
+from minivlmrl.model.checkpoint import load_model, save_checkpoint
+from minivlmrl.model.scalar import ScalarModel, load_scalar_model, pack_to_end, save_scalar_model
+from minivlmrl.rollout.generate import Completion
+from minivlmrl.rollout.rollout import judge
+
+import tiny
+
+
+def scalar_model(tied=False) -> ScalarModel:
+    model = ScalarModel(tiny.model(tied, dtype=torch.float64))
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.fixture
+def groups():
+    """Prompts with an image, with none and with two, each with completions of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
+    for prompt in prompts:
+        prompt.pixel_values = prompt.pixel_values.double()
+    lengths = [[3, 1, 5], [4], [2, 2]]
+    return prompts, [[tiny.completion(generator, n) for n in group] for group in lengths]
+
+
+@torch.no_grad()
+def by_hand(model: ScalarModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
+    """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
+    ids = torch.cat([prompt.input_ids, completion])
+    batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
+    states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
+    return states @ model.score.weight[0]
+
+
+def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
+    model, (prompts, completions) = scalar_model(), groups
+    found = model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu"))
+    expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_forecasts_stand_before_each_token(groups):
+    model, (prompts, completions) = scalar_model(), groups
+    found = model(pack(prompts, completions, model.backbone.config))
+    expected = [
+        by_hand(model, p, c)[len(p.input_ids) - 1 : -1]
+        for p, group in zip(prompts, completions, strict=True)
+        for c in group
+    ]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_the_token_that_is_added_is_never_read(groups):
+    model, (prompts, completions) = scalar_model(), groups
+    batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
+    assert batch.layout.row_lengths == [4, 2, 6, 5, 3, 3]
+    spans = torch.cat([c for group in completions for c in group])
+    assert len(batch.input_ids) == sum(len(p.input_ids) for p in prompts) + len(spans)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_judging_in_parts_is_judging_at_once(groups, batch_size):
+    model, (prompts, completions) = scalar_model(), groups
+    drawn = [[Completion(ids, torch.zeros(len(ids)), True) for ids in group] for group in completions]
+    expected = model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu"))
+    assert judge(model, prompts, drawn, batch_size) == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_a_new_head_says_zero_everywhere(groups):
+    model, (prompts, completions) = ScalarModel(tiny.model(dtype=torch.float64)), groups
+    assert not model(pack(prompts, completions, model.backbone.config)).any()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
+    model, (prompts, completions) = scalar_model(tied), groups
+    model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu")).sum().backward()
+    assert model.backbone.lm_head.weight.requires_grad == tied
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == (set() if tied else {"backbone.lm_head.weight"})
+
+
+# folders
+
+
+@pytest.fixture
+def processor():
+    return Processor(shapes.tokenizer(), ImageProcessor())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
+    model, (prompts, completions) = scalar_model(tied), groups
+    save_scalar_model(tmp_path / "judge", model, processor)
+    loaded = load_scalar_model(tmp_path / "judge")
+    batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
+    assert torch.equal(loaded.at_end(batch), model.at_end(batch))
+    assert load_scalar_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+def test_its_folder_is_a_plain_model_too(processor, tmp_path):
+    model = scalar_model()
+    save_scalar_model(tmp_path / "judge", model, processor)
+    assert torch.equal(load_model(tmp_path / "judge").lm_head.weight, model.backbone.lm_head.weight)
+
+
+def test_a_plain_model_is_refused(processor, tmp_path):
+    save_checkpoint(tmp_path / "policy", tiny.model(), processor)
+    with pytest.raises(
+        ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one with"
+    ):
+        load_scalar_model(tmp_path / "policy")
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="gone: no such folder"):
+        load_scalar_model(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
+def test_another_head_is_refused(processor, tmp_path, change):
+    save_scalar_model(tmp_path / "judge", scalar_model(), processor)
+    file = tmp_path / "judge" / "score.safetensors"
+    save_file(change(load_file(file)["score.weight"]), file)
+    with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight of shape \(1, 64\)"):
+        load_scalar_model(tmp_path / "judge")
+
+
+def test_a_head_that_was_cut_is_refused(processor, tmp_path):
+    save_scalar_model(tmp_path / "judge", scalar_model(), processor)
+    file = tmp_path / "judge" / "score.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):
+        load_scalar_model(tmp_path / "judge")
