@@ -63,3 +63,24 @@ def test_constraints_hold_the_versions_that_the_text_names():
     assert "transformers==5.23.0" in constraints and "transformers 5.23" in README
     assert "trl==1.16.0" in constraints and "TRL 1.16" in README
     assert "torch==2.13.0" in constraints
+
+
+def test_the_examples_of_how_to_add_are_the_real_ones():
+    losses = (ROOT / "minivlmrl/training/losses/preference.py").read_text()
+    [hinge] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def hinge" in b]
+    assert hinge in losses
+    sft = (ROOT / "minivlmrl/training/algorithms/sft.py").read_text()
+    assert f"has {len(sft.splitlines())} lines" in README
+    [example] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class SFT(Algorithm)" in b]
+    for line in ("class SFT(Algorithm):", 'needs = "demonstrations"', "def batches(self)", "def loss(self, batch"):
+        assert line in sft and line in example
+
+
+def test_every_algorithm_and_its_options_are_named():
+    from minivlmrl.training.losses.policy import LOSS_TYPES
+
+    from train import ALGORITHMS
+
+    assert all(f"`{name}`" in README for name in ALGORITHMS)
+    plain = README.lower().replace(". ", "_").replace(" ", "")
+    assert all(loss_type in plain for loss_type in LOSS_TYPES)
