@@ -130,6 +130,8 @@ class DPOConfig(ReferenceConfig):
     def __post_init__(self):
         super().__post_init__()
         _require(self.beta > 0, "beta", self.beta, "over 0")
+        _require(self.ld_alpha is None or 0 <= self.ld_alpha <= 1, "ld_alpha", self.ld_alpha, "in [0, 1]")
+        _require(self.discopop_tau > 0, "discopop_tau", self.discopop_tau, "over 0")
 
 
 @dataclass
@@ -183,7 +185,7 @@ class GRPOConfig(ReferenceConfig):
         _require(way in ways, "multi_objective_aggregation", way, f"one of {ways}")
         for name in ("num_iterations", "steps_per_generation", "max_num_gen_batches"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("beta", "soft_punish_cache"):
+        for name in ("beta", "soft_punish_cache", "epsilon_low"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(
             self.epsilon_high >= self.epsilon_low, "epsilon_high", self.epsilon_high,
@@ -191,7 +193,7 @@ class GRPOConfig(ReferenceConfig):
         )  # fmt: skip
         quantile, clip = self.top_entropy_quantile, self.reward_clip_range
         _require(0 < quantile <= 1, "top_entropy_quantile", quantile, "in (0, 1]")
-        _require(clip is None or len(clip) == 2, "reward_clip_range", clip, "[low, high]")
+        _require(clip is None or (len(clip) == 2 and clip[0] < clip[1]), "reward_clip_range", clip, "[low, high]")
         _require(
             self.num_generations >= 2, "num_generations", self.num_generations,
             "2 or more: the advantage of a completion is measured against the others of its group",
@@ -225,7 +227,10 @@ class PPOConfig(ReferenceConfig):
             "left out unless critic is 'separate'",
         )  # fmt: skip
         _require(self.kl_estimator in ("k1", "k3"), "kl_estimator", self.kl_estimator, "'k1' or 'k3'")
-        _require(self.kl_coef >= 0, "kl_coef", self.kl_coef, "0 or more")
+        for name in ("kl_coef", "vf_coef", "cliprange", "cliprange_value"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("gamma", "lam"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
 
 
 @dataclass

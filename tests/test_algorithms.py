@@ -384,6 +384,17 @@ def test_a_group_whose_lengths_are_punished_differently_teaches(stage, samples, 
     assert dead == [i for i in range(8) if len(lengths[i]) == 1]
 
 
+def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
+    """Their sums are equal, and still GDPO has something to learn."""
+    monkeypatch.setitem(REWARDS, "letters", lambda completions, **_: [1.0, 0.0] * (len(completions) // 2))
+    monkeypatch.setitem(REWARDS, "format", lambda completions, **_: [0.0, 1.0] * (len(completions) // 2))
+    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}"]
+    for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
+        run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
+        result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(4)])
+        assert len(run.algorithm.split(result)[0]) == teaching
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
 def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
     run = stage(
@@ -833,18 +844,19 @@ def test_a_judge_with_another_vocabulary_is_refused(folder, tmp_path, stage, mon
         tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
     save_file(tensors, weights)
     file.write_text(json.dumps(values | {"vocab_size": len(tensors["lm_head.weight"])}))
-    with pytest.raises(ValueError, match="this reward model has another vocabulary than the policy"):
+    with pytest.raises(ValueError, match="this model has another vocabulary than the policy"):
         stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}")
 
 
 # ppo
 
 
-def test_advantages_and_returns_by_hand(stage, samples):
+@pytest.mark.parametrize("whiten", [False, True])
+def test_advantages_and_returns_by_hand(stage, samples, whiten):
     """Plain loops over every completion: KL penalty, score at the end, GAE, whitening over the rollout."""
     run = stage(
         "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
-        "--ppo.missing_eos_penalty=0.7", "--sampling.temperature=1.5",
+        "--ppo.missing_eos_penalty=0.7", "--sampling.temperature=1.5", f"--ppo.whiten_rewards={str(whiten).lower()}",
     )  # fmt: skip
     run.go(2)
     policy, reference = run.model, run.algorithm.reference.model
@@ -852,7 +864,7 @@ def test_advantages_and_returns_by_hand(stage, samples):
     completions = [c for group in samples[-1].completions for c in group]
     prompts = [p for p in samples[-1].prompts for _ in range(2)]
     scores = letters(samples[-1].texts)
-    advantages, returns = [], []
+    every_reward, every_value, advantages, returns = [], [], [], []
     for prompt, completion, score in zip(prompts, completions, scores, strict=True):
         batch = pack([prompt], [[completion.ids]], policy.config)
         with torch.no_grad():
@@ -860,6 +872,13 @@ def test_advantages_and_returns_by_hand(stage, samples):
             values = run.algorithm.critic(completion_states(policy, batch))[:, 0].tolist()
         rewards = [-0.2 * (a - b) for a, b in zip(logps, ref, strict=True)]
         rewards[-1] += score - (0 if completion.stopped else 0.7)
+        every_reward.append(rewards)
+        every_value.append(values)
+    if whiten:  # to variance 1, around the mean that they have
+        flat = torch.tensor([r for rewards in every_reward for r in rewards], dtype=torch.float64)
+        flat = (flat - flat.mean()) / (flat.var() + 1e-8).sqrt() + flat.mean()
+        every_reward = [part.tolist() for part in flat.split([len(rewards) for rewards in every_reward])]
+    for rewards, values in zip(every_reward, every_value, strict=True):
         following, next_value, own = 0.0, 0.0, []
         for reward, value in zip(reversed(rewards), reversed(values), strict=True):
             following = reward + 0.9 * next_value - value + 0.9 * 0.8 * following

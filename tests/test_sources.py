@@ -406,6 +406,12 @@ MISTAKES += [
 ]
 
 
+MISTAKES += [
+    ({"problem": "a", "margin": margin}, "column 'margin' must be a number, by how much chosen is better; it is")
+    for margin in ("1", True, [1])
+]
+
+
 @pytest.mark.parametrize(("row", "message"), MISTAKES)
 def test_a_mistake_is_named_when_the_file_is_read(write, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):

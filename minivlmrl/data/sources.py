@@ -93,6 +93,9 @@ class JsonLines:
         paths = [path for entry in listed for path in (entry if isinstance(entry, list) else [entry])]
         if len(listed) > 1 or not all(isinstance(path, str) for path in paths):
             raise ValueError(f"give column 'image' or 'images', a path or a list of paths: {listed!r:.60}")
+        margin = columns.get("margin")
+        if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+            raise ValueError(f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}")
         messages, answers = read_conversation(columns, len(paths), self.prompt_template, self.system_prompt)
         present = {"problem", *answers, *(column for column, value in columns.items() if value is not None)}
         for column in required:

@@ -71,11 +71,8 @@ def load_scalar_model(folder: str | Path, dtype: torch.dtype | None = None, devi
     Raises:
         ValueError: as load_model; or there is no such folder, or it holds a plain model without a head.
     """
+    check_scalar_folder(folder)
     file = Path(folder) / HEAD_FILE
-    if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
-    if not file.is_file():
-        raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")
     model = ScalarModel(load_model(folder, dtype, device))
     tensors = dict(read_tensors(file))
     if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
@@ -83,3 +80,11 @@ def load_scalar_model(folder: str | Path, dtype: torch.dtype | None = None, devi
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
     return model
+
+
+def check_scalar_folder(folder: str | Path):
+    """Raise ValueError unless a folder looks like one of save_scalar_model's."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
+    if not (Path(folder) / HEAD_FILE).is_file():
+        raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")

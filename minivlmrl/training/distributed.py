@@ -66,6 +66,8 @@ class World:
         if self.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        ranks = self.sum(*(parameter.grad is not None for parameter in trained))
+        trained = [parameter for parameter, n in zip(trained, ranks, strict=True) if n]  # others stay None, as alone
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)

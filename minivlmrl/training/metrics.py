@@ -66,7 +66,7 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
         elif name in SUMS:
             merged[name] = sum(value for value, _ in values)
         else:
-            merged[name] = sum(value * weight for value, weight in values) / total
+            merged[name] = sum(value * weight for value, weight in values) / (total or 1)
     return merged, total
 
 

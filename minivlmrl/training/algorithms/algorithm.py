@@ -30,8 +30,13 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """How much this micro-batch's figures count in the step's: they are means over tokens."""
-        return len(self.group.completion_ids)
+        """How much this micro-batch's figures count in the step's: they are means over tokens that are learnt from."""
+        return float(self.completion_mask.sum())
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Mean of a flat (M,) tensor over the tokens that are learnt from."""
+        mask = self.completion_mask
+        return (self.group.pad(per_token.detach()) * mask).sum() / mask.sum().clamp(min=1)
 
 
 @dataclass

@@ -38,6 +38,8 @@ class DPO(PairAlgorithm):
         for name in ("sync_ref_model", "num_shared_layers"):
             if getattr(config, name) and (config.precompute_ref_log_probs or config.reference_free):
                 raise ValueError(f"dpo.{name} needs a reference model, which precomputing or reference_free leaves out")
+        if config.precompute_ref_log_probs and config.reference_free:
+            raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -78,10 +80,10 @@ class DPO(PairAlgorithm):
         """Score what this stage will meet, held-out rows included, with the policy as it is now."""
         config = self.config
         steps = itertools.islice(self.numbers(config.prompts_per_step), config.max_steps)
-        rows = [self.dataset[number] for number in sorted(set(itertools.chain.from_iterable(steps)))]
-        rows += self.held_out_rows()
-        bar = tqdm(total=len(rows), desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
-        for (some,) in chunks(config.micro_batch_size, rows):
+        numbers = sorted(set(itertools.chain.from_iterable(steps)))
+        rows = itertools.chain((self.dataset[number] for number in numbers), self.held_out_rows())
+        bar = tqdm(desc="dpo: rows scored", disable=not self.world.is_main, dynamic_ncols=True)
+        while some := list(itertools.islice(rows, config.micro_batch_size)):  # images are read as they are needed
             pairs = self.pairs(some)
             group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
             logps = group.split(per_token_logps(self.model, group)[0].cpu())
@@ -113,7 +115,8 @@ class DPO(PairAlgorithm):
             num_pairs=batch.num_sequences / 2,
             num_tokens=batch.num_tokens,
         )
-        return loss, {**metrics, "entropy": entropies.detach().mean()}
+        per_answer = (group.pad(entropies.detach()) * batch.completion_mask).sum(1) / batch.completion_mask.sum(1)
+        return loss, {**metrics, "entropy": per_answer.mean()}
 
     def margins(self, pairs: Sequence[Pair]) -> Tensor:
         """(B,) u - v: how much further the policy has moved towards the chosen answer than towards the rejected one."""
@@ -133,6 +136,6 @@ def by_pair(rows: Tensor | None) -> Tensor | None:
 def key(pair: Pair) -> bytes:
     """What tells a row from others: a digest of its prompt, pixels and answers."""
     digest = hashlib.sha256()
-    for part in (pair.prompt.input_ids, pair.prompt.pixel_values, *pair.answers):
+    for part in (pair.prompt.input_ids, pair.prompt.pixel_values, pair.prompt.image_grid_thw, *pair.answers):
         digest.update(str(part.shape).encode() + part.numpy().tobytes())
     return digest.digest()

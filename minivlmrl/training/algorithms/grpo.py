@@ -44,8 +44,8 @@ class GRPO(Online):
 
     @staticmethod
     def check(run: RunConfig):
-        check_online("grpo", run)
         config = run.grpo
+        check_online("grpo", run, config.beta)
         known = {
             "loss_type": LOSS_TYPES, "kl_estimator": KL_ESTIMATORS, "rollout_correction": (None, *CORRECTION_MODES),
             "importance_sampling_level": IMPORTANCE_SAMPLING_LEVELS,
@@ -53,9 +53,15 @@ class GRPO(Online):
         for name, values in known.items():
             if getattr(config, name) not in values:
                 raise ValueError(f"grpo.{name} is {getattr(config, name)!r}; known are {', '.join(map(str, values))}")
-        if config.loss_type == "rloo" and config.importance_sampling_level != "token":
+        rloo, gdpo = config.loss_type == "rloo", config.multi_objective_aggregation == "normalize_then_sum"
+        if rloo and config.importance_sampling_level != "token":
             raise ValueError("grpo.importance_sampling_level: rloo has its own, the ratio of whole completions")
-        if config.soft_punish_cache and config.multi_objective_aggregation == "normalize_then_sum":
+        if rloo and gdpo:
+            raise ValueError("grpo.multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize")
+        for name in ("normalize_advantages", "reward_clip_range"):
+            if getattr(config, name) and not rloo:
+                raise ValueError(f"grpo.{name} is an option of loss_type rloo; the others have scale_rewards")
+        if config.soft_punish_cache and gdpo:
             raise ValueError("grpo.soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
 
     def __init__(self, *args):
@@ -227,5 +233,5 @@ class GRPO(Online):
             num_tokens=max(batch.num_tokens, 1),
             num_entropy_tokens=batch.num_entropy_tokens or max(batch.num_tokens, 1),
         )
-        metrics["entropy"] = entropies.detach().mean()
+        metrics["entropy"] = batch.mean(entropies)
         return loss, metrics | self.mismatch(batch, logps)

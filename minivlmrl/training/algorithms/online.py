@@ -10,7 +10,7 @@ from torch import Tensor
 from minivlmrl.config import GRPOConfig, PPOConfig, RunConfig
 from minivlmrl.data.sources import Row
 from minivlmrl.model.batch import pack
-from minivlmrl.model.scalar import ScalarModel, load_scalar_model
+from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, load_scalar_model
 from minivlmrl.rollout.advantages import combine
 from minivlmrl.rollout.rollout import Rollout, rollout
 from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step, chunks
@@ -41,14 +41,17 @@ class Online(Algorithm):
         self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
         self.reference = Reference(self.model, config) if reference_weight else None
         self.reward_weights = torch.tensor(list(self.run.rewards.values()))
-        self.reward_model = self.load_reward_model() if FOLDER in self.run.rewards else None
+        self.reward_model: ScalarModel | None = None
+        if FOLDER in self.run.rewards:
+            path = self.run.reward_model.path or Path(self.run.output_dir) / FOLDER
+            self.reward_model = self.load_scalar(path).requires_grad_(False)
 
-    def load_reward_model(self) -> ScalarModel:
-        path = self.run.reward_model.path or Path(self.run.output_dir) / FOLDER
+    def load_scalar(self, path: str | Path) -> ScalarModel:
+        """A reward model or critic that reads what the policy writes."""
         model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device)
         if model.backbone.config.vocab_size != self.model.config.vocab_size:
-            raise ValueError(f"{path}: this reward model has another vocabulary than the policy")
-        return model.requires_grad_(False)
+            raise ValueError(f"{path}: this model has another vocabulary than the policy")
+        return model
 
     def rollout_rows(self, steps: int) -> Iterator[list[Row]]:
         """This rank's rows of each rollout, which feeds several optimizer steps."""
@@ -122,15 +125,19 @@ class Online(Algorithm):
         }
 
 
-def check_online(stage: str, run: RunConfig):
-    """Refuse recipes that cannot sample or have nothing to judge with."""
+def check_online(stage: str, run: RunConfig, reference_weight: float):
+    """Refuse recipes that cannot sample, have nothing to judge with, or set what has no effect."""
     if run.sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
     if not run.rewards:
         raise ValueError(f"rewards: {stage} needs at least one")
-    trained = FOLDER in run.stages[: run.stages.index(stage)]
-    if FOLDER in run.rewards and run.reward_model.path is None and not trained:
+    if FOLDER in run.rewards and run.reward_model.path is not None:
+        check_scalar_folder(run.reward_model.path)
+    elif FOLDER in run.rewards and FOLDER not in run.stages[: run.stages.index(stage)]:
         raise ValueError(
             f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to the folder of one, "
             "or put reward_model before it in stages"
         )
+    for name in ("sync_ref_model", "num_shared_layers"):
+        if getattr(getattr(run, stage), name) and not reference_weight:
+            raise ValueError(f"{stage}.{name} needs a reference model; the weight of the KL to it is 0")

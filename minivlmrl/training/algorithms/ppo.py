@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minivlmrl.config import RunConfig
 from minivlmrl.model.batch import GroupBatch
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.model.scalar import ScalarModel, load_scalar_model, save_head, save_scalar_model, scalar_head
+from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, save_scalar_model, scalar_head
 from minivlmrl.rollout.advantages import gae, token_rewards, whiten
 from minivlmrl.rollout.rollout import Rollout
 from minivlmrl.training.algorithms.algorithm import Step
@@ -36,7 +36,9 @@ class PPO(Online):
 
     @staticmethod
     def check(run: RunConfig):
-        check_online("ppo", run)
+        check_online("ppo", run, run.ppo.kl_coef)
+        if run.ppo.critic_path is not None:
+            check_scalar_folder(run.ppo.critic_path)
 
     def __init__(self, *args):
         run: RunConfig = args[0]
@@ -49,7 +51,7 @@ class PPO(Online):
             return scalar_head(self.model)
         if self.config.critic_path is None:
             return ScalarModel(copy.deepcopy(self.model).requires_grad_(True))
-        return load_scalar_model(self.config.critic_path, self.model.lm_head.weight.dtype, self.world.device)
+        return self.load_scalar(self.config.critic_path)
 
     def save(self, folder: Path):
         super().save(folder)
@@ -83,8 +85,7 @@ class PPO(Online):
         if self.config.whiten_rewards:
             rewards = self.whiten_all(rewards, masks, shift_mean=False)
         for batch, reward in zip(flat, rewards, strict=True):
-            values = batch.old_values * batch.completion_mask
-            batch.advantages, batch.returns = gae(reward, values, self.config.gamma, self.config.lam)
+            batch.advantages, batch.returns = gae(reward, batch.old_values, self.config.gamma, self.config.lam)
         whitened = self.whiten_all([batch.advantages for batch in flat], masks)
         for batch, advantages in zip(flat, whitened, strict=True):
             batch.advantages = advantages
@@ -134,5 +135,5 @@ class PPO(Online):
             cliprange=config.cliprange, cliprange_value=config.cliprange_value, vf_coef=config.vf_coef,
             num_tokens=count, num_values=count,
         )  # fmt: skip
-        metrics["entropy"] = entropies.detach().mean()
+        metrics["entropy"] = batch.mean(entropies)
         return loss, metrics | self.mismatch(batch, logps)

@@ -38,4 +38,4 @@ class SFT(Algorithm):
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.model, batch.group)
         loss = sft_loss(batch.group.pad(logps), batch.completion_mask, batch.num_tokens, self.run.sft.loss_type)
-        return loss, {"entropy": entropies.detach().mean()}
+        return loss, {"entropy": batch.mean(entropies)}
