@@ -6,7 +6,7 @@ import torch
 from minivlmrl.model.attention import GroupLayout
 from minivlmrl.model.batch import pack
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.training.losses import grpo_loss
+from minivlmrl.training.losses.policy import grpo_loss
 
 import tiny
 
