@@ -82,7 +82,8 @@ class DPO(PairAlgorithm):
         steps = itertools.islice(self.numbers(config.prompts_per_step), config.max_steps)
         numbers = sorted(set(itertools.chain.from_iterable(steps)))
         rows = itertools.chain((self.dataset[number] for number in numbers), self.held_out_rows())
-        bar = tqdm(desc="dpo: rows scored", disable=not self.world.is_main, dynamic_ncols=True)
+        total = len(numbers) + len(range(self.world.rank, len(self.held_out or ()), self.world.size))
+        bar = tqdm(total=total, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
         while some := list(itertools.islice(rows, config.micro_batch_size)):  # images are read as they are needed
             pairs = self.pairs(some)
             group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)

@@ -80,7 +80,8 @@ class PPO(Online):
             if self.reference is not None:
                 logps = per_token_logps(self.reference.model, batch.group, self.run.sampling.temperature)[0]
                 batch.ref_per_token_logps = batch.group.pad(logps)
-        rewards = [self.rewards(batch, self.scores(result, combined)[batch.rows]) for batch in flat]
+        scores = self.scores(result, combined)
+        rewards = [self.rewards(batch, scores[batch.rows]) for batch in flat]
         masks = [batch.completion_mask for batch in flat]
         if self.config.whiten_rewards:
             rewards = self.whiten_all(rewards, masks, shift_mean=False)
