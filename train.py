@@ -17,8 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
-from minivlmrl.data import shapes
-from minivlmrl.data.datasets import chance, load_datasets
+from minivlmrl.data.datasets import TOKENIZERS, chance, load_datasets
 from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model, save_checkpoint
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
@@ -63,7 +62,8 @@ def main(arguments: list[str]):
         if "eval" not in datasets:
             return
         try:
-            results[name] = evaluate(model, processor, datasets["eval"], config.sampling.max_new_tokens, world)
+            length, rewards = config.sampling.max_new_tokens, config.data.eval_rewards
+            results[name] = evaluate(model, processor, datasets["eval"], length, world, rewards)
             results[name].pairs = algorithm and algorithm.pair_accuracy()
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
@@ -75,7 +75,7 @@ def main(arguments: list[str]):
         measure(f"after_{stage}", algorithm)
     if world.is_main:
         save_checkpoint(folder / "checkpoint", model, processor)
-        summary = summarize(config, results, seconds)
+        summary = summarize(chance(config.data, datasets.get("eval")), results, seconds)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_table(summary)
         write_report(folder, summary, datasets.get("eval"), results)
@@ -145,18 +145,19 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
         return model, load_processor(section.path, data.min_pixels, data.max_pixels)
     if data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
-    model, processor = random_model(section.config, shapes.tokenizer(), config.seed, data.min_pixels, data.max_pixels)
+    tokenizer = TOKENIZERS[data.task]()
+    model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
     return model.to(world.device, DTYPES[section.dtype]), processor
 
 
-def summarize(config: RunConfig, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:
+def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:
     """The table of the run, as written to summary.json."""
     table = {}
     for name, result in results.items():
-        table[name] = {key: getattr(result, key) for key in ("sampled", "greedy", "format")}
+        table[name] = {key: getattr(result, key) for key in ("sampled", "greedy", "format")} | result.more
         if result.pairs is not None:
             table[name]["pairs"] = result.pairs
-    return {"chance": chance(config.data), **table, "seconds": seconds}
+    return {"chance": chance, **table, "seconds": seconds}
 
 
 if __name__ == "__main__":

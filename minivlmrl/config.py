@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+SPACES = ("original", "resized", "thousandths", "unit")  # as in data/boxes.py
+
 
 @dataclass
 class ModelSection:
@@ -22,7 +24,7 @@ class ModelSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
 
-    task: str | None = None  # "shapes"
+    task: str | None = None  # "shapes" or "localisation"
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: see sources.py
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
     eval_rows: int = 256  # held-out rows that are evaluated, at most
@@ -30,14 +32,25 @@ class DataSection:
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None
-    demonstrations: int = 96  # shapes: rows for sft
-    wrong_demonstrations: float = 0.5  # shapes: share of them whose label is drawn at random
+    box_space: str = "resized"  # what coordinates in answers mean: "original", "resized", "thousandths" or "unit"
+    eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
+    demonstrations: int = 96  # embedded tasks: rows for sft
+    wrong_demonstrations: float = 0.5  # embedded tasks: share of them whose label or box is drawn at random
     pairs: int = 1024  # shapes: rows for dpo and reward_model
+    jitter: int = 7  # localisation: pixels by which demonstrated coordinates may be off
+    objects: list[int] = field(default_factory=lambda: [1, 1])  # localisation: fewest and most in a picture
+    thinking: str = "name"  # localisation: what is thought, "name" the object or its "position"
 
     def __post_init__(self):
         _require(self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more")
         _require(self.demonstrations >= 1, "demonstrations", self.demonstrations, "1 or more")
         _require(self.pairs >= 1, "pairs", self.pairs, "1 or more")
+        _require(self.box_space in SPACES, "box_space", self.box_space, f"one of {SPACES}")
+        _require(len(self.eval_rewards) >= 2, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
+        few, many = (*self.objects, 0, 0)[:2]
+        _require(len(self.objects) == 2 and 1 <= few <= many <= 3, "objects", self.objects, "[fewest, most], 1 to 3")
+        _require(self.jitter >= 0, "jitter", self.jitter, "0 or more")
+        _require(self.thinking in ("name", "position"), "thinking", self.thinking, "'name' or 'position'")
         share = self.wrong_demonstrations
         _require(0 <= share <= 1, "wrong_demonstrations", share, "in [0, 1]")
 

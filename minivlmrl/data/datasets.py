@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from minivlmrl.config import DataSection
-from minivlmrl.data import shapes
+from minivlmrl.data import localisation, shapes
 from minivlmrl.data.sources import Dataset, JsonLines
 
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
@@ -29,16 +29,40 @@ def load_datasets(
         raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
     if config.task is None:
         return _files(config, stages, reward_columns)
-    if config.task != "shapes":
-        raise ValueError(f"data.task is {config.task!r}; the embedded task is 'shapes'")
+    if config.task not in TASKS:
+        raise ValueError(f"data.task is {config.task!r}; embedded tasks are {', '.join(TASKS)}")
+    training, held_out = TASKS[config.task](config, seed)
+    for stage, needs in stages.items():
+        if needs not in training:
+            raise ValueError(f"stages: {stage} needs {needs}, which data.task {config.task} does not have")
+    return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
+
+
+def _shapes(config: DataSection, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     wording = {"prompt_template": config.prompt_template, "system_prompt": config.system_prompt}
-    rows = {
+    training = {
         "demonstrations": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
         "pairs": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
         "prompts": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
     }
-    held_out = shapes.Shapes(config.eval_rows, "eval", **wording)
-    return {**{stage: rows[needs] for stage, needs in stages.items()}, "eval": held_out}
+    return training, shapes.Shapes(config.eval_rows, "eval", **wording)
+
+
+def _localisation(config: DataSection, seed: int) -> tuple[dict[str, Dataset], Dataset]:
+    same = {
+        "objects": tuple(config.objects), "thinking": config.thinking, "prompt_template": config.prompt_template,
+        "system_prompt": config.system_prompt,
+    }  # fmt: skip
+    noise = {"jitter": config.jitter, "wrong_boxes": config.wrong_demonstrations}
+    training = {
+        "demonstrations": localisation.Localisation(config.demonstrations, f"{seed}/sft", **noise, **same),
+        "prompts": localisation.Localisation(FRESH_ROWS, f"{seed}/grpo", **same),
+    }
+    return training, localisation.Localisation(config.eval_rows, "test", **same)
+
+
+TASKS = {"shapes": _shapes, "localisation": _localisation}
+TOKENIZERS = {"shapes": shapes.tokenizer, "localisation": localisation.tokenizer}
 
 
 def _files(config: DataSection, stages: dict[str, str], reward_columns: Sequence[str]) -> dict[str, Dataset]:
@@ -53,9 +77,12 @@ def _files(config: DataSection, stages: dict[str, str], reward_columns: Sequence
 
 
 def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
-    return JsonLines(path, ("problem", *columns), config.prompt_template, config.system_prompt, limit)
+    constants = {"box_space": config.box_space}
+    return JsonLines(path, ("problem", *columns), config.prompt_template, config.system_prompt, limit, constants)
 
 
-def chance(config: DataSection) -> float | None:
-    """Accuracy of blind guessing, where it is known."""
-    return shapes.CHANCE if config.task == "shapes" else None
+def chance(config: DataSection, held_out: Dataset | None) -> float | None:
+    """What blind guessing earns, where it is known: a random label's accuracy, or the best constant box's mean IoU."""
+    if config.task == "shapes":
+        return shapes.CHANCE
+    return localisation.constant_box(held_out)[1] if config.task == "localisation" else None

@@ -50,6 +50,7 @@ class JsonLines:
             answer, in any form.
         prompt_template, system_prompt: see conversations.read_conversation.
         limit: read no more rows than this.
+        constants: columns that every row gets unless it has them.
     Raises:
         ValueError: the file or a line cannot be read, or a column is missing or wrong (with file and line number).
             Images are read when a row is used; what is wrong with one names its row too.
@@ -62,8 +63,10 @@ class JsonLines:
         prompt_template: str = "{problem}",
         system_prompt: str | None = None,
         limit: int | None = None,
+        constants: dict | None = None,
     ):
         self.path, self.prompt_template, self.system_prompt = Path(path), prompt_template, system_prompt
+        self.constants = constants or {}
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
         self.rows: list[tuple[int, Row, list[str]]] = []  # line number, the row without its images, their paths
@@ -101,7 +104,7 @@ class JsonLines:
         for column in required:
             if column not in present:
                 raise ValueError(f"column {column!r} is missing; the row has {sorted(columns)}")
-        return Row(messages, [], columns, **answers), paths
+        return Row(messages, [], {**self.constants, **columns}, **answers), paths
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -20,7 +20,7 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {}
 THINK_ANSWER = re.compile(r"<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # what rewards are given besides the columns of their rows; the last one where a reward model is asked
-GIVEN = {"prompts", "completions", "completion_ids", "reward_model_scores"}
+GIVEN = {"prompts", "completions", "completion_ids", "image_sizes", "answer_extents", "reward_model_scores"}
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 

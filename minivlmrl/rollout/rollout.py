@@ -1,16 +1,19 @@
 """Rows -> completions with rewards: what a policy says and what it gets for it."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config import SamplingConfig
+from minivlmrl.data.boxes import extent
 from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.data.sources import Dataset, Row
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.model.scalar import ScalarModel, pack_to_end
+from minivlmrl.rollout import box_rewards  # noqa: F401 (registers its rewards)
 from minivlmrl.rollout.generate import Completion, generate
 from minivlmrl.rollout.rewards import score
 from minivlmrl.training.distributed import World
@@ -24,6 +27,7 @@ class Rollout:
     completions: list[list[Completion]]  # B lists of G
     texts: list[str]  # n
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
+    answer_extents: list = field(default_factory=list)  # n, see box_columns
 
     def select(self, groups: Sequence[int]) -> "Rollout":
         """Only these groups."""
@@ -68,10 +72,32 @@ def rollout(
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
     columns["prompts"] = [row.messages for row in rows for _ in range(num_generations)]
+    columns |= box_columns(rows, prompts, processor, num_generations)
     columns["completion_ids"] = [completion.ids.tolist() for group in completions for completion in group]
     if reward_model is not None:
         columns["reward_model_scores"] = judge(reward_model, prompts, completions)
-    return Rollout(prompts, completions, texts, score(list(reward_names), texts, columns))
+    rewards = score(list(reward_names), texts, columns)
+    return Rollout(prompts, completions, texts, rewards, columns["answer_extents"])
+
+
+def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, G: int) -> dict[str, list]:
+    """What rewards for boxes need to know of each completion's first image: its size, and in what its answer counts.
+
+    image_sizes are (width, height) in original pixels. answer_extents are those of the whole image in the space that
+    the answer is written in: the row's own answer_extent, or that of its box_space, by default the resized image.
+    None for rows without images.
+    """
+    sizes, extents, patch = [], [], processor.image_processor.patch_size
+    for row, prompt in zip(rows, prompts, strict=True):
+        size = answer = None
+        if row.images:
+            _, height, width = prompt.image_grid_thw[0].tolist()
+            size = row.images[0].size
+            space = row.columns.get("box_space") or "resized"
+            answer = row.columns.get("answer_extent") or extent(space, size, (width * patch, height * patch))
+        sizes += [size] * G
+        extents += [answer] * G
+    return {"image_sizes": sizes, "answer_extents": extents}
 
 
 @torch.no_grad()
@@ -89,43 +115,68 @@ def judge(
 
 
 @dataclass
+class Answer:
+    """What the model says to a held-out row."""
+
+    text: str
+    score: float  # of the first reward
+    extent: tuple[float, float] | None  # see box_columns
+
+
+@dataclass
 class Evaluation:
     """Held-out results, each a mean over rows; NaN where no row could be judged."""
 
-    sampled: float  # accuracy of one completion a row, drawn at temperature 1
-    greedy: float  # accuracy of the likeliest completion
+    sampled: float  # the first reward of one completion a row, drawn at temperature 1: accuracy, or IoU
+    greedy: float  # the same of the likeliest completion
     format: float  # share of sampled completions in the asked form
-    greedy_texts: list[str]  # for the report, in the order of the rows
+    answers: list["Answer"]  # the likeliest ones, for the report, in the order of the rows
+    more: dict[str, float] = field(default_factory=dict)  # further rewards, and the first over rows marked unseen
     pairs: float | None = None  # share of held-out pairs whose chosen answer wins, where a stage can tell
 
 
 def evaluate(
-    model: Qwen2_5_VL, processor: Processor, rows: Dataset, max_new_tokens: int, world: World, batch_size: int = 64
+    model: Qwen2_5_VL,
+    processor: Processor,
+    rows: Dataset,
+    max_new_tokens: int,
+    world: World,
+    rewards: Sequence[str] = ("accuracy", "format"),
+    batch_size: int = 64,
 ) -> Evaluation:
     """Answer held-out rows, once sampled and once greedily.
 
     Args:
         rows: all of them are used, each rank taking every size-th.
+        rewards: what counts, the form, and what else is to be reported.
         batch_size: rows generated together.
     """
     generator = torch.Generator(world.device).manual_seed(world.rank)  # its own: training's draws stay untouched
     mine = range(world.rank, len(rows), world.size)
-    totals, texts = {}, []
-    for temperature in (1.0, 0.0):
+    means, answers = {}, []
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
-        rewards = []
+        values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
         for start in range(0, len(mine), batch_size):
             batch = [rows[i] for i in mine[start : start + batch_size]]
-            result = rollout(model, processor, batch, 1, sampling, ("accuracy", "format"), generator)
-            rewards.append(result.rewards)
-            texts += result.texts if temperature == 0 else []
-        values = torch.cat([torch.zeros(0, 2), *rewards])  # a rank may have no rows
-        totals[temperature] = world.sum(*values.nansum(0).tolist(), *(~values.isnan()).sum(0).tolist())
-
-    def mean(temperature: float, column: int) -> float:
-        total, count = totals[temperature][column], totals[temperature][column + 2]
-        return total / count if count else float("nan")
-
-    everyones = world.gather_objects(texts)  # rank r has rows r, r + size, ...
+            result = rollout(model, processor, batch, 1, sampling, rewards, generator)
+            values = torch.cat([values, result.rewards])
+            unseen += [bool(row.columns.get("unseen")) for row in batch]
+            if temperature == 0:
+                said = zip(result.texts, result.rewards[:, 0].tolist(), result.answer_extents, strict=True)
+                answers += [Answer(*parts) for parts in said]
+        means[name] = _means(values, world)
+        means[f"unseen {name}"] = _means(values[torch.tensor(unseen, dtype=torch.bool)], world)
+    everyones = world.gather_objects(answers)  # rank r has rows r, r + size, ...
     in_order = [everyones[i % world.size][i // world.size] for i in range(len(rows))]
-    return Evaluation(mean(1.0, 0), mean(0.0, 0), mean(1.0, 1), in_order)
+    more = {f"{rewards[k]} {name}": means[name][k] for k in range(2, len(rewards)) for name in ("sampled", "greedy")}
+    more |= {name: values[0] for name, values in means.items() if name.startswith("unseen")}
+    more = {name: value for name, value in more.items() if not math.isnan(value)}
+    return Evaluation(means["sampled"][0], means["greedy"][0], means["sampled"][1], in_order, more)
+
+
+def _means(values: Tensor, world: World) -> list[float]:
+    """(n, K) of this rank -> K means over all ranks' rows; NaN entries count for nothing, NaN where none is left."""
+    K = values.shape[1]
+    totals = world.sum(*values.nansum(0).tolist(), *(~values.isnan()).sum(0).tolist())
+    return [totals[k] / totals[k + K] if totals[k + K] else float("nan") for k in range(K)]

@@ -3,24 +3,24 @@
 import json
 from pathlib import Path
 
-from minivlmrl.data.sources import Dataset
-from minivlmrl.rollout.rewards import accuracy
+from minivlmrl.data.boxes import Box, parse_boxes
+from minivlmrl.data.sources import Dataset, Row
 from minivlmrl.rollout.rollout import Evaluation
 
 SHOWN = 8  # held-out images in the strip
-RIGHT, WRONG = "#1a7f37", "#b42318"
+RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
 
 
 def print_table(summary: dict):
     """Print summary.json as a table."""
     stages = [name for name in summary if name not in ("chance", "seconds")]
-    columns = ["sampled", "greedy", "format", *["pairs"][: any("pairs" in summary[name] for name in stages)]]
+    columns = list(dict.fromkeys(key for name in stages for key in summary[name])) or ["sampled", "greedy"]
     width = max(12, *(len(name) + 1 for name in stages)) if stages else 12
-    print(f"\n{'held-out':<{width}}" + "".join(f"{name:>9}" for name in columns))
+    print(f"\n{'held-out':<{width}}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns))
     if summary["chance"] is not None:
         print(f"{'chance':<{width}}" + f"{summary['chance']:>9.3f}" * 2)
     for name in stages:
-        figures = [f"{summary[name][c]:>9.3f}" if c in summary[name] else "" for c in columns]
+        figures = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
         print(f"{name.replace('_', ' '):<{width}}" + "".join(figures))
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
@@ -85,12 +85,9 @@ def _curves(axes, lines: list[dict], summary: dict):
 def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
     """Held-out images, what is true, and what the model answers before and after the last stage.
 
-    Images whose answer became right or wrong come first, in order, then the others.
+    Images whose answer became right or wrong (for boxes: an IoU of at least 0.5, or not any more) come first.
     """
-    right = {
-        name: [accuracy([text], [rows[i].columns["solution"]]) == [1.0] for i, text in enumerate(result.greedy_texts)]
-        for name, result in results.items()
-    }
+    right = {name: [answer.score >= 0.5 for answer in result.answers] for name, result in results.items()}
     before, after = (list(right.values()) * 2)[:2] if len(right) == 1 else right.values()
     changes = [a - b for b, a in zip(before, after, strict=True)]
     order = sorted(range(len(changes)), key=lambda i: changes[i] == 0)[:SHOWN]
@@ -98,20 +95,49 @@ def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
         1, len(order), squeeze=False, gridspec_kw={"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
     )
     for i, axis in zip(order, axes[0], strict=True):
-        if rows[i].images:
-            axis.imshow(rows[i].images[0])
+        row = rows[i]
+        if row.images:
+            axis.imshow(row.images[0])
         axis.set(xticks=[], yticks=[])
-        axis.set_title(_short(rows[i].columns["solution"]), fontsize=9)
+        truth = _boxes(row.columns.get("solution"), row)
+        title = row.columns["problem"] if truth else row.columns["solution"]
+        axis.set_title(_short(title), fontsize=9)
+        for box in truth:
+            _outline(axis, box, TRUE, "-")
         for line, (name, result) in enumerate(results.items()):
-            said = result.greedy_texts[i].rpartition("<answer>")[2].partition("</answer>")[0]
+            answer = result.answers[i]
+            said = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
             axis.text(
                 0.5, -0.06 - 0.3 * line, f"{name.replace('_', ' ')}\n{_short(said)}", fontsize=8, ha="center", va="top",
                 color=RIGHT if right[name][i] else WRONG, transform=axis.transAxes,
             )  # fmt: skip
+            for box in _boxes(parse_boxes(said), row, answer.extent) if truth else ():
+                _outline(axis, box, RIGHT if right[name][i] else WRONG, (":", "--")[line])
+    explained = (
+        "; black: true, dotted: before, dashed: after"
+        if any(_boxes(rows[i].columns.get("solution"), rows[i]) for i in order)
+        else ""
+    )
     figure.suptitle(
         f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
-        "(these come first; the truth stands above each image)", fontsize=10,
+        f"(these come first; the truth stands above each image{explained})", fontsize=10,
     )  # fmt: skip
+
+
+def _boxes(solution, row: Row, extent: tuple[float, float] | None = None) -> list[Box]:
+    """Boxes in the pixels of a row's image; none if the solution is something else."""
+    listed = (
+        solution if isinstance(solution, list) and solution and isinstance(solution[0], list | tuple) else [solution]
+    )
+    if not row.images or not all(isinstance(box, list | tuple) and len(box) == 4 for box in listed):
+        return []
+    size = row.images[0].size
+    return [Box(*box, extent or size).to(size) for box in listed]
+
+
+def _outline(axis, box: Box, color: str, style: str):
+    x, y = (box.x1, box.x2, box.x2, box.x1, box.x1), (box.y1, box.y1, box.y2, box.y2, box.y1)
+    axis.plot([v - 0.5 for v in x], [v - 0.5 for v in y], color=color, linestyle=style, linewidth=1.8)
 
 
 def _smooth(values: list[float | None], window: int = 10) -> list[float]:

@@ -1,0 +1,239 @@
+"""Boxes: which space they are in, how they overlap, and what a text says about them.
+
+A box is two corners, (x1, y1) at the top left and (x2, y2) at the bottom right, in continuous coordinates: an image
+begins at 0 and ends at its width. So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+SPACES = ("original", "resized", "thousandths", "unit")
+LIMIT = 1e100  # coordinates from here on are no place in an image, and their areas might overflow
+
+NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+COMMA = r"(?:\s*,\s*|\s+)"
+PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
+FOUR = COMMA.join([NUMBER] * 4)
+GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
+GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
+FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
+
+
+def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+    """Width and height of a whole image in the units of a space.
+
+    Example: "thousandths" gives (1000, 1000) for every image.
+
+    Args:
+        space: "original" (pixels of the file), "resized" (pixels of the image that the model sees: what Qwen2.5-VL
+            writes), "thousandths" (0 to 1000: what Qwen2-VL and Qwen3-VL write) or "unit" (0 to 1).
+        original, resized: width and height in pixels (smart_resize says height first).
+    Raises:
+        ValueError: an unknown space.
+    """
+    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
+    if space not in extents:
+        raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
+    width, height = extents[space]
+    return float(width), float(height)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Two corners and the width and height of the whole image in the same units."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    extent: tuple[float, float]
+
+    def to(self, extent: tuple[float, float]) -> "Box":
+        """The same place in other units. A coordinate of whole pixels gets the float nearest to the exact quotient.
+
+        Example: (10, 10, 20, 20) of (100, 50) is (20, 40, 40, 80) of (200, 200).
+        """
+        if extent == self.extent:
+            return self
+        (width, height), (old_width, old_height) = extent, self.extent
+        x1, x2 = self.x1 * width / old_width, self.x2 * width / old_width
+        y1, y2 = self.y1 * height / old_height, self.y2 * height / old_height
+        return Box(x1, y1, x2, y2, extent)
+
+    @property
+    def area(self) -> float:
+        return (self.x2 - self.x1) * (self.y2 - self.y1)
+
+    @property
+    def valid(self) -> bool:
+        """Finite, corners in order, some area."""
+        finite = all(abs(c) < LIMIT for c in (self.x1, self.y1, self.x2, self.y2))  # False for NaN
+        return finite and self.x2 > self.x1 and self.y2 > self.y1 and self.area > 0
+
+    def inside(self, tolerance: float = 1e-6) -> bool:
+        """Nothing of it is out of its image, but for this share of the image's sides."""
+        width, height = self.extent
+        over_x, over_y = tolerance * width, tolerance * height
+        return (
+            -over_x <= min(self.x1, self.x2) and max(self.x1, self.x2) <= width + over_x
+            and -over_y <= min(self.y1, self.y2) and max(self.y1, self.y2) <= height + over_y
+        )  # fmt: skip
+
+
+def iou(a: Box, b: Box) -> float:
+    """Intersection over union, 0 to 1; 0 where a box is not valid.
+
+    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share 2 of 6: 1/3.
+
+    Source: Jaccard's index; torchvision's box_iou.
+    """
+    assert a.extent == b.extent, "boxes of different spaces: use to()"
+    if not (a.valid and b.valid):
+        return 0.0
+    return intersection(a, b) / union(a, b)
+
+
+def giou(a: Box, b: Box) -> float:
+    """IoU less the share of the smallest box around both that neither fills: -1 to 1; -1 where a box is not valid.
+
+    Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
+
+    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's generalized_box_iou.
+    """
+    assert a.extent == b.extent, "boxes of different spaces: use to()"
+    if not (a.valid and b.valid):
+        return -1.0
+    around = (max(a.x2, b.x2) - min(a.x1, b.x1)) * (max(a.y2, b.y2) - min(a.y1, b.y1))
+    empty = max(0.0, around - union(a, b))  # rounding alone can make it negative
+    return iou(a, b) - empty / around
+
+
+def intersection(a: Box, b: Box) -> float:
+    """Area that both cover."""
+    width, height = min(a.x2, b.x2) - max(a.x1, b.x1), min(a.y2, b.y2) - max(a.y1, b.y1)
+    return max(0.0, width) * max(0.0, height)
+
+
+def union(a: Box, b: Box) -> float:
+    """Area that one or both cover; summed in this order it is never less than what both cover."""
+    return a.area + (b.area - intersection(a, b))
+
+
+def match(
+    predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
+) -> list[tuple[int, int]]:
+    """Pair boxes one to one so that the sum of similarities is the largest possible.
+
+    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all. (The best pair
+    first would give (0, 0) and (1, 1): .6.)
+
+    Args:
+        predicted, truth: n and m boxes.
+        similarity: of a predicted and a true box.
+    Returns:
+        min(n, m) pairs (index of predicted, index of truth), by the first; pairs that do not overlap included.
+    """
+    if not predicted or not truth:
+        return []
+    if len(predicted) > len(truth):
+        columns = assign([[-similarity(p, t) for p in predicted] for t in truth])
+        return sorted((p, t) for t, p in enumerate(columns))
+    return list(enumerate(assign([[-similarity(p, t) for t in truth] for p in predicted])))
+
+
+def assign(cost: list[list[float]]) -> list[int]:
+    """Give each row its own column at the least total cost: the Hungarian algorithm, rows^2 * columns steps.
+
+    Rows and columns have prices such that no cost is below the sum of its two. Rows come in one after the other. Each
+    looks for a free column along pairs whose cost is just their prices, moving other rows on to other columns; where
+    there is no such way, prices change by the least that opens another pair.
+
+    Args:
+        cost: rows of equal length, at least as many columns as rows.
+    Returns:
+        the column of each row.
+    Source: Kuhn 1955 and Munkres 1957, in the form with shortest paths (Jonker and Volgenant 1987).
+    """
+    rows, columns = len(cost), len(cost[0])
+    row_price, column_price = [0.0] * (rows + 1), [0.0] * (columns + 1)
+    owner = [0] * (columns + 1)  # row of each column, both counted from 1; 0: nobody. Column 0 holds who comes in
+    for row in range(1, rows + 1):
+        owner[0], column = row, 0
+        slack, before, reached = [math.inf] * (columns + 1), [0] * (columns + 1), [False] * (columns + 1)
+        while owner[column]:
+            reached[column], i = True, owner[column]
+            open_columns = [j for j in range(1, columns + 1) if not reached[j]]
+            for j in open_columns:
+                above = cost[i - 1][j - 1] - row_price[i] - column_price[j]
+                if above < slack[j]:
+                    slack[j], before[j] = above, column
+            nearest = min(open_columns, key=slack.__getitem__)
+            step = slack[nearest]
+            for j in range(columns + 1):
+                if reached[j]:
+                    row_price[owner[j]] += step
+                    column_price[j] -= step
+                else:
+                    slack[j] -= step
+            column = nearest
+        while column:
+            owner[column], column = owner[before[column]], before[column]
+    column_of = {owner[j]: j - 1 for j in range(1, columns + 1)}
+    return [column_of[row] for row in range(1, rows + 1)]
+
+
+def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
+    """Read the boxes that a text consists of.
+
+    One of these, and nothing but white space, a code fence or a final full stop around it:
+
+        {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
+        [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four
+        [1, 2, 5, 6]  or several, with or without commas    [1 2 5 6] [7, 7, 8, 9.5]
+        (1, 2), (5, 6)  or several                          corners
+        1 2 5 6  or  1, 2, 5, 6                             one box
+
+    A text with prose around is not read: "not [1, 2, 5, 6]" says the opposite. One group that is no box (three numbers,
+    NaN, 1e309, a word) and nothing of the text is read.
+
+    Returns:
+        what is written as x1, y1, x2, y2, all finite, in the order of the text; the corners may be out of order or out
+        of the image (see Box.valid). Empty where the text says no box.
+    Source: the cookbook of Qwen2.5-VL for "bbox_2d".
+    """
+    text = text.strip()
+    fenced = FENCED.fullmatch(text)
+    text = (fenced[1] if fenced else text).strip().removesuffix(".")
+    try:
+        said = json.loads(text, parse_int=float, parse_constant=refuse, object_pairs_hook=unique)
+        groups = [read_group(item) for item in (said if is_list_of_groups(said) else [said])]
+    except (ValueError, RecursionError):
+        numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
+        groups = [tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
+    return groups if all(group and all(map(math.isfinite, group)) for group in groups) else []
+
+
+def is_list_of_groups(said: object) -> bool:
+    return isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
+
+
+def read_group(item: object) -> tuple[float, ...] | None:
+    """The four numbers of {"bbox_2d": [...]} or [...], else None."""
+    numbers = item.get("bbox_2d") if isinstance(item, dict) else item
+    good = isinstance(numbers, list) and len(numbers) == 4 and all(isinstance(n, float) for n in numbers)
+    return tuple(numbers) if good else None
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; one with the same key twice says two things at once."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
+def refuse(constant: str):
+    """NaN and Infinity are no JSON, though Python reads them."""
+    raise ValueError(f"{constant} is no number")

@@ -1,0 +1,320 @@
+"""Rewards for boxes: what earns, and what a policy that looks for loopholes gets."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from minivlmrl.rollout.box_rewards import acc_0_5, answer, box_format, giou, iou
+from minivlmrl.rollout.rewards import score
+
+SIZE = (200, 100)  # of the image file
+EXTENT = (100.0, 50.0)  # of what the model sees
+SOLUTION = [40, 20, 80, 60]  # in pixels of the file; in those of the answer this is
+RIGHT = "20 10 40 30"
+WRONG = "60 10 80 30"  # as large, a box's width beside: GIoU 0 - 400 / 1200
+NAMES = ["iou", "acc_0_5", "giou", "box_format"]
+
+
+def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
+    return {"solution": [solution] * count, "image_sizes": [size] * count, "answer_extents": [extent] * count}
+
+
+def rewards(completion, **settings):
+    return tuple(score(NAMES, [completion], columns(**settings))[0].tolist())
+
+
+def say(text):
+    return f"<think>a</think><answer>{text}</answer>"
+
+
+def js(*boxes, **more):
+    return json.dumps([{"bbox_2d": [float(n) for n in box.split()], "label": "cat", **more} for box in boxes])
+
+
+def approx(*values):
+    return pytest.approx(values, abs=1e-6)
+
+
+TILES = [f"{x} {y} {x + 10} {y + 10}" for x in range(0, 100, 10) for y in range(0, 50, 10)]
+NOTHING, NOTHING_IN_FORM = (0, 0, -1, 0), (0, 0, -1, 1)
+ALL, ALL_BUT_FORM = (1, 1, 1, 1), (1, 1, 1, 0)
+BESIDE, BESIDE_BUT_FORM = (0, 0, -1 / 3, 1), (0, 0, -1 / 3, 0)
+
+# completion: iou, acc_0_5, giou, box_format
+HACKS = {
+    # what is asked for
+    say(RIGHT): ALL,
+    say("[20, 10, 40, 30]"): ALL,
+    say("(20, 10), (40, 30)"): ALL,
+    say(js(RIGHT)): ALL,
+    say(f"\n```json\n{js(RIGHT)}\n```\n"): ALL,
+    say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
+    say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
+    say("20.0 1e1 +40 30."): ALL,
+    say(WRONG): BESIDE,
+    # large, small, empty
+    say("0 0 100 50"): (0.08, 0, 0.08, 1),
+    say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
+    say("-1e99 -1e99 1e99 1e99"): (0, 0, 0, 0),
+    say("-1e308 -1e308 1e308 1e308"): NOTHING,
+    say("30 20 31 21"): (1 / 400, 0, 1 / 400, 1),
+    say("30 20 30 20"): NOTHING,
+    say("30 20 30 30"): NOTHING,
+    say("0 0 0 0"): NOTHING,
+    say("30 20 30.0000000000000001 20.0000000000000001"): NOTHING,
+    # another order or unit
+    say("40 30 20 10"): NOTHING,
+    say("40 10 20 30"): NOTHING,
+    say("20 30 40 10"): NOTHING,
+    say("20 10 20 20"): NOTHING,  # x, y, width, height
+    say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
+    say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
+    say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
+    say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
+    say("-20 -10 40 30"): (1 / 6, 0, 1 / 6, 0),
+    say("-20 -10 -40 -30"): NOTHING,
+    say("20 10 40 51"): (400 / 820, 0, 400 / 820, 0),
+    # no numbers
+    say("NaN NaN NaN NaN"): NOTHING,
+    say("[20, 10, NaN, 30]"): NOTHING,
+    say("[-Infinity, -Infinity, Infinity, Infinity]"): NOTHING,
+    say("0 0 inf inf"): NOTHING,
+    say("20 10 1e309 30"): NOTHING,
+    say("-1e309 -1e309 1e309 1e309"): NOTHING,
+    say("20 10 40 3" + "0" * 400): NOTHING,
+    say("２０ １０ ４０ ３０"): NOTHING,
+    say("٢٠ ١٠ ٤٠ ٣٠"): NOTHING,
+    say("[true, true, true, true]"): NOTHING,
+    say('["20", "10", "40", "30"]'): NOTHING,
+    say("{x1} {y1} {x2} {y2}"): NOTHING,
+    say("the cat"): NOTHING,
+    say("[]"): NOTHING,
+    say("{}"): NOTHING,
+    say("```json\n```"): NOTHING,
+    say("[" * 3000): NOTHING,
+    # not four numbers, or not one reading of them
+    say("20 10 40"): NOTHING,
+    say("20 10 40 30 60 10 80 30"): NOTHING,
+    say("[20, 10], [40, 30]"): NOTHING,
+    say('{"bbox_2d": [20, 10, 40, 30], "bbox_2d": [60, 10, 80, 30]}'): NOTHING,
+    say('{"bbox_2d": [20, 10, 40, 30]'): NOTHING,
+    say("{'bbox_2d': [20, 10, 40, 30]}"): NOTHING,
+    say('{"solution": [20, 10, 40, 30]}'): NOTHING,
+    say(f"[{RIGHT}], [20, 10, 40]"): NOTHING,
+    say(f"[{RIGHT}] or [{WRONG}]"): NOTHING,
+    say(f"not {RIGHT}"): NOTHING,
+    say(f"The cat is at [{RIGHT}]"): NOTHING,
+    say(f"{RIGHT}\x00"): NOTHING,
+    # several guesses
+    say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
+    say(js(WRONG, RIGHT)): (0.5, 0.5, 0, 1),
+    say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
+    say(f"[{RIGHT}], [0 0 0 0]"): (0.5, 0.5, 0, 0),
+    say(f"[{RIGHT}], [90 40 110 60]"): (0.5, 0.5, 0, 0),
+    say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
+    say(js(*[RIGHT] * 1000)): (0.001, 0.001, -0.998, 1),
+    say(js(*TILES)): (0.25 / 50, 0, (0.25 - 49) / 50, 1),
+    # tags
+    "": NOTHING,
+    RIGHT: ALL_BUT_FORM,
+    f"```json\n{js(RIGHT)}\n```": ALL_BUT_FORM,
+    f"The cat is at [{RIGHT}]": NOTHING,
+    f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
+    f"Sure! {say(RIGHT)}": ALL_BUT_FORM,
+    f"{say(RIGHT)} Done.": ALL_BUT_FORM,
+    f"{say(RIGHT)}{WRONG}": ALL_BUT_FORM,
+    f"{say(WRONG)}{RIGHT}": BESIDE_BUT_FORM,
+    f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
+    f"<think>{RIGHT}</think>": NOTHING,
+    f"<think>{RIGHT}</think>{RIGHT}": NOTHING,
+    f"<think>{RIGHT}": NOTHING,
+    f"<think>{RIGHT}</think><answer></answer>": NOTHING,
+    f"<think>{RIGHT}</think><answer>the box above</answer>": NOTHING,
+    f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
+    f"<think><answer>{RIGHT}</answer></think>": NOTHING,
+    f"<think><answer>{RIGHT}</answer>": NOTHING,
+    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
+    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}": NOTHING,
+    f"<answer>{RIGHT}</answer><think>a</think>": NOTHING,
+    f"<think>a</think><answer>{RIGHT}": NOTHING,
+    f"{RIGHT}</answer>": NOTHING,
+    f"<answer>{RIGHT}<answer>": NOTHING,
+    f"<answer><answer>{RIGHT}</answer></answer>": NOTHING,
+    f"<answer>{WRONG}<answer>{RIGHT}</answer>": NOTHING,
+    f"<ANSWER>{RIGHT}</ANSWER>": NOTHING,
+    f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
+    f"<answer>{RIGHT}</answer><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
+    f"<answer>{RIGHT}</answer><answer></answer>": NOTHING,
+    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
+    f"<think></think><answer>{RIGHT}</answer>": ALL_BUT_FORM,
+    f"a</think><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # a prompt may end with <think>
+    js(RIGHT).replace("cat", "<answer>"): NOTHING,
+    say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
+}
+
+
+@pytest.mark.parametrize("completion", HACKS)
+def test_red_team(completion):
+    begin = time.process_time()
+    assert rewards(completion) == approx(*HACKS[completion])
+    assert time.process_time() - begin < 1
+
+
+def test_two_guesses_earn_no_more_than_their_mean():
+    guesses = [RIGHT, WRONG, "0 0 100 50", "25 10 45 30", "40 30 20 10", "30 20 31 21"]
+    for one in guesses:
+        for other in guesses:
+            both, singles = rewards(say(js(one, other))), [rewards(say(js(guess))) for guess in (one, other)]
+            for k in range(3):
+                assert both[k] <= (singles[0][k] + singles[1][k]) / 2 + 1e-6, (one, other)
+
+
+# two true boxes 40 x 40 and 20 x 20, in pixels of the file
+TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
+FIRST, OTHER = "20 10 40 30", "50 0 60 10"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([FIRST, OTHER], (1, 1, 1, 1)),
+        ([OTHER, FIRST], (1, 1, 1, 1)),
+        ([FIRST], (0.5, 0.5, 0, 1)),
+        ([OTHER], (0.5, 0.5, 0, 1)),
+        ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
+        ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
+        (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
+        (["20 10 40 19.99", OTHER], (0.74975, 0.5, 0.74975, 1)),
+        (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
+        (["40 30 20 10", OTHER], (0.5, 0.5, 0, 0)),
+        ([], NOTHING),
+    ],
+)
+def test_several_true_boxes(said, expected):
+    assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
+
+
+def test_the_best_matching_counts_not_the_first_that_fits():
+    """A covers both true boxes by a half or more, B only one of them: A has to leave that one to B."""
+    true = [[0, 0, 10, 10], [10, 0, 20, 10]]
+    settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
+    wide, left = [0, 0, 20, 10], [0, 0, 10, 9]
+    assert rewards(say([wide, left]), **settings) == approx(0.7, 1, 0.7, 1)
+    assert rewards(say([left, wide]), **settings) == approx(0.7, 1, 0.7, 1)
+
+
+def test_giou_is_matched_by_giou():
+    """Without any overlap a nearer pairing still earns more: crossed pairs would give less."""
+    true = [[0, 0, 10, 10], [80, 80, 90, 90]]
+    settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
+    near = rewards(say([[70, 80, 80, 90], [10, 0, 20, 10]]), **settings)
+    assert near == approx(0, 0, 0, 1)  # touching along a side: nothing empty around
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        [40, 20, 80, 60], [40.0, 20, 80, 60.0], (40, 20, 80, 60), [[40, 20, 80, 60]], "[40, 20, 80, 60]",
+        "[[40, 20, 80, 60]]", "40 20 80 60", '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}',
+        {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
+    ],
+)  # fmt: skip
+def test_solutions_in_every_form(solution):
+    assert rewards(say(RIGHT), solution=solution) == ALL
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "", "cat", "[]", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [], [[]], {},
+        [40, 20, 80], [40, 20, 80, 60, 1], [80, 20, 40, 60], [40, 60, 80, 20], [40, 20, 40, 60], [40, 20, 80, 20],
+        [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60], [40, 20, math.inf, 60], ["40", "20", "80", "60"],
+        [None, 20, 80, 60], [True, 20, 80, 60], 7, 1.5, True, {40, 20, 80, 60}, torch.tensor([40, 20, 80, 60]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["iou", "acc_0_5", "giou"])
+def test_a_wrong_solution_is_named(name, solution):
+    with pytest.raises(ValueError) as raised:
+        score([name], [say(RIGHT)], columns(solution))
+    assert str(raised.value).startswith(f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]")
+
+
+def test_none_where_nothing_can_be_judged():
+    for reward in (iou, acc_0_5, giou):
+        assert reward([say(RIGHT)], **columns(solution=None)) == [None]
+        assert reward([say(RIGHT)], **columns(size=None, extent=None)) == [None]
+    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
+    assert box_format([say(RIGHT)], **columns(extent=None)) == [None]
+    values = score(NAMES, [say(RIGHT)], columns(solution=None))[0]
+    assert values.isnan().tolist() == [True, True, True, False]
+
+
+def test_each_completion_is_judged_by_its_own_row():
+    """The same words in three spaces."""
+    given = {
+        "solution": [[10, 10, 20, 20], None, "10 10 20 20"],
+        "image_sizes": [(100, 100), (100, 100), (50, 40)],
+        "answer_extents": [(100, 100), (100, 100), (100, 80)],
+    }
+    values = score(NAMES, [say("10 10 20 20")] * 3, given)
+    assert values[0].tolist() == [1, 1, 1, 1]
+    assert values[1, 3] == 1
+    assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("extent", "said"),
+    [
+        ((200, 100), "40 20 80 60"),
+        ((1000, 1000), "200 200 400 600"),
+        ((1, 1), "0.2 0.2 0.4 0.6"),
+        ((8, 8), "1.6 1.6 3.2 4.8"),
+        ([100, 50], "20 10 40 30"),
+    ],
+)
+def test_an_answer_counts_in_its_own_space(extent, said):
+    assert rewards(say(said), extent=extent) == approx(*ALL)
+    assert rewards(say(said), size=list(SIZE), extent=extent) == approx(*ALL)
+
+
+def test_the_edge_of_the_image_is_inside():
+    assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
+
+
+def test_answer_docstring_example():
+    assert answer("<think>1 1 2 2</think><answer>1 2 5 6</answer>") == answer("1 2 5 6") == "1 2 5 6"
+
+
+def test_iou_docstring_examples():
+    one, two = columns(), columns(solution=TWO)
+    assert iou([say(js(RIGHT, RIGHT))], **one) == iou([say(js(FIRST))], **two) == [0.5]
+    assert iou([say("20 10 40 20")], **one) == [0.5]
+
+
+@pytest.mark.parametrize(("height", "expected"), [(20.0, 1), (19.8, 0), (20.2, 1)])
+def test_acc_docstring_example(height, expected):
+    assert acc_0_5([say(f"20 10 40 {height}")], **columns()) == [expected]
+    assert acc_0_5([say(js("20 10 40 28", WRONG))], **columns()) == [0.5]  # IoU 0.9 and another box beside
+
+
+@pytest.mark.parametrize(
+    "unit", ["<answer>", "</think>", "<think>", "<answer></answer>", "<answer>1 ", "</answer>", "[1,"]
+)
+def test_endless_repetition_is_judged_quickly(unit):
+    """A policy that has gone astray repeats itself: 8 thousand characters must not stall the run."""
+    begin = time.process_time()
+    assert rewards(unit * (8000 // len(unit))) == NOTHING
+    assert time.process_time() - begin < 1
+
+
+def test_a_thousand_guesses_at_fifty_boxes_are_judged_quickly():
+    true = [[x, y, x + 15, y + 15] for x in range(0, 100, 10) for y in range(0, 50, 10)]
+    said = [[x + k / 7, y + k / 9, x + 11, y + 12] for k in range(20) for x, y, *_ in true]
+    begin = time.process_time()
+    value = iou([say(json.dumps(said))], **columns(solution=true))[0]
+    assert 0 < value < 0.05
+    assert time.process_time() - begin < 5

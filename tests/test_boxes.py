@@ -1,0 +1,374 @@
+"""Boxes: overlap against formulas written out here, spaces against fractions, matching against brute force, texts."""
+
+import itertools
+import math
+import random
+import time
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
+from minivlmrl.data.image import smart_resize
+
+IMAGE = (100.0, 80.0)
+ABSURD = [float("nan"), float("inf"), -float("inf"), 1e100, -1e308]
+
+
+def box(*numbers):
+    return Box(*numbers, IMAGE)
+
+
+def random_pairs(count=10_000):
+    """Pairs as numbers, of ten kinds in turn."""
+    draw = random.Random(0)
+
+    def corners(whole):
+        xs = sorted(draw.uniform(0, 100) for _ in range(2))
+        ys = sorted(draw.uniform(0, 80) for _ in range(2))
+        numbers = [xs[0], ys[0], xs[1], ys[1]]
+        return [float(round(n)) for n in numbers] if whole else numbers
+
+    for k in range(count):
+        a, b = corners(k % 20 < 10), corners(k % 20 < 10)
+        kind = k % 10
+        if kind == 3:  # side by side
+            b = [a[2], a[1], a[2] + 7, a[3]]
+        elif kind == 4:  # one corner in common
+            b = [a[2], a[3], a[2] + 3, a[3] + 5]
+        elif kind == 5:  # one in the other
+            third = [(a[2] - a[0]) / 3, (a[3] - a[1]) / 3]
+            b = [a[0] + third[0], a[1] + third[1], a[2] - third[0], a[3] - third[1]]
+        elif kind == 6:
+            b = list(a)
+        elif kind == 7:  # swapped corners
+            b = [b[2], b[1], b[0], b[3]] if k % 20 < 10 else [b[0], b[3], b[2], b[1]]
+        elif kind == 8:  # empty
+            b = [b[0], b[1], b[0], b[3]] if k % 20 < 10 else [b[0], b[1], b[2], b[1]]
+        elif kind == 9:  # overlap of a sliver
+            b = [a[2] - 1e-3, a[1], a[2] + 5, a[3]]
+        yield a, b
+
+
+def degenerate(b):
+    return b[2] <= b[0] or b[3] <= b[1]
+
+
+def torchvision_iou_giou(a, b):
+    """box_iou and generalized_box_iou, one pair, in their order of steps."""
+    area_a, area_b = (a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1])
+    lt, rb = [max(a[0], b[0]), max(a[1], b[1])], [min(a[2], b[2]), min(a[3], b[3])]
+    wh = [max(rb[0] - lt[0], 0), max(rb[1] - lt[1], 0)]
+    inter = wh[0] * wh[1]
+    union = area_a + area_b - inter
+    lti, rbi = [min(a[0], b[0]), min(a[1], b[1])], [max(a[2], b[2]), max(a[3], b[3])]
+    areai = (rbi[0] - lti[0]) * (rbi[1] - lti[1])
+    return inter / union, inter / union - (areai - union) / areai
+
+
+def shapely_iou(a, b):
+    """a.intersection(b).area / a.union(b).area by polygons: clip b's outline at a's four sides, then the shoelace."""
+    outline = [(b[0], b[1]), (b[2], b[1]), (b[2], b[3]), (b[0], b[3])]
+    for axis, limit, sign in ((0, a[0], 1), (0, a[2], -1), (1, a[1], 1), (1, a[3], -1)):
+        clipped = []
+        for p, q in zip(outline, outline[1:] + outline[:1], strict=True):
+            p_in, q_in = sign * (p[axis] - limit) >= 0, sign * (q[axis] - limit) >= 0
+            if p_in:
+                clipped.append(p)
+            if p_in != q_in:
+                t = (limit - p[axis]) / (q[axis] - p[axis])
+                clipped.append((p[0] + t * (q[0] - p[0]), p[1] + t * (q[1] - p[1])))
+        outline = clipped
+    crosses = (p[0] * q[1] - q[0] * p[1] for p, q in zip(outline, outline[1:] + outline[:1], strict=True))
+    inter = abs(sum(crosses)) / 2
+    return inter / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inter)
+
+
+def test_overlap_of_ten_thousand_pairs_against_both_formulas():
+    degenerates = 0
+    for a, b in random_pairs():
+        got, got_giou = iou(box(*a), box(*b)), giou(box(*a), box(*b))
+        assert (got, got_giou) == pytest.approx((iou(box(*b), box(*a)), giou(box(*b), box(*a))), abs=1e-14)
+        if degenerate(a) or degenerate(b):
+            degenerates += 1
+            assert (got, got_giou) == (0, -1)
+            continue
+        expected, expected_giou = torchvision_iou_giou(a, b)
+        assert got == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        assert got_giou == pytest.approx(expected_giou, rel=1e-12, abs=1e-13)
+        assert got == pytest.approx(shapely_iou(a, b), abs=1e-9)
+        assert 0 <= got <= 1
+        assert -1 <= got_giou <= got
+        if a == b:
+            assert (got, got_giou) == (1, 1)
+    assert 2000 <= degenerates <= 2600
+
+
+def test_overlap_docstring_examples():
+    assert iou(box(0, 0, 2, 2), box(1, 0, 3, 2)) == pytest.approx(1 / 3)
+    assert giou(box(0, 0, 1, 1), box(2, 0, 3, 1)) == pytest.approx(-1 / 3)
+
+
+def test_boxes_of_one_pixel_or_less_are_boxes():
+    """A formula with -1 and +1 gives 0 to all of these."""
+    assert iou(box(3, 3, 4, 4), box(3, 3, 4, 4)) == 1
+    assert iou(box(0.1, 0.1, 0.4, 0.5), box(0.1, 0.1, 0.4, 0.5)) == 1
+    assert iou(box(0, 0, 2, 1), box(1, 0, 3, 1)) == pytest.approx(1 / 3)  # they share one pixel
+
+
+@pytest.mark.parametrize("corner", range(4))
+@pytest.mark.parametrize("number", ABSURD)
+def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
+    numbers = [1.0, 2.0, 5.0, 6.0]
+    numbers[corner] = number
+    absurd = box(*numbers)
+    assert not absurd.valid
+    for other in (absurd, box(1, 2, 5, 6)):
+        assert (iou(absurd, other), iou(other, absurd)) == (0, 0)
+        assert (giou(absurd, other), giou(other, absurd)) == (-1, -1)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-160, 1e-30, 1e30, 9e99])
+def test_extreme_sizes_stay_in_bounds(size):
+    extreme, other = box(-size, -size, size, size), box(1, 2, 5, 6)
+    expected = 1 if size > 1e-162 else 0  # below that even the area is 0
+    assert iou(extreme, extreme) == expected
+    assert 0 <= iou(extreme, other) <= 1
+    assert -1 <= giou(extreme, other) <= 1
+
+
+def test_boxes_of_different_spaces_are_not_compared():
+    for overlap in (iou, giou):
+        with pytest.raises(AssertionError, match="different spaces"):
+            overlap(box(1, 2, 5, 6), Box(1, 2, 5, 6, (1000.0, 1000.0)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "valid", "inside"),
+    [
+        ((1, 2, 5, 6), True, True),
+        ((0, 0, 100, 80), True, True),
+        ((0, 0, 100.00001, 80), True, True),
+        ((0, 0, 100.001, 80), True, False),
+        ((0, 0, 100, 80.001), True, False),
+        ((-0.001, 0, 5, 5), True, False),
+        ((0, -0.001, 5, 5), True, False),
+        ((0, 0, 80, 100), True, False),
+        ((5, 6, 1, 2), False, True),
+        ((5, 2, 1, 6), False, True),
+        ((1, 6, 5, 2), False, True),
+        ((1, 2, 1, 6), False, True),
+        ((101, 2, 1, 6), False, False),
+    ],
+)
+def test_valid_and_inside(numbers, valid, inside):
+    assert (box(*numbers).valid, box(*numbers).inside()) == (valid, inside)
+
+
+def test_extent_of_each_space():
+    assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [
+        (640, 480),
+        (308, 224),
+        (1000, 1000),
+        (1, 1),
+    ]
+    with pytest.raises(ValueError, match="unknown space 'pixels' for boxes; there are: original, resized, thousandths"):
+        extent("pixels", (640, 480), (308, 224))
+
+
+def test_to_docstring_example():
+    assert Box(10, 10, 20, 20, (100, 50)).to((200, 200)) == Box(20, 40, 40, 80, (200, 200))
+
+
+def exact(b, new):
+    """Box.to in fractions."""
+    scale = [Fraction(n) / Fraction(o) for n, o in zip(new, b.extent, strict=True)]
+    return [Fraction(c) * scale[i % 2] for i, c in enumerate((b.x1, b.y1, b.x2, b.y2))]
+
+
+@pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
+def test_round_trip_of_a_thousand_sizes(space):
+    """There: whole pixels get the float nearest to the exact fraction. And back: within 2^-51 of the exact number,
+    relatively, and the whole pixels themselves after round(). Boxes between pixels: 2^-52 there, the same back."""
+    draw = random.Random(1)
+    for k in range(1000):
+        original = (draw.randint(1, 5000), draw.randint(1, 5000))
+        if max(original) > 200 * min(original):
+            original = (original[0] + 50, original[1] + 50)
+        height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
+        there, back = extent(space, original, (width, height)), extent("original", original, (width, height))
+        corners = [draw.uniform(0, side) for side in original * 2]
+        start = Box(*([float(round(c)) for c in corners] if k % 2 else corners), back)
+        moved = start.to(there)
+        returned = moved.to(back)
+        got = (moved.x1, moved.y1, moved.x2, moved.y2)
+        for value, true in zip(got, exact(start, there), strict=True):
+            assert value == float(true) if k % 2 else abs(Fraction(value) - true) <= true / 2**52
+        for name in ("x1", "y1", "x2", "y2"):
+            before, after = Fraction(getattr(start, name)), Fraction(getattr(returned, name))
+            assert abs(after - before) <= before / 2**51
+            assert k % 2 == 0 or round(after) == before
+        assert moved.extent == there
+        assert returned.extent == back
+
+
+def test_the_same_space_changes_nothing_at_all():
+    b = Box(0.1, 0.2, 0.7, 0.9, (3.0, 7.0))
+    assert b.to((3.0, 7.0)) == b
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_overlap_is_the_same_in_every_space(space):
+    for a, b in random_pairs(200):
+        there = extent(space, (100, 80), (112, 84))
+        moved = iou(box(*a).to(there), box(*b).to(there))
+        assert moved == pytest.approx(iou(box(*a), box(*b)), abs=1e-11)
+
+
+def brute_force(table):
+    """Largest sum over all one-to-one pairings of rows and columns."""
+    if len(table) > len(table[0]):
+        table = list(zip(*table, strict=True))
+    columns = itertools.permutations(range(len(table[0])), len(table))
+    return max(sum(row[j] for row, j in zip(table, order, strict=True)) for order in columns)
+
+
+@pytest.mark.parametrize("similarity", [iou, giou])
+@pytest.mark.parametrize(("n", "m"), itertools.product(range(1, 6), repeat=2))
+def test_match_against_brute_force(n, m, similarity):
+    draw = random.Random(10 * n + m)
+
+    def near():
+        x, y = draw.uniform(0, 12), draw.uniform(0, 12)
+        return box(x, y, x + draw.uniform(8, 20), y + draw.uniform(8, 20))
+
+    for k in range(12):
+        predicted, truth = [near() for _ in range(n)], [near() for _ in range(m)]
+        if k == 11:  # ties: all the same
+            predicted, truth = [predicted[0]] * n, [truth[0]] * m
+        pairs = match(predicted, truth, similarity)
+        assert len(pairs) == min(n, m)
+        assert pairs == sorted(pairs)
+        assert len({p for p, _ in pairs}) == len({t for _, t in pairs}) == min(n, m)
+        total = sum(similarity(predicted[p], truth[t]) for p, t in pairs)
+        assert total == pytest.approx(brute_force([[similarity(p, t) for t in truth] for p in predicted]), abs=1e-12)
+
+
+def test_match_docstring_example():
+    """The best pair first is not the best sum."""
+    table = [[0.6, 0.5], [0.5, 0.0]]
+    predicted, truth = [box(0, 0, 1, 1), box(1, 0, 2, 1)], [box(0, 0, 1, 2), box(1, 0, 2, 2)]
+
+    def similarity(p, t):
+        return table[predicted.index(p)][truth.index(t)]
+
+    assert match(predicted, truth, similarity) == [(0, 1), (1, 0)]
+    assert match(truth, predicted, lambda t, p: similarity(p, t)) == [(0, 1), (1, 0)]
+
+
+def test_match_of_nothing():
+    assert match([], [box(0, 0, 1, 1)]) == match([box(0, 0, 1, 1)], []) == match([], []) == []
+
+
+def test_match_finds_a_shuffle_of_fifty_quickly():
+    draw = random.Random(2)
+    truth = [box(x, y, x + 30, y + 30) for x, y in ((draw.uniform(0, 70), draw.uniform(0, 50)) for _ in range(50))]
+    order = draw.sample(range(50), 50)
+    begin = time.process_time()
+    assert match([truth[j] for j in order], truth) == list(enumerate(order))
+    assert time.process_time() - begin < 2
+
+
+def test_match_puts_boxes_that_are_none_last():
+    good, bad = box(1, 2, 5, 6), box(5, 6, 1, 2)
+    nan = replace(good, x1=math.nan)
+    assert (2, 0) in match([bad, nan, good], [good])
+
+
+BOX = (1.0, 2.0, 5.0, 6.0)
+SECOND = (7.0, 7.0, 8.0, 9.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # as Qwen2.5-VL writes it
+        ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
+        ('[{"bbox_2d": [1, 2, 5, 6], "label": "cat"}]', [BOX]),
+        ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
+        ('```json\n{"bbox_2d": [1, 2, 5, 6]}```', [BOX]),
+        ("```\n[1, 2, 5, 6]\n```\n", [BOX]),
+        ('[{"bbox_2d": [1, 2, 5, 6]}, {"bbox_2d": [7, 7, 8, 9.5]}]', [BOX, SECOND]),
+        ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
+        ('{"label": null, "bbox_2d": [1.0, 2e0, 50e-1, 6]}', [BOX]),
+        # lists
+        ("[1, 2, 5, 6]", [BOX]),
+        ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
+        ('[{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]', [BOX, SECOND]),
+        ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
+        ("[1,2,5,6][7,7,8,9.5]", [BOX, SECOND]),
+        ("[1 2 5 6]\n[7 7 8 9.5]\n", [BOX, SECOND]),
+        ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
+        # corners
+        ("(1, 2), (5, 6)", [BOX]),
+        ("(1,2)(5,6)", [BOX]),
+        ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
+        # four numbers
+        ("1 2 5 6", [BOX]),
+        (" 1,2,5,6\n", [BOX]),
+        ("1, 2 5, 6", [BOX]),
+        ("1 2 5 6.", [BOX]),
+        ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
+        ("-0 0 1e99 1e-99", [(0.0, 0.0, 1e99, 1e-99)]),
+        # what is written is returned, sense or not
+        ("5 6 1 2", [(5.0, 6.0, 1.0, 2.0)]),
+        ("1 2 1 2", [(1.0, 2.0, 1.0, 2.0)]),
+        ("[1, 2, 5, 6], [1, 2, 5, 6]", [BOX, BOX]),
+    ],
+)
+def test_parse_boxes(text, expected):
+    assert parse_boxes(text) == expected
+    assert all(type(number) is float for numbers in parse_boxes(text) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "true", "5", '"1 2 5 6"', "```", "```json\n```",
+        # another number of numbers
+        "1 2 5", "1 2 5 6 7", "1 2 5 6 7 7 8 9", "[1, 2, 5]", "[1, 2, 5, 6, 7]", "[1, 2], [5, 6]", "[[1, 2], [5, 6]]",
+        "(1, 2, 5, 6)", "(1, 2)", "(1, 2), (5, 6), (7, 7)", "(1, 2, 3), (5, 6)", "[[1, 2, 5, 6], [7, 7, 8]]",
+        '{"bbox_2d": [1, 2, 5]}', '{"bbox_2d": []}', '{"bbox_2d": [[1, 2, 5, 6]]}', '{"bbox_2d": [[1, 2], [5, 6]]}',
+        "[[[1, 2, 5, 6]]]", "[1, 2, [5, 6]]",
+        # no numbers, or none that are finite
+        "NaN NaN NaN NaN", "[NaN, 2, 5, 6]", "[1, 2, Infinity, 6]", "[-Infinity, 2, 5, 6]", "nan 2 5 6", "1 2 inf 6",
+        "[1, 2, 1e309, 6]", "1 2 -1e309 6", "1 2 1e999999999 6", '{"bbox_2d": [1, 2, 5, 1e400]}', "1 2 5 " + "9" * 400,
+        '["1", "2", "5", "6"]', "[true, 2, 5, 6]", "[null, 2, 5, 6]", '{"bbox_2d": "1 2 5 6"}', '{"bbox_2d": null}',
+        "0x1 2 5 6", "1_0 2 5 6", "1e 2 5 6", "1 2 5 six", "x1=1, y1=2, x2=5, y2=6", "1/2 2 5 6", "50% 2 5 6",
+        "１ ２ ５ ６", "[١, ٢, ٥, ٦]", "१ २ ५ ६", "² 2 5 6", "一 二 五 六", "1\u30002\u30005\u30006", "1，2，5，6",
+        "−1 2 5 6", "1–2–5–6", "1-2-5-6", "1;2;5;6", "1.2.5.6", "1,,2 5 6", "1 2 5 6,", ",1 2 5 6", "--1 2 5 6",
+        # broken or doubtful
+        '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "{'bbox_2d': [1, 2, 5, 6]}", "[1, 2, 5, 6", "1, 2]",
+        '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '{"bbox": [1, 2, 5, 6]}', '{"BBOX_2D": [1, 2, 5, 6]}',
+        '{"label": "cat"}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]', '[{"bbox_2d": [1, 2, 5, 6]}, 5]',
+        '{"boxes": [{"bbox_2d": [1, 2, 5, 6]}]}', '{"bbox_2d": [1, 2, 5, 6]} {"bbox_2d": [7, 7, 8, 9]}',
+        "[1, 2, 5, 6] and [7, 7, 8, 9]", "[1, 2, 5, 6] [7, 7, 8]", "[1, 2, 5, 6] 7 7 8 9", "[1, 2, 5, 6] [7, 7, 8, a]",
+        "not [1, 2, 5, 6]", "The box is [1, 2, 5, 6].", "[1, 2, 5, 6] I think", "(1, 2) to (5, 6)", "<1 2 5 6>",
+        "```json\n[1, 2, 5, 6]", "[1, 2, 5, 6]\n```", "```json[1, 2, 5, 6]```", "```xml\n[1, 2, 5, 6]\n```",
+        "```json\n[1, 2, 5, 6]\n```\n```json\n[7, 7, 8, 9]\n```", "Here: ```json\n[1, 2, 5, 6]\n```", "1 2 5 6\x00",
+    ],
+)  # fmt: skip
+def test_no_box(text):
+    assert parse_boxes(text) == []
+
+
+@pytest.mark.parametrize(
+    "unit", ["[", "(", "{", '{"bbox_2d":', "[1,", "9", "1 ", " ", "[1,2,3,4]", "(1,2)", "```json\n"]
+)
+def test_endless_repetition_is_parsed_quickly(unit):
+    """40 thousand characters, and nothing is raised."""
+    begin = time.process_time()
+    for end in ("", "x", "]", "1"):
+        parse_boxes(unit * (40_000 // len(unit)) + end)
+    assert time.process_time() - begin < 1
