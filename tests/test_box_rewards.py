@@ -220,6 +220,7 @@ def test_giou_is_matched_by_giou():
         [40, 20, 80, 60], [40.0, 20, 80, 60.0], (40, 20, 80, 60), [[40, 20, 80, 60]], "[40, 20, 80, 60]",
         "[[40, 20, 80, 60]]", "40 20 80 60", '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}',
         {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
+        "<think>a</think><answer>[40, 20, 80, 60]</answer>",
     ],
 )  # fmt: skip
 def test_solutions_in_every_form(solution):

@@ -71,7 +71,7 @@ class Box:
     def valid(self) -> bool:
         """Finite, corners in order, some area."""
         finite = all(abs(c) < LIMIT for c in (self.x1, self.y1, self.x2, self.y2))  # False for NaN
-        return finite and self.x2 > self.x1 and self.y2 > self.y1 and self.area > 0
+        return finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
 
     def inside(self, tolerance: float = 1e-6) -> bool:
         """Nothing of it is out of its image, but for this share of the image's sides."""
@@ -208,7 +208,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
     try:
-        said = json.loads(text, parse_int=float, parse_constant=refuse, object_pairs_hook=unique)
+        said = json.loads(text, parse_int=float, object_pairs_hook=unique)
         groups = [read_group(item) for item in (said if is_list_of_groups(said) else [said])]
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
@@ -232,8 +232,3 @@ def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key stands twice")
     return dict(pairs)
-
-
-def refuse(constant: str):
-    """NaN and Infinity are no JSON, though Python reads them."""
-    raise ValueError(f"{constant} is no number")

@@ -30,7 +30,8 @@ def iou(completions: list[str], solution: list, image_sizes: Extents, answer_ext
 
     Args:
         completions: n texts.
-        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file.
+        solution: the true box [x1, y1, x2, y2], a list of such, or either as text (which may
+            itself stand between answer tags), in pixels of the image file.
         image_sizes: width and height of the image file, in pixels.
         answer_extents: width and height of the image, in the units of the answer.
     Returns:
@@ -105,7 +106,7 @@ def overlaps(
 def true_boxes(name: str, solution: list | str, image_size: tuple[float, float]) -> list[Box]:
     """Ground truth, which has to be right: nothing could earn a reward for it otherwise."""
     try:
-        found = boxes.parse_boxes(solution if isinstance(solution, str) else json.dumps(solution))
+        found = boxes.parse_boxes(answer(solution if isinstance(solution, str) else json.dumps(solution)))
     except TypeError:  # no JSON
         found = []
     truth = [Box(*numbers, image_size) for numbers in found]
