@@ -44,6 +44,23 @@ def test_learning(tmp_path):
     assert figures["runs"][1]["pairs"] is not None
 
 
+def test_localisation(tmp_path):
+    """One seed, a step or two of everything: each row is there, and all but the first cost time."""
+    short = ["--data.eval_rows=12", "--data.demonstrations=4", "--sampling.max_new_tokens=4"]
+    for stage in ("sft", "grpo"):
+        short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
+    table, figures = run(tmp_path, "localisation.py", "--seeds", "3", "--", *short, "--grpo.num_generations=2")
+    rows = figures["runs"]
+    assert [(row["row"], row["seed"]) for row in rows] == [
+        ("sft", 3), ("grpo", 3), ("sft continued", 3), ("shuffled", 3),
+    ]  # fmt: skip
+    assert all(row["seconds"] > 0 for row in rows)
+    for name in ("greedy", "sampled", "acc_0_5 greedy", "acc_0_5 sampled", "unseen greedy", "unseen sampled", "format"):
+        assert all(0 <= row[name] <= 1 for row in rows), name
+    assert sum(line.startswith("| 3 |") for line in table.splitlines()) == 4
+    assert table.rstrip().endswith(f"constant box: mean IoU {rows[0]['constant box']:.3f}")
+
+
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN

@@ -10,15 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
-    "kernels/linear_log_softmax kernels/dense_attention config data/chat data/image data/tokenizer model/config "
-    "model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
+    "kernels/linear_log_softmax kernels/dense_attention config data/boxes data/chat data/image data/tokenizer "
+    "model/config model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
     "training/losses/preference training/losses/sft training/losses/ppo",
-    "kernels/window_attention data/conversations data/processor model/rope rollout/sampler training/metrics "
-    "training/optimizer",
+    "kernels/window_attention data/conversations data/processor model/rope rollout/box_rewards rollout/sampler "
+    "training/metrics training/optimizer",
     "data/sources model/attention model/text model/vision",
     "data/shapes model/batch",
-    "data/datasets model/qwen2_5_vl",
-    "model/checkpoint model/logprobs rollout/generate training/reference",
+    "data/localisation model/qwen2_5_vl",
+    "data/datasets model/checkpoint model/logprobs rollout/generate training/reference",
     "model/scalar training/algorithms/algorithm",
     "rollout/rollout training/algorithms/pairs training/algorithms/sft",
     "training/algorithms/dpo training/algorithms/reward_model training/report",

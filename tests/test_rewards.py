@@ -174,7 +174,7 @@ def test_rewards_judge_each_completion_by_its_own_row():
 
 def test_an_unknown_reward_is_named_with_the_known_ones():
     for ask in (lambda: get("acuracy"), lambda: score(["acuracy"], [GOOD], {}), lambda: required_columns(["acuracy"])):
-        with pytest.raises(ValueError, match="unknown reward 'acuracy'; registered are: accuracy, format"):
+        with pytest.raises(ValueError, match=r"unknown reward 'acuracy'; registered are: .*accuracy, .*format"):
             ask()
 
 

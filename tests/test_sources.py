@@ -8,9 +8,12 @@ import signal
 import PIL.Image
 import pytest
 
+from minivlmrl import config as config_file
 from minivlmrl.config import DataSection
+from minivlmrl.data import localisation
+from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.conversations import place_images
-from minivlmrl.data.datasets import chance, load_datasets
+from minivlmrl.data.datasets import TASKS, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.sources import JsonLines, shuffled
 
 IMAGE_PART = {"type": "image"}
@@ -529,10 +532,82 @@ def test_either_a_task_or_a_file(data):
 
 
 def test_an_unknown_task_is_named():
-    with pytest.raises(ValueError, match=r"data\.task is 'counting'; the embedded task is 'shapes'"):
+    with pytest.raises(ValueError, match=r"data\.task is 'counting'; embedded tasks are shapes, localisation"):
         load_datasets(DataSection(task="counting"), {"grpo": "prompts"}, 0)
 
 
-def test_chance_is_known_for_the_embedded_task_only():
-    assert chance(DataSection(task="shapes")) == 1 / 12
-    assert chance(DataSection(train_file="rows.jsonl")) is None
+@pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("reward_model", "pairs")])
+def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
+    with pytest.raises(
+        ValueError, match=rf"stages: {stage} needs {needs}, which data\.task localisation does not have"
+    ):
+        load_datasets(DataSection(task="localisation"), {"sft": "demonstrations", stage: needs}, 0)
+
+
+def test_rows_of_the_localisation_task():
+    """Only demonstrations are noisy; stages do not share pictures; what is held out does not depend on the seed."""
+    config = DataSection(task="localisation", demonstrations=5, eval_rows=7, jitter=7, wrong_demonstrations=1.0)
+    stages = {"sft": "demonstrations", "grpo": "prompts"}
+    one, two = (load_datasets(config, stages, seed) for seed in (0, 1))
+    assert {name: len(rows) for name, rows in one.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
+    demonstrated, wanted = ([one[name][i] for i in range(5)] for name in ("sft", "grpo"))
+    assert all(row.completion != localisation.answer(*truth(row)) for row in demonstrated)
+    assert all(row.completion == localisation.answer(*truth(row)) for row in wanted)
+    pictures = {name: [rows[i].images[0].tobytes() for i in range(5)] for name, rows in one.items()}
+    assert not set(pictures["sft"]) & set(pictures["grpo"])
+    assert [two["eval"][i].images[0].tobytes() for i in range(5)] == pictures["eval"]
+    assert two["sft"][0].images[0].tobytes() not in pictures["sft"]
+
+
+def truth(row):
+    """Name and box, in units, of a localisation row."""
+    return row.columns["problem"].removeprefix("box the "), [v // localisation.UNIT for v in row.columns["solution"]]
+
+
+def test_each_embedded_task_has_a_tokenizer():
+    assert set(TASKS) == set(TOKENIZERS)
+
+
+def test_chance_is_that_of_an_embedded_task():
+    """A random label's accuracy, or the best constant box's mean IoU over the held-out rows."""
+    assert chance(DataSection(task="shapes"), None) == 1 / 12
+    assert chance(DataSection(train_file="rows.jsonl"), None) is None
+    few, more = (localisation.Localisation(size, "test") for size in (1, 30))
+    assert chance(DataSection(task="localisation"), few) == 1.0  # the box itself
+    assert chance(DataSection(task="localisation"), more) == localisation.constant_box(more)[1]
+
+
+# columns that every row gets
+
+
+def test_constants_fill_in_what_a_row_does_not_have(write):
+    file = write({"problem": "a", "box_space": "unit"}, {"problem": "b"})
+    rows = JsonLines(file, constants={"box_space": "thousandths", "level": 3})
+    assert [(rows[i].columns["box_space"], rows[i].columns["level"]) for i in (0, 1)] == [
+        ("unit", 3),
+        ("thousandths", 3),
+    ]
+    assert "level" not in JsonLines(file)[0].columns
+
+
+def test_constants_fill_in_for_null(write):
+    """Tables written as JSON lines have every column in every row."""
+    rows = JsonLines(write({"problem": "a", "box_space": None}), constants={"box_space": "thousandths"})
+    assert rows[0].columns["box_space"] == "thousandths"
+
+
+def test_constants_do_not_stand_for_a_missing_column(write):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
+        JsonLines(write({"problem": "a"}), ("problem", "solution"), constants={"solution": "b"})
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_rows_of_a_file_say_what_space_their_boxes_are_in(write, space):
+    file = str(write({"problem": "a", "solution": [1, 2, 3, 4]}))
+    config = DataSection(train_file=file, eval_file=file, box_space=space)
+    datasets = load_datasets(config, {"grpo": "prompts"}, 0, ["solution"])
+    assert [datasets[name][0].columns["box_space"] for name in ("grpo", "eval")] == [space, space]
+
+
+def test_the_config_knows_all_spaces():
+    assert config_file.SPACES == SPACES

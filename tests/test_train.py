@@ -16,12 +16,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config import RunConfig, StageConfig
+from minivlmrl.data.boxes import SPACES
+from minivlmrl.data.localisation import Localisation, constant_box
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.shapes import Shapes, answer
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rollout import generate
 from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.rollout.rollout import Rollout
+from minivlmrl.rollout.rollout import Answer, Rollout
 from minivlmrl.rollout.sampler import sample
 from minivlmrl.training import report
 from minivlmrl.training.algorithms import algorithm as algorithm_file
@@ -118,6 +120,9 @@ def rows(folder):
         })  # fmt: skip
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "other.jsonl").write_text("\n".join(json.dumps(line | {"problem": "Hm?"}) for line in lines[:4]))
+    PIL.Image.new("RGB", (90, 50), "red").save(folder / "box.png")  # resized to 84 x 56
+    box = {"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}
+    (folder / "boxes.jsonl").write_text("\n".join([json.dumps(box)] * 4))
     return folder / "rows.jsonl"
 
 
@@ -246,7 +251,7 @@ def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
     run("--model.config=null", f"--model.path={first / 'checkpoint'}", "--stages=[]", name="b")
     assert len(said) == 4
     assert said[2] == said[3]
-    assert said[0].greedy_texts != said[2].greedy_texts  # training did change the answers
+    assert said[0].answers != said[2].answers  # training did change the answers
 
 
 # the numbers
@@ -320,6 +325,7 @@ BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
 DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5"]
+BOXED = [*SFT, "--data.task=localisation"]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 STAGE_OPTIONS = {
@@ -426,6 +432,10 @@ OPTIONS = [  # field, another value, base
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
+    ("data.task", "localisation", SFT),
+    ("data.jitter", 0, BOXED),
+    ("data.objects", "[2, 3]", BOXED),
+    ("data.thinking", "position", BOXED),
 ]
 ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("sft.loss_type", SFT_LOSS_TYPES, SFT),
@@ -439,13 +449,14 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("grpo.multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"), GRPO),
     ("ppo.critic", ("shared", "separate"), PPO),
     ("ppo.kl_estimator", ("k1", "k3"), PPO_KL),
+    ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]
 # these change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size, precompute_ref_log_probs) or in test_algorithms.py (reward_model.path, ppo.critic_path)
 OTHERS = {
     "sft.micro_batch_size", "reward_model.micro_batch_size", "ppo.micro_batch_size", "dpo.precompute_ref_log_probs",
     *(f"{stage}.save_steps" for stage in STAGES), "output_dir", "num_threads", "model.path", "model.config",
-    "data.task", "data.eval_rows", "data.eval_file", "reward_model.path", "ppo.critic_path",
+    "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path",
 }  # fmt: skip
 
 
@@ -458,6 +469,9 @@ def lines_of(folder, own):
         with pytest.MonkeyPatch.context() as patch:
             if overrides[0] == "own":
                 overrides = (*own, *overrides[1:])
+            if overrides[0] == "boxes":
+                overrides = (*own, f"--data.train_file={folder / 'boxes.jsonl'}", *overrides[1:])
+                patch.setattr(Processor, "decode", boxed)
             if overrides[0] == "drift":
                 overrides = overrides[1:]
                 patch.setattr(generate, "sample", drifting)
@@ -474,6 +488,11 @@ def drifting(*arguments):
     """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
     ids, logps = sample(*arguments)
     return ids, logps + (ids % 5 - 2) / 2
+
+
+def boxed(processor, ids):
+    """What an untrained model does not write: a box, at the image's corner."""
+    return f"<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
 
 
 def differ(first, second):
@@ -584,7 +603,7 @@ def test_a_number_as_solution_is_judged_or_named(run, own, tmp_path, plain):
         (["--model.path=/tmp"], r"model: set either model\.path .* or model\.config"),
         (["--model.dtype=int8"], r"model\.dtype is 'int8', it must be one of float32, bfloat16"),
         (["--model.config=null", "--model.path=/nowhere"], r"/nowhere/config\.json: no such file"),
-        (["--rewards.brevity=1"], "unknown reward 'brevity'; registered are: accuracy, format"),
+        (["--rewards.brevity=1"], "unknown reward 'brevity'; registered are: .*accuracy, .*format"),
         (["--stages=[grpo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
         (["--stages=[ppo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
         (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
@@ -626,6 +645,18 @@ def test_a_number_as_solution_is_judged_or_named(run, own, tmp_path, plain):
         (["--stages=ppo", "--ppo.critic=separate", "--ppo.critic_path=/gone"], "/gone: no such folder; a reward model"),
         (["--rewards={reward_model: 1}", "--reward_model.path=/gone"], "/gone: no such folder; a reward model"),
         (["--data.task=null"], r"set either data\.task .* or data\.train_file"),
+        (["--data.task=counting"], r"data\.task is 'counting'; embedded tasks are shapes, localisation"),
+        (["--data.task=localisation", "--stages=dpo"], "stages: dpo needs pairs, which data.task localisation does"),
+        (["--data.task=localisation", "--stages=[sft, reward_model]"], "stages: reward_model needs pairs, which data"),
+        (["--data.task=localisation", "--data.jitter=3"], "jitter is 3"),
+        (["--data.jitter=-7"], "jitter.*-7"),
+        (["--data.objects=[2, 1]"], r"objects.*\[2, 1\]"),
+        (["--data.objects=[1, 2, 3]"], r"objects.*\[1, 2, 3\]"),
+        (["--data.objects=[]"], r"objects.*\[\]"),
+        (["--data.thinking=long"], "thinking.*'long'"),
+        (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
+        (["--data.eval_rewards=[accuracy]"], r"eval_rewards.*\['accuracy'\]"),
+        (["--data.eval_rewards=[acuracy, format]"], "unknown reward 'acuracy'"),
         (
             ["--stages=[grpo]", "--grpo.loss_type=ppo"],
             "loss_type is 'ppo'; known are grpo, bnpo, dr_grpo, dapo, luspo, ",
@@ -754,23 +785,152 @@ def test_two_ranks_give_the_metrics_of_one(run, plain, folder, tmp_path):
     assert process.stdout.count("after grpo") == 1  # one rank speaks
 
 
-def test_the_report_judges_each_answer_by_its_own_row(tmp_path, monkeypatch):
+def test_the_report_shows_each_answer_under_its_own_row(tmp_path, monkeypatch):
     class Half(World):
         def sum(self, *values):
             return list(values)
 
-        def gather_objects(self, texts):
-            return [texts, [rows[i].completion for i in (1, 3, 5)]]
+        def gather_objects(self, answers):
+            return [answers, [Answer(rows[i].completion, float(i == 3), None) for i in (1, 3, 5)]]
 
     def perfect(model, processor, batch, *_):
-        return Rollout([], [], [row.completion for row in batch], torch.ones(len(batch), 2))
+        texts = [row.completion for row in batch]
+        return Rollout([], [], texts, torch.ones(len(batch), 2), [(56, 56)] * len(batch))
 
-    judged, rows = [], Shapes(6, "report")
+    rows = Shapes(6, "report")
     monkeypatch.setattr("minivlmrl.rollout.rollout.rollout", perfect)
-    monkeypatch.setattr(report, "accuracy", lambda texts, solutions: judged.append((texts, solutions)) or [1.0])
-    (tmp_path / "metrics.jsonl").write_text("")
     result = train.evaluate(None, None, rows, 20, Half(0, 2, torch.device("cpu")))
-    figures = {"chance": None, "start": {"sampled": 1.0, "greedy": 1.0, "format": 1.0}, "seconds": {}}
-    report.write_report(tmp_path, figures, rows, {"start": result})
-    assert judged
-    assert [texts for texts, _ in judged] == [[answer(solution)] for _, [solution] in judged]
+    assert [answer.text for answer in result.answers] == [rows[i].completion for i in range(6)]
+    figure = strip(rows, {"start": result})
+    for i, axis in enumerate(figure.axes):
+        [said] = axis.texts
+        assert answer(rows[i].columns["solution"]) == rows[i].completion
+        assert axis.get_title() == rows[i].columns["solution"]
+        assert said.get_text() == f"start\n{rows[i].columns['solution']}"
+        assert said.get_color() == (report.WRONG if i in (1, 5) else report.RIGHT)
+        assert not axis.lines  # no boxes
+
+
+# boxes
+
+
+def strip(rows, results):
+    """The lower half of the report."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figure = plt.figure()
+    report._strip(figure, rows, results)
+    plt.close(figure)
+    return figure
+
+
+def test_the_report_draws_true_and_answered_boxes():
+    """In the picture of each row: black the truth, dotted the box before, dashed after, coloured by score."""
+
+    def said(i, box, score):
+        return Answer(f"<think>7 7 7 7</think><answer>{box}</answer>", score, (8, 8))
+
+    rows = Localisation(3, "test")
+    true = [" ".join(str(v // 7) for v in rows[i].columns["solution"]) for i in range(3)]
+    before = [said(0, true[0], 1.0), said(1, "0 0 1 1", 0.1), said(2, "no box", 0.0)]
+    after = [said(0, true[0], 1.0), said(1, true[1], 1.0), said(2, "0 0 8 8", 0.2)]
+    results = {name: train.Evaluation(0, 0, 0, a) for name, a in (("start", before), ("after_sft", after))}
+    axes = strip(rows, results).axes
+    drawn = [
+        [(line.get_color(), line.get_linestyle(), *corners(line)) for line in axis.lines] for axis in axes
+    ]  # fmt: skip
+    truth = [tuple(rows[i].columns["solution"]) for i in range(3)]
+    assert drawn == [  # row 1 became right and comes first
+        [("black", "-", *truth[1]), (report.WRONG, ":", 0, 0, 7, 7), (report.RIGHT, "--", *truth[1])],
+        [("black", "-", *truth[0]), (report.RIGHT, ":", *truth[0]), (report.RIGHT, "--", *truth[0])],
+        [("black", "-", *truth[2]), (report.WRONG, "--", 0, 0, 56, 56)],
+    ]
+    assert [axis.get_title() for axis in axes] == [rows[i].columns["problem"] for i in (1, 0, 2)]
+
+
+def corners(line):
+    """Edges of an outline; pixel 0 is drawn from -0.5 to 0.5."""
+    x, y = ([value + 0.5 for value in values] for values in line.get_data())
+    return min(x), min(y), max(x), max(y)
+
+
+@pytest.mark.parametrize(
+    ("solution", "count"), [([7, 14, 35, 42], 1), ([[7, 14, 35, 42], [0, 0, 7, 7]], 2), ("[7, 14, 35, 42]", 1)]
+)
+@pytest.mark.parametrize("column", ["problem", "prompt"])
+def test_the_report_draws_solutions_and_prompts_in_every_form(solution, count, column):
+    """Rewards read all of these; a row of one's own may ask by `prompt` instead of `problem`."""
+    row = Localisation(1, "test")[0]
+    row.columns = {column: "box the black circle", "solution": solution}
+    results = {"start": train.Evaluation(0, 0, 0, [Answer("[14, 28, 70, 84]", 1.0, (112, 112))])}
+    [axis] = strip([row], results).axes
+    true = [line for line in axis.lines if line.get_color() == report.TRUE]
+    assert [corners(line) for line in true] == [(7, 14, 35, 42), (0, 0, 7, 7)][:count]
+    [answered] = [line for line in axis.lines if line.get_color() == report.RIGHT]
+    assert corners(answered) == (7, 14, 35, 42)
+    assert axis.get_title() == "box the black circle"
+
+
+LOCALISATION = ROOT / "recipes" / "localisation.yaml"
+SMALL = [
+    "--num_threads=1", "--data.eval_rows=12", "--data.demonstrations=8",
+    *[f"--{stage}.{option}" for stage in ("sft", "grpo")
+      for option in ("max_steps=2", "prompts_per_step=4", "micro_batch_size=4")],
+]  # fmt: skip
+
+
+def test_the_localisation_recipe_runs(run, monkeypatch, capsys):
+    outlines, original = [], report._outline
+    monkeypatch.setattr(report, "_outline", lambda *arguments: outlines.append(arguments) or original(*arguments))
+    folder = run(*SMALL, recipe=LOCALISATION)
+    table, held_out = summary(folder), Localisation(12, "test")
+    assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert table["chance"] == constant_box(held_out)[1]
+    assert any(held_out[i].columns["unseen"] for i in range(12))
+    for name in ("start", "after_sft", "after_grpo"):
+        assert list(table[name]) == [
+            "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy",
+        ]  # fmt: skip
+        assert all(0 <= figure <= 1 for figure in table[name].values())
+    lines = metrics(folder)
+    assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
+    assert {"rewards/iou", "rewards/box_format", "kl"} <= set(lines[-1])
+    assert sum(color == report.TRUE for *_, color, _ in outlines) == report.SHOWN
+    with PIL.Image.open(folder / "report.png") as image:
+        assert image.size[0] > 1000
+    load_model(folder / "checkpoint")
+    said = capsys.readouterr().out
+    assert "after grpo" in said and "unseen greedy" in said and f"chance {table['chance']:>14.3f}" in said
+
+
+def test_the_localisation_recipe_repeats_to_the_byte(run, plain):
+    first, second = (run(*SMALL, recipe=LOCALISATION, name=name) for name in ("a", "b"))
+    assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
+    assert summary(first) | {"seconds": 0} == summary(second) | {"seconds": 0}
+
+
+def test_eval_rewards_say_what_is_reported(run, plain):
+    """The first is what counts, the second the form, further ones have figures of their own."""
+    options = ["--stages=[]", "--data.task=localisation", "--data.eval_rows=2"]
+    tables = [
+        summary(run(*options, f"--data.eval_rewards=[{names}]", name=names))["start"]
+        for names in ("giou, format", "iou, box_format, acc_0_5, giou")
+    ]
+    assert list(tables[0]) == ["sampled", "greedy", "format"]
+    assert list(tables[1]) == [
+        "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "giou sampled", "giou greedy",
+    ]  # fmt: skip
+    assert tables[0]["greedy"] == tables[1]["giou greedy"] == -1  # an untrained model answers no box
+    assert tables[1]["greedy"] == 0
+
+
+def test_an_eval_reward_that_nobody_can_answer_is_refused(run, plain):
+    """The reward model judges training's rollouts only."""
+    with pytest.raises(ValueError, match="reward_model"):
+        run("--stages=[]", "--data.eval_rewards=[reward_model, format]")
+
+
+def test_localisation_trains_on_from_a_checkpoint(run, plain):
+    first = run(*SMALL, "--stages=[sft]", "--sft.max_steps=1", recipe=LOCALISATION, name="a")
+    model = ["--model.config=null", f"--model.path={first / 'checkpoint'}"]
+    second = run(*SMALL, *model, "--stages=[grpo]", "--grpo.max_steps=1", recipe=LOCALISATION, name="b")
+    assert summary(second)["start"] == summary(first)["after_sft"]
