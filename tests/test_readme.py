@@ -13,7 +13,12 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
 def test_linked_files_exist(target):
-    assert (ROOT / target).is_file()
+    if target.startswith("#"):
+        assert target[1:] in [
+            line.lstrip("# ").lower().replace(" ", "-") for line in README.splitlines() if line[:1] == "#"
+        ]
+    else:
+        assert (ROOT / target).is_file()
 
 
 def test_the_first_command_comes_soon():
@@ -84,3 +89,9 @@ def test_every_algorithm_and_its_options_are_named():
     assert all(f"`{name}`" in README for name in ALGORITHMS)
     plain = README.lower().replace(". ", "_").replace(" ", "")
     assert all(loss_type in plain for loss_type in LOSS_TYPES)
+
+
+def test_every_run_of_the_learning_table_is_shown():
+    plan = re.findall(r'(?:grpo|Entry)\(\s*"([^"]+)"', (ROOT / "benchmarks/learning.py").read_text())
+    rows = [line.split("|")[1].strip() for line in README.splitlines() if line.startswith("| ")]
+    assert len(plan) == 16 and set(plan) <= set(rows)
