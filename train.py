@@ -17,7 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
-from minivlmrl.data.datasets import TOKENIZERS, chance, load_datasets
+from minivlmrl.data.datasets import CHANCE_NAMES, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.processor import Processor
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model, save_checkpoint
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
@@ -47,7 +47,8 @@ def main(arguments: list[str]):
         ALGORITHMS[stage].check(config)
     world = distributed.setup(config.num_threads)
     needs = {stage: ALGORITHMS[stage].needs for stage in config.stages}
-    datasets = load_datasets(config.data, needs, config.seed, required_columns(list(config.rewards)))
+    columns = [required_columns(list(names)) for names in (config.rewards, config.data.eval_rewards)]
+    datasets = load_datasets(config.data, needs, config.seed, *columns)
     model, processor = build_model(config, world)
 
     folder = Path(config.output_dir)
@@ -77,8 +78,9 @@ def main(arguments: list[str]):
         save_checkpoint(folder / "checkpoint", model, processor)
         summary = summarize(chance(config.data, datasets.get("eval")), results, seconds)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print_table(summary)
-        write_report(folder, summary, datasets.get("eval"), results)
+        name = CHANCE_NAMES.get(config.data.task, "chance")
+        print_table(summary, name)
+        write_report(folder, summary, datasets.get("eval"), results, name)
     distributed.shutdown()
 
 
@@ -154,7 +156,9 @@ def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dic
     """The table of the run, as written to summary.json."""
     table = {}
     for name, result in results.items():
-        table[name] = {key: getattr(result, key) for key in ("sampled", "greedy", "format")} | result.more
+        figures = {key: getattr(result, key) for key in ("sampled", "greedy", "format")}
+        # nothing to report where no row could be judged: held-out pairs need no solution
+        table[name] = {key: value for key, value in figures.items() if not math.isnan(value)} | result.more
         if result.pairs is not None:
             table[name]["pairs"] = result.pairs
     return {"chance": chance, **table, "seconds": seconds}

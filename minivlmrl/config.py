@@ -47,6 +47,8 @@ class DataSection:
         _require(self.pairs >= 1, "pairs", self.pairs, "1 or more")
         _require(self.box_space in SPACES, "box_space", self.box_space, f"one of {SPACES}")
         _require(len(self.eval_rewards) >= 2, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
+        judged = "reward_model" not in self.eval_rewards
+        _require(judged, "eval_rewards", self.eval_rewards, "without reward_model, which judges training only")
         few, many = (*self.objects, 0, 0)[:2]
         _require(len(self.objects) == 2 and 1 <= few <= many <= 3, "objects", self.objects, "[fewest, most], 1 to 3")
         _require(self.jitter >= 0, "jitter", self.jitter, "0 or more")

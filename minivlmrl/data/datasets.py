@@ -12,13 +12,18 @@ FRESH_ROWS = 1_000_000  # an embedded task draws rows on demand: a run does not 
 
 
 def load_datasets(
-    config: DataSection, stages: dict[str, str], seed: int, reward_columns: Sequence[str] = ()
+    config: DataSection,
+    stages: dict[str, str],
+    seed: int,
+    reward_columns: Sequence[str] = (),
+    eval_columns: Sequence[str] = ("solution",),
 ) -> dict[str, Dataset]:
     """Open the rows of a run.
 
     Args:
         stages: for each stage what its rows must have, one of NEEDS.
-        reward_columns: what the rewards ask of every row that is answered.
+        reward_columns: what the rewards ask of every row that is answered in training ...
+        eval_columns: ... and those of data.eval_rewards of held-out ones.
         seed: of an embedded task's training rows; its evaluation rows are the same for every seed.
     Returns:
         a dataset for each stage, and "eval" if there are held-out rows.
@@ -28,7 +33,7 @@ def load_datasets(
     if (config.task is None) == (config.train_file is None):
         raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
     if config.task is None:
-        return _files(config, stages, reward_columns)
+        return _files(config, stages, reward_columns, eval_columns)
     if config.task not in TASKS:
         raise ValueError(f"data.task is {config.task!r}; embedded tasks are {', '.join(TASKS)}")
     training, held_out = TASKS[config.task](config, seed)
@@ -62,16 +67,19 @@ def _localisation(config: DataSection, seed: int) -> tuple[dict[str, Dataset], D
 
 
 TASKS = {"shapes": _shapes, "localisation": _localisation}
+CHANCE_NAMES = {"shapes": "chance", "localisation": "constant box"}
 TOKENIZERS = {"shapes": shapes.tokenizer, "localisation": localisation.tokenizer}
 
 
-def _files(config: DataSection, stages: dict[str, str], reward_columns: Sequence[str]) -> dict[str, Dataset]:
+def _files(
+    config: DataSection, stages: dict[str, str], reward_columns: Sequence[str], eval_columns: Sequence[str]
+) -> dict[str, Dataset]:
     columns = {needs: NEEDS[needs] for needs in NEEDS} | {"prompts": tuple(reward_columns)}
     datasets = {stage: _rows(config, config.train_file, columns[needs]) for stage, needs in stages.items()}
     if config.eval_file:
         # held-out rows are asked for answers, unless all there is to learn are pairs
         only_pairs = stages and set(stages.values()) == {"pairs"}
-        needed = NEEDS["pairs"] if only_pairs else ("solution",)
+        needed = NEEDS["pairs"] if only_pairs else eval_columns
         datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
     return datasets
 

@@ -104,7 +104,8 @@ class JsonLines:
         for column in required:
             if column not in present:
                 raise ValueError(f"column {column!r} is missing; the row has {sorted(columns)}")
-        return Row(messages, [], {**self.constants, **columns}, **answers), paths
+        columns |= {name: value for name, value in self.constants.items() if columns.get(name) is None}
+        return Row(messages, [], columns, **answers), paths
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.model.scalar import ScalarModel, pack_to_end
 from minivlmrl.rollout import box_rewards  # noqa: F401 (registers its rewards)
 from minivlmrl.rollout.generate import Completion, generate
-from minivlmrl.rollout.rewards import score
+from minivlmrl.rollout.rewards import required_columns, score
 from minivlmrl.training.distributed import World
 
 
@@ -37,13 +37,14 @@ class Rollout:
             [self.completions[i] for i in groups],
             [text for i in groups for text in self.texts[i * size : (i + 1) * size]],
             self.rewards.unflatten(0, (-1, size))[list(groups)].flatten(0, 1),
+            [extent for i in groups for extent in self.answer_extents[i * size : (i + 1) * size]],
         )
 
     def join(self, other: "Rollout") -> "Rollout":
         """This one's groups and then the other's."""
         return Rollout(
             self.prompts + other.prompts, self.completions + other.completions, self.texts + other.texts,
-            torch.cat([self.rewards, other.rewards]),
+            torch.cat([self.rewards, other.rewards]), self.answer_extents + other.answer_extents,
         )  # fmt: skip
 
 
@@ -153,12 +154,14 @@ def evaluate(
     """
     generator = torch.Generator(world.device).manual_seed(world.rank)  # its own: training's draws stay untouched
     mine = range(world.rank, len(rows), world.size)
+    judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
         values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
         for start in range(0, len(mine), batch_size):
             batch = [rows[i] for i in mine[start : start + batch_size]]
+            batch = [replace(row, columns=judged_by | row.columns) for row in batch]
             result = rollout(model, processor, batch, 1, sampling, rewards, generator)
             values = torch.cat([values, result.rewards])
             unseen += [bool(row.columns.get("unseen")) for row in batch]

@@ -4,28 +4,32 @@ import json
 from pathlib import Path
 
 from minivlmrl.data.boxes import Box, parse_boxes
+from minivlmrl.data.chat import content_parts
 from minivlmrl.data.sources import Dataset, Row
+from minivlmrl.rollout import box_rewards
 from minivlmrl.rollout.rollout import Evaluation
 
 SHOWN = 8  # held-out images in the strip
 RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
 
 
-def print_table(summary: dict):
+def print_table(summary: dict, chance_name: str = "chance"):
     """Print summary.json as a table."""
     stages = [name for name in summary if name not in ("chance", "seconds")]
     columns = list(dict.fromkeys(key for name in stages for key in summary[name])) or ["sampled", "greedy"]
-    width = max(12, *(len(name) + 1 for name in stages)) if stages else 12
+    width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
     print(f"\n{'held-out':<{width}}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns))
     if summary["chance"] is not None:
-        print(f"{'chance':<{width}}" + f"{summary['chance']:>9.3f}" * 2)
+        print(f"{chance_name:<{width}}" + f"{summary['chance']:>9.3f}" * 2)
     for name in stages:
         figures = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
         print(f"{name.replace('_', ' '):<{width}}" + "".join(figures))
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
 
-def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dict[str, Evaluation]):
+def write_report(
+    folder: Path, summary: dict, rows: Dataset | None, results: dict[str, Evaluation], chance_name: str = "chance"
+):
     """Draw report.png from metrics.jsonl and the evaluations.
 
     Needs matplotlib (the extra `report`); without it says so and leaves the picture out.
@@ -42,7 +46,9 @@ def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dic
     evaluations = list(results)[-2:] if rows is not None else []
     figure = plt.figure(figsize=(12, 6.6 if evaluations else 3.4))
     above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1)) if evaluations else (figure, None)
-    _curves(above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98}), lines, summary)
+    _curves(
+        above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98}), lines, summary, chance_name
+    )
     if evaluations:
         _strip(below, rows, {name: results[name] for name in evaluations})
     figure.savefig(folder / "report.png", dpi=110)
@@ -50,7 +56,7 @@ def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dic
     print(f"wrote {folder / 'report.png'}")
 
 
-def _curves(axes, lines: list[dict], summary: dict):
+def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
     """The last stage's rewards, accuracy by stage, and what the policy does to itself (entropy, KL)."""
     lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
     steps = [line["step"] for line in lines]
@@ -65,14 +71,14 @@ def _curves(axes, lines: list[dict], summary: dict):
     axes[0].set(title=f"{title} (bold: mean of 10 steps)", xlabel="step")
     stages = [name for name in summary if name not in ("chance", "seconds")]
     for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
-        heights = [summary[name][kind] for name in stages]
+        heights = [summary[name].get(kind, 0.0) for name in stages]
         bars = axes[1].bar([i + offset for i in range(len(stages))], heights, 0.4, label=kind)
         axes[1].bar_label(bars, fmt="%.2f", fontsize=8)
     if summary["chance"] is not None:
-        axes[1].axhline(summary["chance"], color="grey", linestyle=":", label="chance")
+        axes[1].axhline(summary["chance"], color="grey", linestyle=":", label=chance_name)
     wrapped = [name.replace("after_", "after\n").replace("_", " ") for name in stages]
     axes[1].set_xticks(range(len(stages)), wrapped)
-    axes[1].set(title="held-out accuracy", ylim=(0, 1.1))
+    axes[1].set(title="held-out rows", ylim=(0, 1.1))
     for name in ("entropy", "kl"):
         if lines and name in lines[0]:
             axes[2].plot(steps, [line[name] for line in lines], label=f"{name} (nats per token)")
@@ -99,9 +105,9 @@ def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
         if row.images:
             axis.imshow(row.images[0])
         axis.set(xticks=[], yticks=[])
-        truth = _boxes(row.columns.get("solution"), row)
-        title = row.columns["problem"] if truth else row.columns["solution"]
-        axis.set_title(_short(title), fontsize=9)
+        truth = _true_boxes(row)
+        solution = row.columns.get("solution")
+        axis.set_title(_short(_question(row) if truth or solution is None else solution), fontsize=9)
         for box in truth:
             _outline(axis, box, TRUE, "-")
         for line, (name, result) in enumerate(results.items()):
@@ -111,28 +117,29 @@ def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
                 0.5, -0.06 - 0.3 * line, f"{name.replace('_', ' ')}\n{_short(said)}", fontsize=8, ha="center", va="top",
                 color=RIGHT if right[name][i] else WRONG, transform=axis.transAxes,
             )  # fmt: skip
-            for box in _boxes(parse_boxes(said), row, answer.extent) if truth else ():
+            answered = parse_boxes(box_rewards.answer(answer.text)) if truth and answer.extent else []
+            for box in [Box(*numbers, answer.extent).to(row.images[0].size) for numbers in answered]:
                 _outline(axis, box, RIGHT if right[name][i] else WRONG, (":", "--")[line])
-    explained = (
-        "; black: true, dotted: before, dashed: after"
-        if any(_boxes(rows[i].columns.get("solution"), rows[i]) for i in order)
-        else ""
-    )
+    boxes = any(axis.lines for axis in axes[0])
+    explained = "; black: true, dotted: before, dashed: after" if boxes else ""
     figure.suptitle(
         f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
         f"(these come first; the truth stands above each image{explained})", fontsize=10,
     )  # fmt: skip
 
 
-def _boxes(solution, row: Row, extent: tuple[float, float] | None = None) -> list[Box]:
-    """Boxes in the pixels of a row's image; none if the solution is something else."""
-    listed = (
-        solution if isinstance(solution, list) and solution and isinstance(solution[0], list | tuple) else [solution]
-    )
-    if not row.images or not all(isinstance(box, list | tuple) and len(box) == 4 for box in listed):
-        return []
-    size = row.images[0].size
-    return [Box(*box, extent or size).to(size) for box in listed]
+def _true_boxes(row: Row) -> list[Box]:
+    """Boxes of the solution, in pixels of the row's image; none if the solution is something else."""
+    solution = row.columns.get("solution")
+    said = solution if isinstance(solution, str) else json.dumps(solution)
+    size = row.images[0].size if row.images else None
+    return [Box(*numbers, size) for numbers in parse_boxes(box_rewards.answer(said))] if size else []
+
+
+def _question(row: Row) -> str:
+    """The problem, or the text of the prompt's last turn."""
+    last = "".join(part.get("text", "") for part in content_parts(row.messages[-1]))
+    return row.columns.get("problem") or last
 
 
 def _outline(axis, box: Box, color: str, style: str):
