@@ -568,6 +568,18 @@ def test_training_on_json_lines_from_a_checkpoint(run, own, rows, stage, lively)
     assert (folder / "report.png").is_file()
 
 
+def test_held_out_pairs_need_no_solution(run, own, rows, tmp_path):
+    """Then nothing is said of accuracy, only of the form and of the pairs."""
+    file = rows.with_name("pairs.jsonl")
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    pairs = [{"image": line["image"], "prompt": "Hm?", "chosen": "a square", "rejected": "no"} for line in lines]
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    folder = run(*own, f"--data.train_file={file}", f"--data.eval_file={file}", "--stages=[dpo]")
+    assert set(summary(folder)["after_dpo"]) == {"format", "pairs"}
+    assert set(summary(folder)["start"]) == {"format"}
+    assert (folder / "report.png").is_file()
+
+
 def test_without_an_eval_file_nothing_is_evaluated(run, own):
     folder = run(*own, "--stages=[sft]")
     assert list(summary(folder)) == ["chance", "seconds"]
@@ -899,7 +911,7 @@ def test_the_localisation_recipe_runs(run, monkeypatch, capsys):
         assert image.size[0] > 1000
     load_model(folder / "checkpoint")
     said = capsys.readouterr().out
-    assert "after grpo" in said and "unseen greedy" in said and f"chance {table['chance']:>14.3f}" in said
+    assert "after grpo" in said and "unseen greedy" in said and f"constant box {table['chance']:>9.3f}" in said
 
 
 def test_the_localisation_recipe_repeats_to_the_byte(run, plain):
