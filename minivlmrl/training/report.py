@@ -121,10 +121,12 @@ def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
             for box in [Box(*numbers, answer.extent).to(row.images[0].size) for numbers in answered]:
                 _outline(axis, box, RIGHT if right[name][i] else WRONG, (":", "--")[line])
     boxes = any(axis.lines for axis in axes[0])
-    explained = "; black: true, dotted: before, dashed: after" if boxes else ""
+    above = (
+        "the question stands above; black: true, dotted: before, dashed: after" if boxes else "the truth stands above"
+    )
     figure.suptitle(
         f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
-        f"(these come first; the truth stands above each image{explained})", fontsize=10,
+        f"(these come first; {above})", fontsize=10,
     )  # fmt: skip
 
 
