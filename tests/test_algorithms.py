@@ -26,15 +26,8 @@ from minivlmrl.training.distributed import World
 from minivlmrl.training.optimizer import build_optimizer
 
 import train
+from tiny import RUN_MODEL
 
-MODEL = {
-    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
-    "vision_config": {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
-    },
-}  # fmt: skip
 RATE = 1e-2
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": RATE}
 RECIPE = {
@@ -56,7 +49,7 @@ STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
     for tied in (False, True):
-        model = MODEL | {"tie_word_embeddings": tied}
+        model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder

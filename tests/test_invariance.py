@@ -47,6 +47,7 @@ from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
 from minivlmrl.training.optimizer import build_optimizer
 
 import train
+from tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[1]
 ROWS, TOKENS = 6, 5
@@ -298,14 +299,6 @@ def test_ppo_loss(separate_mask):
 
 # whole algorithms
 
-MODEL = {
-    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
-    "vision_config": {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
-    },
-}  # fmt: skip
 STAGE = {"max_steps": 2, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
 RECIPE = {
     "num_threads": 1,
@@ -325,7 +318,7 @@ ONE = World(0, 1, torch.device("cpu"))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder
 

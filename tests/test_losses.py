@@ -3,29 +3,9 @@
 import pytest
 import torch
 
+from minivlmrl.parity.policy_cells import policy_batch
 from minivlmrl.training.losses.policy import LOSS_TYPES, grpo_loss
 from minivlmrl.training.losses.sft import sft_loss
-
-
-def random_batch(seed, B=4, T=6, old=True):
-    """Ratios well outside the clip range, rows of 1 to T tokens, advantages of both signs and one zero."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    logps = -normal(B, T).abs() - 0.1
-    lengths = torch.randint(1, T + 1, (B,), generator=generator)
-    lengths[0] = T
-    advantages = normal(B)
-    advantages[-1] = 0.0
-    return {
-        "per_token_logps": logps,
-        "advantages": advantages,
-        "completion_mask": (torch.arange(T) < lengths[:, None]).double(),
-        "old_per_token_logps": logps + 0.5 * normal(B, T) if old else None,
-        "ref_per_token_logps": logps + 0.3 * normal(B, T),
-    }
 
 
 def value_and_gradient(batch, **options):
@@ -35,7 +15,7 @@ def value_and_gradient(batch, **options):
 
 
 def test_without_counts_the_batch_is_the_whole_step():
-    batch = random_batch(0)
+    batch = policy_batch(0)
     tokens = batch["completion_mask"].sum()
     for loss_type in LOSS_TYPES:
         options = {"loss_type": loss_type, "max_completion_length": 9}
@@ -107,7 +87,7 @@ def test_kl_by_hand():
 
 
 def test_a_batch_with_nothing_to_learn_gives_zero_and_finite_gradients():
-    batch = random_batch(0)
+    batch = policy_batch(0)
     batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
     for loss_type in LOSS_TYPES:
         loss, gradient, _ = value_and_gradient(batch, loss_type=loss_type, max_completion_length=9, beta=0.1)
@@ -115,7 +95,7 @@ def test_a_batch_with_nothing_to_learn_gives_zero_and_finite_gradients():
 
 
 def test_padding_does_not_count():
-    batch = random_batch(1)
+    batch = policy_batch(1)
     wider = {k: torch.nn.functional.pad(v, (0, 3), value=7.0 * (k != "completion_mask")) for k, v in batch.items()
              if k != "advantages"} | {"advantages": batch["advantages"]}  # fmt: skip
     for loss_type in LOSS_TYPES:
@@ -134,7 +114,7 @@ def test_padding_does_not_count():
 )
 def test_options_without_meaning_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        grpo_loss(**random_batch(0) | options)
+        grpo_loss(**policy_batch(0) | options)
 
 
 def test_sft_by_hand():

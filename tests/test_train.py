@@ -37,17 +37,10 @@ from minivlmrl.training.metrics import MetricsLog
 from minivlmrl.training.optimizer import learning_rate
 
 import train
+from tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[1]
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
-MODEL = {
-    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
-    "vision_config": {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
-    },
-}  # fmt: skip
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
 RECIPE = {
     "stages": ["sft", "grpo"],
@@ -68,7 +61,7 @@ STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
 def folder(tmp_path_factory):
     """A recipe with its tiny model beside it."""
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder
 

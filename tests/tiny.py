@@ -6,6 +6,15 @@ from minivlmrl.data.processor import Prompt
 from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 
+# config.json of a model for whole runs, as small as its parts allow
+RUN_MODEL = {
+    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
+    },
+}  # fmt: skip
 IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
 
 
