@@ -140,7 +140,7 @@ def test_masks_come_from_lengths_not_from_token_ids():
     prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
     completion = torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE])
     batch = pack([prompt], [[completion]], model.config)
-    assert len(batch.image_index) == 6
+    assert len(batch.vision_index) == 6
     assert batch.completion_mask.sum() == 4
     logps, _ = per_token_logps(model, batch)
     hidden = model(batch)[batch.layout.predict_index]

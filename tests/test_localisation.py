@@ -322,7 +322,7 @@ def test_tokens_of_a_prompt_and_of_a_completion(processor):
     rows = rows_of(Localisation(40, "test", objects=(1, 3)))
     prompts = [processor(row.messages, row.images) for row in rows]
     assert {len(prompt.input_ids) for prompt in prompts} == {41}
-    assert prompts[0].image_grid_thw.tolist() == [[1, 8, 8]]
+    assert prompts[0].grid_thw.tolist() == [[1, 8, 8]]
     lengths = {
         thinking: {len(processor.encode_completion(answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]}
         for thinking in ("name", "position")

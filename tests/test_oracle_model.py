@@ -37,8 +37,8 @@ def their_inputs(prompt):
         "input_ids": prompt.input_ids[None],
         "mm_token_type_ids": (prompt.input_ids[None] == tiny.IMAGE).long(),  # without it they use 1-D positions
     }
-    if len(prompt.image_grid_thw):
-        inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+    if len(prompt.grid_thw):
+        inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.grid_thw}
     return inputs
 
 
@@ -88,7 +88,7 @@ def test_positions_equal_transformers(pair):
         expected, _ = theirs.model.get_rope_index(
             inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
         )
-        assert torch.equal(rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config), expected[:, 0])
+        assert torch.equal(rope.get_rope_index(row.input_ids, row.grid_thw, ours.config), expected[:, 0])
 
 
 def test_positions_of_the_docstring_example():

@@ -38,7 +38,7 @@ def groups():
 def by_hand(model: ScalarModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
     """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
     ids = torch.cat([prompt.input_ids, completion])
-    batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
+    batch = pack([Prompt(ids, prompt.pixel_values, prompt.grid_thw)], [[]], model.backbone.config)
     states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
     return states @ model.score.weight[0]
 

@@ -160,7 +160,7 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     row = Shapes(1, 0)[0]
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
-    assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
+    assert prompt.grid_thw.tolist() == [[1, 8, 8]]
     assert {len(processor.encode_completion(answer(label))[0]) for label in LABELS} == {14}
 
 

@@ -16,8 +16,9 @@ class Prompt:
     """One question as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    pixel_values: Tensor  # (patches of all its images, patch_dim) float32
-    image_grid_thw: Tensor  # (images, 3) int64
+    pixel_values: Tensor  # (patches of all its images and videos, in order of appearance, patch_dim) float32
+    grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
+    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: from one time step to the next
 
 
 @dataclass

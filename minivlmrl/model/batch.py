@@ -22,8 +22,8 @@ class GroupBatch:
     input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
     position_ids: Tensor  # (3, N) int64: time, height, width
     pixel_values: Tensor  # (patches, patch_dim) float32, images of all prompts in order
-    image_grid_thw: Tensor  # (images, 3) int64
-    image_index: Tensor  # (merged image tokens,) their places in the run, prompts only
+    grid_thw: Tensor  # (images, 3) int64
+    vision_index: Tensor  # (merged image tokens,) their places in the run, prompts only
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
 
@@ -65,11 +65,11 @@ def pack(
         piece for prompt, group in zip(prompts, completions, strict=True)
         for piece in (prompt.input_ids, *(completion[:-1].cpu() for completion in group))
     ])  # fmt: skip
-    positions, image_index, following = torch.empty(3, len(ids), dtype=torch.long), [], []
+    positions, vision_index, following = torch.empty(3, len(ids), dtype=torch.long), [], []
     for prompt, start in zip(prompts, layout.prompt_starts.tolist(), strict=True):
-        own = get_rope_index(prompt.input_ids, prompt.image_grid_thw, config)  # (3, P)
+        own = get_rope_index(prompt.input_ids, prompt.grid_thw, config)  # (3, P)
         positions[:, start : start + own.shape[1]] = own
-        image_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + start)
+        vision_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + start)
         following.append(int(own.max()) + 1)
     group, offset, predict = (
         x.cpu() for x in (layout.completion_group, layout.completion_offset, layout.predict_index)
@@ -81,8 +81,8 @@ def pack(
         ids.to(device),
         positions.to(device),
         torch.cat([p.pixel_values for p in prompts]).to(device),
-        torch.cat([p.image_grid_thw for p in prompts]),
-        torch.cat(image_index).to(device),
+        torch.cat([p.grid_thw for p in prompts]),
+        torch.cat(vision_index).to(device),
         torch.cat([torch.zeros(0, dtype=torch.long), *completion_ids]).to(device),
         layout,
     )

@@ -33,9 +33,9 @@ class Qwen2_5_VL(nn.Module):
             hidden_states (W, hidden_size) after the final norm; `lm_head` makes logits of them.
         """
         x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
-        if len(batch.image_grid_thw):
-            image_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
-            x = x.index_copy(0, batch.image_index, image_embeds.to(x.dtype))
+        if len(batch.grid_thw):
+            image_embeds = self.visual(batch.pixel_values, batch.grid_thw)
+            x = x.index_copy(0, batch.vision_index, image_embeds.to(x.dtype))
         return self.model(x, batch.position_ids, rule or GroupAttention(batch.layout), wanted)
 
     @torch.no_grad()

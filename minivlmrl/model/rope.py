@@ -9,7 +9,7 @@ from torch import Tensor
 from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
-def get_rope_index(input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig) -> Tensor:
+def get_rope_index(input_ids: Tensor, grid_thw: Tensor, config: ModelConfig) -> Tensor:
     """Give every prompt token its (time, height, width) position.
 
     A run of text counts up on all three axes together. The tokens of an image share one time, and count rows and
@@ -22,7 +22,7 @@ def get_rope_index(input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfi
 
     Args:
         input_ids: (N,) int64, one prompt with its image placeholders expanded.
-        image_grid_thw: (images, 3) int64, patches of each image in time, height, width.
+        grid_thw: (images, 3) int64, patches of each image in time, height, width.
     Returns:
         position_ids (3, N) int64.
     Raises:
@@ -34,7 +34,7 @@ def get_rope_index(input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfi
     if config.video_token_id in ids:
         raise ValueError(f"input_ids hold the video token {config.video_token_id}: videos are not supported yet")
     pieces, cursor, start = [], 0, 0
-    for t, h, w in image_grid_thw.tolist():
+    for t, h, w in grid_thw.tolist():
         grid = (t, h // merge, w // merge)
         length = grid[0] * grid[1] * grid[2]
         image_at = ids.index(config.image_token_id, start) if config.image_token_id in ids[start:] else len(ids)
@@ -48,7 +48,7 @@ def get_rope_index(input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfi
         cursor += max(grid[1], grid[2])
         start = image_at + length
     if config.image_token_id in ids[start:]:
-        raise ValueError(f"input_ids hold image tokens after position {start}, but only {len(image_grid_thw)} images")
+        raise ValueError(f"input_ids hold image tokens after position {start}, but only {len(grid_thw)} images")
     pieces.append((torch.arange(len(ids) - start) + cursor).expand(3, -1))
     return torch.cat(pieces, dim=1)
 
@@ -71,7 +71,7 @@ def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def vision_rotary(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, Tensor]:
+def vision_rotary(grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, Tensor]:
     """Angles of the vision tower's 2-D rotary: the first half of the slots turns by row, the second by column.
 
     Rows follow the order of pixel_values: merge blocks in raster order, inside a block its patches in raster order.
@@ -80,9 +80,9 @@ def vision_rotary(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor,
         cos, sin: each (P, 1, D) float32.
     """
     quarter = config.hidden_size // config.num_heads // 4
-    inv_freq = _inverse_frequencies(quarter, 10000.0, image_grid_thw.device)
+    inv_freq = _inverse_frequencies(quarter, 10000.0, grid_thw.device)
     angles = []
-    for t, h, w in image_grid_thw.tolist():
+    for t, h, w in grid_thw.tolist():
         rows = torch.arange(h, device=inv_freq.device)[:, None].expand(h, w)
         cols = torch.arange(w, device=inv_freq.device).expand(h, w)
         row_col = torch.stack([_blocks(rows, config.spatial_merge_size), _blocks(cols, config.spatial_merge_size)], -1)

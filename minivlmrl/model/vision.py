@@ -23,29 +23,29 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.merger = PatchMerger(config)
 
-    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+    def forward(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Encode all images of a batch, each for itself.
 
         Args:
             pixel_values: (P, channels * frames * patch * patch), rows as data/image.py makes them.
-            image_grid_thw: (images, 3), patches of each image in time, height, width; their products sum to P.
+            grid_thw: (images, 3), patches of each image in time, height, width; their products sum to P.
         Returns:
             (M, out_hidden_size), images in order, merged tokens of each in raster order.
         """
-        order, window_lengths, frame_lengths = window_order(image_grid_thw, self.config)
+        order, window_lengths, frame_lengths = window_order(grid_thw, self.config)
         order = order.to(pixel_values.device)
         windows, frames = Segments(window_lengths, order.device), Segments(frame_lengths, order.device)
         patches_per_token = self.config.spatial_merge_size**2
         # the tower works in window order; merging is per token, so the raster order can wait until the end
         patch_order = (order[:, None] * patches_per_token + torch.arange(patches_per_token).to(order)).flatten()
-        cos, sin = (angle[patch_order] for angle in vision_rotary(image_grid_thw.to(order.device), self.config))
+        cos, sin = (angle[patch_order] for angle in vision_rotary(grid_thw.to(order.device), self.config))
         x = self.patch_embed(pixel_values[patch_order])  # (P, E)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
         return self.merger(x)[order.argsort()]
 
 
-def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
+def window_order(grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Sort merged tokens so that each attention window is one consecutive run.
 
     Every frame is tiled from its top left by windows of window_size pixels; windows at the right and bottom edges are
@@ -60,7 +60,7 @@ def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, 
     merge = config.spatial_merge_size
     side = config.window_size // merge // config.patch_size  # merged tokens a side of a window
     order, window_lengths, frame_lengths, offset = [], [], [], 0
-    for t, h, w in image_grid_thw.tolist():
+    for t, h, w in grid_thw.tolist():
         rows, cols = h // merge, w // merge
         window_row, window_col = torch.arange(rows) // side, torch.arange(cols) // side
         window = (window_row[:, None] * (int(window_col[-1]) + 1) + window_col).flatten()  # (rows*cols,)

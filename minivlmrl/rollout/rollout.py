@@ -92,7 +92,7 @@ def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Proce
     for row, prompt in zip(rows, prompts, strict=True):
         size = answer = None
         if row.images:
-            _, height, width = prompt.image_grid_thw[0].tolist()
+            _, height, width = prompt.grid_thw[0].tolist()
             size = row.images[0].size
             space = row.columns.get("box_space") or "resized"
             answer = row.columns.get("answer_extent") or extent(space, size, (width * patch, height * patch))

@@ -137,6 +137,6 @@ def by_pair(rows: Tensor | None) -> Tensor | None:
 def key(pair: Pair) -> bytes:
     """What tells a row from others: a digest of its prompt, pixels and answers."""
     digest = hashlib.sha256()
-    for part in (pair.prompt.input_ids, pair.prompt.pixel_values, pair.prompt.image_grid_thw, *pair.answers):
+    for part in (pair.prompt.input_ids, pair.prompt.pixel_values, pair.prompt.grid_thw, *pair.answers):
         digest.update(str(part.shape).encode() + part.numpy().tobytes())
     return digest.digest()
