@@ -175,7 +175,7 @@ def test_a_wrong_tensor_is_named(copy, change, says):
         ("config.json", None, "config.json: no such file"),
         ("config.json", b"{", "config.json: not JSON"),
         ("config.json", b'{"model_type": "llama"}', "model_type is 'llama'"),
-        ("config.json", b'{"model_type": "qwen2_5_vl"}', "vision_config.depth is missing"),
+        ("config.json", b'{"model_type": "qwen2_5_vl"}', "vocab_size is missing"),
         ("model.safetensors", None, "model.safetensors: no such file"),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0garbage", "not a whole safetensors file"),
     ],

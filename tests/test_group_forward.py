@@ -10,8 +10,8 @@ from minivlmrl.training.losses.policy import grpo_loss
 
 import tiny
 
-# ragged prompts: one image, two images of other sizes, text only, and one of the first's length to share its bucket
-GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)]]
+# ragged prompts: one image, two images of other sizes, text only, one of the first's length to share its bucket, a video
+GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
 
 
 def groups(num_generations, seed=0):
@@ -36,9 +36,13 @@ def assert_equal(actual, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("num_generations", [1, 3, 8])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_one_group_equals_separate_rows(num_generations, tied):
-    model = tiny.model(tied=tied, dtype=torch.float64)
+@pytest.mark.parametrize(
+    "kind",
+    [{"tied": False}, {"tied": True}, {"model_type": "qwen2_vl"}],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL"],
+)
+def test_one_group_equals_separate_rows(num_generations, kind):
+    model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
     weights = torch.randn(sum(len(c) for group in completions for c in group), dtype=torch.float64)
     logps, entropies, gradients = logps_and_gradients(model, prompts, completions, weights)
@@ -74,7 +78,7 @@ def test_a_completion_sees_nothing_of_another_group_or_completion():
     batch = pack(prompts, completions, model.config)
     after = batch.split(per_token_logps(model, batch)[0].detach())
     changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    assert changed == [row == 3 for row in range(12)]
+    assert changed == [row == 3 for row in range(15)]
 
 
 def test_splitting_into_micro_batches_does_not_change_the_gradient():

@@ -13,13 +13,24 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 
 # ragged windows, several images in a row of text, a text-only row
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
+# videos of several time steps, alone and beside images
+VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)]]
+CLASSES = {
+    "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
+    "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
+}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False)],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL"],
+)
 def pair(request, tmp_path_factory):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
-    config = transformers.AutoConfig.for_model(**tiny.config(request.param).to_dict())
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    model_type, tied = request.param
+    config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
+    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager")
     tiny.telling_weights(theirs)
     theirs.tie_weights()
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -27,18 +38,21 @@ def pair(request, tmp_path_factory):
     return theirs.eval(), load_model(folder)
 
 
-def prompts(seed=0):
+def prompts(seed=0, rows=ROWS):
     generator = torch.Generator().manual_seed(seed)
-    return [tiny.prompt(generator, grids) for grids in ROWS]
+    return [tiny.prompt(generator, grids) for grids in rows]
 
 
 def their_inputs(prompt):
-    inputs = {
-        "input_ids": prompt.input_ids[None],
-        "mm_token_type_ids": (prompt.input_ids[None] == tiny.IMAGE).long(),  # without it they use 1-D positions
-    }
-    if len(prompt.grid_thw):
-        inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.grid_thw}
+    ids = prompt.input_ids[None]
+    # without it they use 1-D positions
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).long() + 2 * (ids == tiny.VIDEO).long()}
+    is_video = prompt.grid_thw[:, 0] > 1
+    patches = is_video.repeat_interleave(prompt.grid_thw.prod(1))
+    for kind, rows, key in ((~is_video, ~patches, ""), (is_video, patches, "_videos")):
+        if kind.any():
+            inputs[f"pixel_values{key}"] = prompt.pixel_values[rows]
+            inputs["video_grid_thw" if key else "image_grid_thw"] = prompt.grid_thw[kind]
     return inputs
 
 
@@ -59,6 +73,16 @@ def worst_difference(theirs, ours, rows):
 
 def test_logits_equal_transformers(pair):
     assert worst_difference(*pair, prompts()) <= 1e-5
+
+
+def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair):
+    """Its own positions of videos are wrong in 5.23, see rope.get_rope_index; ours stand in test_positions.py."""
+    theirs, ours = pair
+    for row in prompts(3, VIDEO_ROWS):
+        positions = rope.get_rope_index(row.input_ids, row.grid_thw, ours.config, row.second_per_grid_ts)
+        with torch.no_grad():
+            expected = theirs(**their_inputs(row), position_ids=positions[:, None]).logits[0]
+            assert (our_logits(ours, [row])[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_gradients_equal_transformers(pair):
@@ -89,24 +113,6 @@ def test_positions_equal_transformers(pair):
             inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
         )
         assert torch.equal(rope.get_rope_index(row.input_ids, row.grid_thw, ours.config), expected[:, 0])
-
-
-def test_positions_of_the_docstring_example():
-    config = tiny.config()
-    ids = torch.tensor([5, 6, *[tiny.IMAGE] * 6, 7])
-    positions = rope.get_rope_index(ids, torch.tensor([[1, 4, 6]]), config)
-    assert positions.tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5],
-    ]
-
-
-@pytest.mark.parametrize("ids, grids", [([5, *[tiny.IMAGE] * 5], [(1, 4, 6)]), ([*[tiny.IMAGE] * 7], [(1, 4, 6)]),
-                                        ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], [])])  # fmt: skip
-def test_image_tokens_that_do_not_fit_the_images_are_refused(ids, grids):
-    with pytest.raises(ValueError, match=r"image|video"):
-        rope.get_rope_index(torch.tensor(ids), torch.tensor(grids).view(-1, 3), tiny.config())
 
 
 @pytest.mark.parametrize("grid", [(1, 6, 10), (1, 8, 8), (2, 10, 14), (1, 18, 4), (1, 58, 84), (1, 2, 2)])
@@ -160,9 +166,7 @@ def wrong_mrope_order(monkeypatch):
 
 
 def positions_without_images(monkeypatch):
-    monkeypatch.setattr(
-        "minivlmrl.model.batch.get_rope_index", lambda ids, grids, config: torch.arange(len(ids)).expand(3, -1)
-    )
+    monkeypatch.setattr("minivlmrl.model.batch.get_rope_index", lambda ids, *rest: torch.arange(len(ids)).expand(3, -1))
 
 
 @pytest.mark.parametrize(
@@ -172,4 +176,7 @@ def positions_without_images(monkeypatch):
 )
 def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
     mutate(monkeypatch)
-    assert worst_difference(*pair, prompts()) > 1e-3
+    if mutate is drop_windows and pair[1].config.model_type == "qwen2_vl":  # it has no windows
+        assert worst_difference(*pair, prompts()) <= 1e-5
+    else:
+        assert worst_difference(*pair, prompts()) > 1e-3

@@ -3,7 +3,7 @@
 import torch
 
 from minivlmrl.data.processor import Prompt
-from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.config import QWEN2_VL_VISION, ModelConfig, VisionConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 
 # config.json of a model for whole runs, as small as its parts allow
@@ -18,12 +18,15 @@ RUN_MODEL = {
 IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
 
 
-def config(tied: bool = False, layers: int = 3) -> ModelConfig:
+def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
     """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
-    vision = VisionConfig(
-        depth=4, hidden_size=32, intermediate_size=44, num_heads=2, out_hidden_size=64, fullatt_block_indexes=(1, 3)
-    )  # fmt: skip
+    if model_type == "qwen2_vl":
+        own = {"intermediate_size": 64, **QWEN2_VL_VISION}
+    else:
+        own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
+    vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
     return ModelConfig(
+        model_type=model_type,
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, mrope_section=(2, 3, 3), tie_word_embeddings=tied, image_token_id=IMAGE,
         video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, bos_token_id=1,
@@ -41,10 +44,10 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        if "norm" in name or "ln_q" in name:
-            p.copy_(1 + 0.2 * noise)
-        elif p.dim() == 1:
+        if name.endswith("bias"):
             p.copy_(0.1 * noise)
+        elif p.dim() == 1:  # weights of norms
+            p.copy_(1 + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
         else:
@@ -52,19 +55,22 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     return model
 
 
-def model(tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Qwen2_5_VL:
-    return telling_weights(Qwen2_5_VL(config(tied)).to(dtype), seed)
+def model(
+    tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, model_type: str = "qwen2_5_vl"
+) -> Qwen2_5_VL:
+    return telling_weights(Qwen2_5_VL(config(tied, model_type=model_type)).to(dtype), seed)
 
 
 def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5) -> Prompt:
-    """Random text around random images of the given grids (patches in time, height, width)."""
+    """Random text around random images, and videos, of the given grids (patches in time, height, width)."""
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
-        image = [VISION_START] + [IMAGE] * (t * h * w // 4) + [VISION_END]
+        image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
         ids += [torch.tensor(image), torch.randint(3, 280, (text,), generator=generator)]
     patches = sum(t * h * w for t, h, w in grids)
     pixels = torch.randn(patches, 1176, generator=generator)
-    return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3))
+    seconds = torch.full((len(grids),), 0.75)
+    return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
 
 
 def completion(generator: torch.Generator, length: int) -> torch.Tensor:

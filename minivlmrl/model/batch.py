@@ -21,9 +21,9 @@ class GroupBatch:
 
     input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
     position_ids: Tensor  # (3, N) int64: time, height, width
-    pixel_values: Tensor  # (patches, patch_dim) float32, images of all prompts in order
-    grid_thw: Tensor  # (images, 3) int64
-    vision_index: Tensor  # (merged image tokens,) their places in the run, prompts only
+    pixel_values: Tensor  # (patches, patch_dim) float32, images and videos of all prompts in order
+    grid_thw: Tensor  # (images and videos, 3) int64
+    vision_index: Tensor  # (merged image and video tokens,) their places in the run, prompts only
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
 
@@ -55,7 +55,7 @@ def pack(
         prompts: B of them.
         completions: for each prompt the token ids of its completions, each (C,) int64, C >= 1; may be empty.
     Raises:
-        ValueError: a completion without tokens, or a prompt whose image tokens do not fit its images.
+        ValueError: a completion without tokens, or a prompt whose image and video tokens do not fit its grids.
     """
     if any(len(completion) == 0 for group in completions for completion in group):
         raise ValueError("a completion has no tokens; drop its row or let it end with a stop token")
@@ -67,9 +67,10 @@ def pack(
     ])  # fmt: skip
     positions, vision_index, following = torch.empty(3, len(ids), dtype=torch.long), [], []
     for prompt, start in zip(prompts, layout.prompt_starts.tolist(), strict=True):
-        own = get_rope_index(prompt.input_ids, prompt.grid_thw, config)  # (3, P)
+        own = get_rope_index(prompt.input_ids, prompt.grid_thw, config, prompt.second_per_grid_ts)  # (3, P)
         positions[:, start : start + own.shape[1]] = own
-        vision_index.append((prompt.input_ids == config.image_token_id).nonzero()[:, 0] + start)
+        is_vision = (prompt.input_ids == config.image_token_id) | (prompt.input_ids == config.video_token_id)
+        vision_index.append(is_vision.nonzero()[:, 0] + start)
         following.append(int(own.max()) + 1)
     group, offset, predict = (
         x.cpu() for x in (layout.completion_group, layout.completion_offset, layout.predict_index)

@@ -1,4 +1,4 @@
-"""The two layers that the decoder and the vision tower share."""
+"""The layers that decoder and vision tower are made of, besides attention."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). The vision tower has biases, the decoder has none."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). The vision tower of Qwen2.5-VL has biases, the decoder has none."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -30,3 +30,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class QuickGELUMLP(nn.Module):
+    """fc2(h sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU, in the vision tower of Qwen2-VL."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))

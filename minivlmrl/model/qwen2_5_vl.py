@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: vision tower, decoder, head. Parameter names are those of the hub's checkpoints."""
+"""Qwen2.5-VL and Qwen2-VL: vision tower, decoder, head. Parameter names are those of the hub's checkpoints."""
 
 import math
 
@@ -23,7 +23,7 @@ class Qwen2_5_VL(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, batch: GroupBatch, rule: Rule | None = None, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states of a packed run; each prompt and each image is computed once.
+        """Hidden states of a packed run; each prompt and each image or video is computed once.
 
         Args:
             batch: N tokens.
@@ -34,8 +34,8 @@ class Qwen2_5_VL(nn.Module):
         """
         x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
         if len(batch.grid_thw):
-            image_embeds = self.visual(batch.pixel_values, batch.grid_thw)
-            x = x.index_copy(0, batch.vision_index, image_embeds.to(x.dtype))
+            vision_embeds = self.visual(batch.pixel_values, batch.grid_thw)
+            x = x.index_copy(0, batch.vision_index, vision_embeds.to(x.dtype))
         return self.model(x, batch.position_ids, rule or GroupAttention(batch.layout), wanted)
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class Qwen2_5_VL(nn.Module):
                 parameter.normal_(0, 0.02, generator=generator)
             elif parameter.dim() > 1:
                 depth = len(self.visual.blocks) if name.startswith("visual.") else len(self.model.layers)
-                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight"))
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight"))
                 scale = 1 / math.sqrt(2 * depth) if writes_residual else 1.0
                 parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
             elif name.endswith("bias"):

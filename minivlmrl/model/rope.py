@@ -9,46 +9,63 @@ from torch import Tensor
 from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
-def get_rope_index(input_ids: Tensor, grid_thw: Tensor, config: ModelConfig) -> Tensor:
+def get_rope_index(
+    input_ids: Tensor, grid_thw: Tensor, config: ModelConfig, second_per_grid_ts: Tensor | None = None
+) -> Tensor:
     """Give every prompt token its (time, height, width) position.
 
     A run of text counts up on all three axes together. The tokens of an image share one time, and count rows and
-    columns of the merged grid; text resumes one past the largest position that the image used.
+    columns of the merged grid. The time steps of a video lie as far apart as their seconds say. Text resumes one past
+    the largest position, on any axis, that the image or video used.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
+    A video of 3 time steps, 1 x 2 merged tokens each, 0.75 s from one to the next, 2 positions a second:
+        time   0 0 1 1 3 3 | 4       floor(i * 0.75 * 2)
+        height 0 0 0 0 0 0 | 4
+        width  0 1 0 1 0 1 | 4
 
     Args:
-        input_ids: (N,) int64, one prompt with its image placeholders expanded.
-        grid_thw: (images, 3) int64, patches of each image in time, height, width.
+        input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
+        grid_thw: (images and videos, 3) int64, in order of appearance: patches in time, height, width.
+        second_per_grid_ts: (images and videos,) float32, seconds between time steps (an image has one: its entry is
+            not read); None: 1 s. Qwen2-VL does not read it: its time steps are one position apart.
     Returns:
         position_ids (3, N) int64.
     Raises:
-        ValueError: the placeholders in input_ids are not those the grids ask for, or there are video tokens.
-    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; equals transformers'
-        Qwen2_5_VLModel.get_rope_index for text and images in every version with mm_token_type_ids given.
+        ValueError: the placeholders in input_ids are not those the grids ask for.
+    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; the rule of Qwen's own
+        code, vLLM and transformers 4.49 to 4.51. Later versions of transformers agree on text and images; for videos
+        they cut fractions of second_per_grid_ts (4.52 to about 5.17) or let text resume too early (from 5.3 on).
     """
     ids, merge = input_ids.tolist(), config.vision_config.spatial_merge_size
-    if config.video_token_id in ids:
-        raise ValueError(f"input_ids hold the video token {config.video_token_id}: videos are not supported yet")
-    pieces, cursor, start = [], 0, 0
-    for t, h, w in grid_thw.tolist():
+    placeholders = [i for i, token in enumerate(ids) if token in (config.image_token_id, config.video_token_id)]
+    pieces, cursor, start, used = [], 0, 0, 0
+    for number, (t, h, w) in enumerate(grid_thw.tolist()):
         grid = (t, h // merge, w // merge)
         length = grid[0] * grid[1] * grid[2]
-        image_at = ids.index(config.image_token_id, start) if config.image_token_id in ids[start:] else len(ids)
-        if ids[image_at : image_at + length] != [config.image_token_id] * length:
-            raise ValueError(f"input_ids lack the {length} image tokens that grid {(t, h, w)} needs from {image_at} on")
-        text = torch.arange(image_at - start) + cursor  # (text,)
+        at = placeholders[used] if used < len(placeholders) else len(ids)
+        if at == len(ids) or ids[at : at + length] != [ids[at]] * length:
+            raise ValueError(f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs at {at}")
+        text = torch.arange(at - start) + cursor  # (text,)
         pieces.append(text.expand(3, -1))
-        cursor += image_at - start
-        axes = torch.meshgrid(torch.zeros(grid[0]).long(), torch.arange(grid[1]), torch.arange(grid[2]), indexing="ij")
+        cursor += at - start
+        time = torch.arange(t)
+        if config.vision_config.tokens_per_second is not None:
+            seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[number].item()
+            # in float32, as the checkpoints were trained: float64 rounds some products to another whole number
+            time = (time * seconds * config.vision_config.tokens_per_second).long()
+        axes = torch.meshgrid(time, torch.arange(grid[1]), torch.arange(grid[2]), indexing="ij")
         pieces.append(torch.stack(axes).flatten(1) + cursor)  # (3, t*h*w)
-        cursor += max(grid[1], grid[2])
-        start = image_at + length
-    if config.image_token_id in ids[start:]:
-        raise ValueError(f"input_ids hold image tokens after position {start}, but only {len(grid_thw)} images")
+        cursor += int(max(time[-1] + 1, grid[1], grid[2]))
+        start, used = at + length, used + length
+    if used < len(placeholders):
+        at = placeholders[used]
+        raise ValueError(
+            f"input_ids have an image or video token at {at} that none of the {len(grid_thw)} grids asks for"
+        )
     pieces.append((torch.arange(len(ids) - start) + cursor).expand(3, -1))
     return torch.cat(pieces, dim=1)
 

@@ -1,7 +1,11 @@
 """The vision tower: flattened patches -> one decoder token per 2 x 2 patches.
 
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has none of the three, see NORMS and MLPS.
+
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +13,12 @@ from torch import Tensor, nn
 
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
-from minivlmrl.model.layers import MLP, RMSNorm
+from minivlmrl.model.layers import MLP, QuickGELUMLP, RMSNorm
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
 EPS = 1e-6  # hard-coded in the original too
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+MLPS = {"swiglu": partial(MLP, bias=True), "quick_gelu": QuickGELUMLP}
 
 
 class VisionTransformer(nn.Module):
@@ -24,13 +30,13 @@ class VisionTransformer(nn.Module):
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch, each for itself.
+        """Encode all images and videos of a batch, each frame pair for itself.
 
         Args:
             pixel_values: (P, channels * frames * patch * patch), rows as data/image.py makes them.
-            grid_thw: (images, 3), patches of each image in time, height, width; their products sum to P.
+            grid_thw: (images and videos, 3), patches of each in time, height, width; their products sum to P.
         Returns:
-            (M, out_hidden_size), images in order, merged tokens of each in raster order.
+            (M, out_hidden_size), images and videos in order, merged tokens of each in raster order, frame by frame.
         """
         order, window_lengths, frame_lengths = window_order(grid_thw, self.config)
         order = order.to(pixel_values.device)
@@ -58,10 +64,11 @@ def window_order(grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[i
     Source: Qwen2_5_VisionTransformerPretrainedModel.get_window_index, without its padding by -100.
     """
     merge = config.spatial_merge_size
-    side = config.window_size // merge // config.patch_size  # merged tokens a side of a window
     order, window_lengths, frame_lengths, offset = [], [], [], 0
     for t, h, w in grid_thw.tolist():
         rows, cols = h // merge, w // merge
+        # merged tokens a side of a window; without windows the frame is one
+        side = config.window_size // merge // config.patch_size if config.window_size else max(rows, cols)
         window_row, window_col = torch.arange(rows) // side, torch.arange(cols) // side
         window = (window_row[:, None] * (int(window_col[-1]) + 1) + window_col).flatten()  # (rows*cols,)
         in_frame = window.argsort(stable=True)
@@ -90,10 +97,10 @@ class PatchEmbed(nn.Module):
 class VisionBlock(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, EPS)
-        self.norm2 = RMSNorm(config.hidden_size, EPS)
+        self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
+        self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
         self.attn = VisionAttention(config)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=True)
+        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, segments)
@@ -121,7 +128,7 @@ class PatchMerger(nn.Module):
         super().__init__()
         width = config.hidden_size * config.spatial_merge_size**2
         self.width = width
-        self.ln_q = RMSNorm(config.hidden_size, EPS)
+        self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.out_hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""Positions of prompts with images and videos by an installed transformers: python tests/record_positions.py
+
+Videos follow the rule of transformers 4.49 to 4.51, which is Qwen's own and vLLM's; later versions depart from it (see
+model/rope.py). So test_positions.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this
+script printed with transformers 4.51.3 (and 4.49.0: the same).
+"""
+
+import hashlib
+import json
+import random
+
+import torch
+
+import tiny
+
+COUNT = 300
+
+
+def cases():
+    """COUNT prompts: (input_ids, kinds, grids, seconds) from random runs of text, images and videos."""
+    rng = random.Random(0)
+    for _ in range(COUNT):
+        ids, kinds, grids, seconds = [rng.randint(3, 280)], [], [], []
+        for _ in range(rng.randint(0, 4)):
+            kind = rng.choice(["image", "video", "video"])
+            t = 1 if kind == "image" else rng.randint(1, 9)
+            h, w = 2 * rng.randint(1, 5), 2 * rng.randint(1, 5)
+            token = tiny.IMAGE if kind == "image" else tiny.VIDEO
+            ids += [tiny.VISION_START, *[token] * (t * h * w // 4), tiny.VISION_END]
+            ids += [rng.randint(3, 280) for _ in range(rng.randint(0, 5))]
+            kinds.append(kind)
+            grids.append((t, h, w))
+            # sampled rates such as 2, 1.5 or 0.37 frames a second, two frames in a step
+            seconds.append(2 / rng.choice([2.0, 1.0, 1.5, 4.0, 30 / 7, rng.uniform(0.2, 8)]))
+        yield ids, kinds, grids, seconds
+
+
+def digest(positions: torch.Tensor) -> str:
+    return hashlib.sha256(json.dumps(positions.tolist()).encode()).hexdigest()[:16]
+
+
+def record() -> dict:
+    import transformers
+
+    digests = {}
+    for model_type, name in (("qwen2_5_vl", "Qwen2_5_VL"), ("qwen2_vl", "Qwen2VL")):
+        config = transformers.AutoConfig.for_model(**tiny.config(model_type=model_type).to_dict())
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+        digests[model_type] = []
+        for ids, kinds, grids, seconds in cases():
+            images = [grid for grid, kind in zip(grids, kinds, strict=True) if kind == "image"]
+            videos = [grid for grid, kind in zip(grids, kinds, strict=True) if kind == "video"]
+            arguments = {
+                "image_grid_thw": torch.tensor(images) if images else None,
+                "video_grid_thw": torch.tensor(videos) if videos else None,
+            }
+            if model_type == "qwen2_5_vl" and videos:
+                of_videos = [s for s, kind in zip(seconds, kinds, strict=True) if kind == "video"]
+                arguments["second_per_grid_ts"] = torch.tensor(of_videos)
+            positions, _ = model.get_rope_index(torch.tensor([ids]), **arguments)
+            digests[model_type].append(digest(positions[:, 0]))
+    return {"transformers": transformers.__version__, "torch": torch.__version__, **digests}
+
+
+if __name__ == "__main__":
+    print(json.dumps(record(), indent=1))
