@@ -63,4 +63,4 @@ def record() -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(), indent=1))
+    print(json.dumps(record()))

@@ -10,7 +10,7 @@ from minivlmrl.training.losses.policy import grpo_loss
 
 import tiny
 
-# ragged prompts: one image, two images of other sizes, text only, one of the first's length to share its bucket, a video
+# ragged prompts: one image, two of other sizes, text only, one of the first's length to share its bucket, a video
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
 
 
@@ -111,8 +111,8 @@ def test_order_of_groups_does_not_matter():
     forward = batch.split(per_token_logps(model, batch)[0])
     batch = pack(prompts[::-1], completions[::-1], model.config)
     backward = batch.split(per_token_logps(model, batch)[0])
-    for row in range(8):
-        mirrored = (3 - row // 2) * 2 + row % 2
+    for row in range(10):
+        mirrored = (4 - row // 2) * 2 + row % 2
         assert_equal(backward[mirrored], forward[row])
 
 
