@@ -686,7 +686,7 @@ def test_pair_accuracy_of_dpo(stage, share):
     @torch.no_grad()
     def likelihood(row: Row, answer):
         processor = run.algorithm.processor
-        prompt, ids = processor(row.messages, row.images), processor.encode_completion(answer)[0]
+        prompt, ids = processor(row.messages, row.images), processor.encode_completion(row.messages, answer)[0]
         batch = pack([prompt], [[ids]], run.model.config)
         return per_token_logps(run.model, batch)[0].sum().item()
 

@@ -161,7 +161,7 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
     assert prompt.grid_thw.tolist() == [[1, 8, 8]]
-    assert {len(processor.encode_completion(answer(label))[0]) for label in LABELS} == {14}
+    assert {len(processor.encode_completion([], answer(label))[0]) for label in LABELS} == {14}
 
 
 def test_docstring_example():

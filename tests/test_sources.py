@@ -12,7 +12,7 @@ from minivlmrl import config as config_file
 from minivlmrl.config import DataSection
 from minivlmrl.data import localisation
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.data.conversations import place_images
+from minivlmrl.data.conversations import split_at_media
 from minivlmrl.data.datasets import TASKS, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.sources import JsonLines, shuffled
 
@@ -339,7 +339,8 @@ MISTAKES = [
     ({"prompt": [HI, {"role": "user"}]}, "column 'prompt': message 1 needs a role, and content that is text or a li"),
     ({"prompt": [{"content": "hi"}]}, "column 'prompt': message 0 needs a role, and content that is text or a list"),
     ({"prompt": [user(3)]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts"),
-    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': message 0 has a part of type 'video'; text and image"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio'; text, image"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but the row has 0 vid"),
     ({"messages": [HI, {"role": "assistant"}]}, "column 'messages': message 1 needs a role, and content that is"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing twice; keep one of them"),
@@ -380,8 +381,18 @@ MISTAKES = [
         {"messages": [system("s"), YES], "image": "red.png"},
         "column 'messages': the prompt has no user turn that could show the row's 1 image(s); add one",
     ),
-    ({"problem": "a", "image": 3}, "give column 'image' or 'images', a path or a list of paths: [3]"),
-    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', a path or a list of paths"),
+    ({"problem": "a", "image": 3}, "column 'image': each image must be a path, URL or data URI; one is 3"),
+    ({"problem": "a", "images": ["a", {"max_pixels": 9}]}, "column 'images': each image must be a path, URL or data"),
+    ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
+    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
+    (
+        {"problem": "a", "images": [{"image": "a", "fps": 1}]},
+        "column 'images': option 'fps' is not one of a image's; kn",
+    ),
+    ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels is '9', it must be a n"),
+    ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
+    ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but the"),
+    ({"prompt": [user([{"type": "image", "image": 3}])]}, "message 0: each image must be a path, URL or data URI; one"),
 ]
 BAD_ANSWERS = [
     (3, "must be text or a list of turns, it is 3"),
@@ -463,9 +474,9 @@ def test_a_row_needs_a_prompt_whatever_is_required(write):
         JsonLines(write({"solution": "a"}), ())
 
 
-def test_place_images_keeps_the_text_around():
-    assert place_images("a<image>", 1) == [text("a"), IMAGE_PART, text("")]
-    assert place_images("", 0) == [text("")]
+def test_splitting_at_images_keeps_the_text_around():
+    assert split_at_media("a<image>", {"image": 1}) == [text("a"), IMAGE_PART, text("")]
+    assert split_at_media("", {}) == [text("")]
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(10, 5), (10, 3), (3, 7), (1, 4)])

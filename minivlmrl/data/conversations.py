@@ -1,18 +1,21 @@
 """The text of a row, in whichever of TRL's forms it stands, becomes a prompt's messages and the answers to it."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minivlmrl.data.chat import content_parts, render, render_completion
+from minivlmrl.data.chat import content_parts, part_kind, render, render_completion
+from minivlmrl.data.media import has_source
 
-PLACEHOLDER = "<image>"  # in a prompt's text: where an image goes
+PLACEHOLDER = {"image": "<image>", "video": "<video>"}  # in a prompt's text: where an image or video goes
 ROLES = ("system", "user", "assistant", "tool")
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
 ANSWERS = {"completion": (str, list), "chosen": (str, list), "rejected": (str, list)}
 
 
 def read_conversation(
-    row: dict, images: int, prompt_template: str = "{problem}", system_prompt: str | None = None
+    row: dict, media: dict[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> tuple[list[dict], dict[str, str | list[dict]]]:
     """Find the prompt of a row and its answers.
 
@@ -25,12 +28,13 @@ def read_conversation(
             completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
             chosen, rejected: without any of problem, prompt and messages two whole conversations, and the turns that
                 both begin with are the prompt (TRL's implicit prompt).
-        images: how many come with the row. They stand at the image parts of the prompt, else where its text says
-            <image>, else before the text of its first user turn.
+        media: how many come with the row, {"image": n, "video": m}. They stand at the parts of their kind that the
+            prompt has (beside those that say themselves what they show), else where its text says <image> or <video>,
+            else before the text of its first user turn.
         prompt_template: the user message; {problem} is replaced.
         system_prompt: replaces Qwen's default system message, not one that the row begins with.
     Returns:
-        messages: the prompt, with an image part for each image.
+        messages: the prompt, with a part for each image and video.
         answers: completion, chosen and rejected, as far as the row has them.
     Raises:
         ValueError: names the column, what is wrong with it and what to do.
@@ -47,64 +51,72 @@ def read_conversation(
             _check_answer(_turns(answer))
     with _naming(column):
         if isinstance(prompt, str):
-            return conversation(prompt, images, prompt_template, system_prompt), answers
+            return conversation(prompt, media, prompt_template, system_prompt), answers
         if prompt and prompt[-1]["role"] == "assistant":
             raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
         own = system_prompt is None or (prompt and prompt[0]["role"] == "system")
         system = [] if own else [{"role": "system", "content": system_prompt}]
-        return system + _place_in_turns(prompt, images), answers
+        return system + _place_in_turns(prompt, media), answers
 
 
 def conversation(
-    problem: str, images: int, prompt_template: str = "{problem}", system_prompt: str | None = None
+    problem: str, media: dict[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
     """Messages that ask about a problem.
 
     Args:
-        images: how many come with it; see place_images.
+        media: how many images and videos come with it; see place_media.
         prompt_template: the user message; {problem} is replaced.
         system_prompt: replaces Qwen's default system message.
     """
-    user = {"role": "user", "content": place_images(prompt_template.replace("{problem}", problem), images)}
+    user = {"role": "user", "content": split_at_media(prompt_template.replace("{problem}", problem), media)}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
-def place_images(text: str, count: int) -> list[dict]:
-    """Split a text at its <image> placeholders into parts; without any, the images come first.
+def split_at_media(text: str, media: dict[str, int]) -> list[dict]:
+    """Split a text at its <image> and <video> placeholders into parts; without any, images and videos come first.
 
     Raises:
-        ValueError: some placeholders, but another number than images.
+        ValueError: some placeholders, but another number than images or videos.
     """
-    pieces = text.split(PLACEHOLDER)
-    if len(pieces) == 1:
-        return [{"type": "image"}] * count + [{"type": "text", "text": text}]
-    _check_count(len(pieces) - 1, f"{PLACEHOLDER} placeholder(s)", count)
-    parts = [{"type": "text", "text": pieces[0]}]
-    for piece in pieces[1:]:
-        parts += [{"type": "image"}, {"type": "text", "text": piece}]
-    return parts
+    found = _placeholders(text)
+    if not any(found.values()):
+        return [*_parts(media), {"type": "text", "text": text}]
+    _check_counts(found, "placeholder(s)", media)
+    kinds = {placeholder: kind for kind, placeholder in PLACEHOLDER.items()}
+    pieces = re.split("({image}|{video})".format(**PLACEHOLDER), text)
+    return [{"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece} for piece in pieces]
 
 
-def _place_in_turns(turns: list[dict], images: int) -> list[dict]:
-    """Give a conversational prompt its images: at its image parts, else at <image>, else before its first user text."""
+def _place_in_turns(turns: list[dict], media: dict[str, int]) -> list[dict]:
+    """Give a conversational prompt its images and videos: at its parts, else at placeholders, else before its text."""
     inside = [content_parts(turn) for turn in turns]
-    given = sum(part.get("type") == "image" for parts in inside for part in parts)
-    if given:  # then <image> is text
-        _check_count(given, "image part(s)", images)
+    shown = [part for parts in inside for part in parts if part_kind(part) in PLACEHOLDER]
+    if shown:  # then <image> is text
+        _check_counts(Counter(part_kind(part) for part in shown if not has_source(part)), "part(s)", media)
         return turns
-    placeholders = sum(part["text"].count(PLACEHOLDER) for parts in inside for part in parts)
-    if placeholders:
-        _check_count(placeholders, f"{PLACEHOLDER} placeholder(s)", images)
+    texts = [part["text"] for parts in inside for part in parts]
+    found = sum((_placeholders(text) for text in texts), Counter())
+    if found:
+        _check_counts(found, "placeholder(s)", media)
         inside = [
-            [p for part in parts for p in place_images(part["text"], part["text"].count(PLACEHOLDER))]
-            for parts in inside
+            [p for part in parts for p in split_at_media(part["text"], _placeholders(part["text"]))] for parts in inside
         ]
-    elif images:
+    elif any(media.values()):
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
         if first is None:
-            raise ValueError(f"the prompt has no user turn that could show the row's {images} image(s); add one")
-        inside[first] = [{"type": "image"}] * images + inside[first]
+            shown = " and ".join(f"{count} {kind}(s)" for kind, count in media.items() if count)
+            raise ValueError(f"the prompt has no user turn that could show the row's {shown}; add one")
+        inside[first] = _parts(media) + inside[first]
     return [{**turn, "content": parts} for turn, parts in zip(turns, inside, strict=True)]
+
+
+def _parts(media: dict[str, int]) -> list[dict]:
+    return [{"type": kind} for kind in PLACEHOLDER for _ in range(media.get(kind, 0))]
+
+
+def _placeholders(text: str) -> Counter:
+    return Counter({kind: text.count(placeholder) for kind, placeholder in PLACEHOLDER.items()})
 
 
 def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict]:
@@ -160,16 +172,21 @@ def _check_answer(turns: list[dict]):
         text = "".join(part["text"] for part in content_parts(turn))
         if turn["role"] == "assistant" and not text.strip():
             raise ValueError("an answer is empty or blank, and would teach to say nothing; write it or drop the row")
-        if turn["role"] != "assistant" and PLACEHOLDER in text:
-            raise ValueError(f"there is {PLACEHOLDER} after the assistant's first turn; images belong into the prompt")
+        for kind, placeholder in PLACEHOLDER.items():
+            if turn["role"] != "assistant" and placeholder in text:
+                raise ValueError(
+                    f"there is {placeholder} after the assistant's first turn; {kind}s belong into the prompt"
+                )
 
 
-def _check_count(count: int, what: str, images: int):
-    if count != images:
-        raise ValueError(
-            f"the prompt has {count} {what} but the row has {images} image(s); put one where each image belongs "
-            "and name as many files in column 'images'"
-        )
+def _check_counts(found: dict[str, int], what: str, media: dict[str, int]):
+    for kind, placeholder in PLACEHOLDER.items():
+        if found[kind] != media.get(kind, 0):
+            name = f"{placeholder} {what}" if what.startswith("placeholder") else f"{kind} {what}"
+            raise ValueError(
+                f"the prompt has {found[kind]} {name} but the row has {media.get(kind, 0)} {kind}(s); put one where "
+                f"each {kind} belongs and name as many files in column '{kind}s'"
+            )
 
 
 def _turns(answer: str | list[dict]) -> list[dict]:

@@ -87,7 +87,7 @@ class Localisation:
         name, box = named
         # its own generator: pictures and true boxes are those of a row without noise
         shown = self._demonstrated(box, random.Random(f"localisation/{self.seed}/{index}/noise"))
-        messages = conversation(problem(name), 1, self.prompt_template, self.system_prompt)
+        messages = conversation(problem(name), {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {
             "problem": problem(name), "solution": pixels(box), "answer_extent": (GRID, GRID), "unseen": is_unseen(box),
         }  # fmt: skip

@@ -56,7 +56,7 @@ class Shapes:
         label = rng.choice(LABELS)
         image = draw(label, rng)
         shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
-        messages = conversation(PROBLEM, 1, self.prompt_template, self.system_prompt)
+        messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures, labels and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))

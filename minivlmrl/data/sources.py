@@ -10,7 +10,8 @@ import PIL.Image
 import torch
 
 from minivlmrl.data.conversations import read_conversation
-from minivlmrl.data.image import load_image
+from minivlmrl.data.media import Media, place_media, read_media
+from minivlmrl.data.video import Video
 
 
 @dataclass
@@ -18,11 +19,12 @@ class Row:
     """One example. An answer is text, or a list of turns that begins and ends with one of the assistant's."""
 
     messages: list[dict]  # the prompt, see chat.render
-    images: list[PIL.Image.Image]
+    images: list[PIL.Image.Image]  # one for each image part of the prompt, in order; videos below likewise
     columns: dict = field(default_factory=dict)  # problem, solution, ...: what the rewards are given
     completion: str | list[dict] | None = None  # a demonstrated answer, for sft
     chosen: str | list[dict] | None = None  # the better of two answers, for preferences
     rejected: str | list[dict] | None = None  # the worse
+    videos: list[Video] = field(default_factory=list)
 
 
 class Dataset(Protocol):
@@ -37,12 +39,14 @@ class JsonLines:
     """Rows of a JSON lines file.
 
     Each line is an object with a prompt, as needed with answers (`completion` for sft, `chosen` and `rejected` for
-    preferences), `image` or `images` (a path or a list of paths, relative to the file), `solution` (for the accuracy
-    reward), and any other columns. Prompt and answers have one of the forms of conversations.read_conversation:
+    preferences), `image` or `images` (a path, relative to the file, a list of paths, or what media.read_media knows
+    beside), `video` or `videos`, `solution` (for the accuracy reward), and any other columns. Prompt and answers have
+    one of the forms of conversations.read_conversation:
 
         {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
         {"image": "cat.jpg", "prompt": [{"role": "user", "content": "How many?"}], "chosen": "Two.", "rejected": "One."}
         {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "Two."}]}
+        {"video": {"video": "cat.mp4", "fps": 1}, "problem": "How often does it blink?", "solution": "3"}
 
     Args:
         path: the file.
@@ -51,9 +55,11 @@ class JsonLines:
         prompt_template, system_prompt: see conversations.read_conversation.
         limit: read no more rows than this.
         constants: columns that every row gets unless it has them.
+        video_options: what is asked of every video, see media.OPTIONS; a row's own options win.
+        allow_urls: fetch images and videos from the net where a row names an http(s) URL.
     Raises:
         ValueError: the file or a line cannot be read, or a column is missing or wrong (with file and line number).
-            Images are read when a row is used; what is wrong with one names its row too.
+            Images and videos are read when a row is used; what is wrong with one names its row too.
     """
 
     def __init__(
@@ -64,12 +70,14 @@ class JsonLines:
         system_prompt: str | None = None,
         limit: int | None = None,
         constants: dict | None = None,
+        video_options: dict | None = None,
+        allow_urls: bool = False,
     ):
         self.path, self.prompt_template, self.system_prompt = Path(path), prompt_template, system_prompt
-        self.constants = constants or {}
+        self.constants, self.video_options, self.allow_urls = constants or {}, video_options or {}, allow_urls
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
-        self.rows: list[tuple[int, Row, list[str]]] = []  # line number, the row without its images, their paths
+        self.rows: list[tuple[int, Row, list[Media]]] = []  # line number, the row without its images, where they are
         try:
             lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
         except UnicodeDecodeError as error:
@@ -84,7 +92,7 @@ class JsonLines:
             raise ValueError(f"{path}: has no rows")
         self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
 
-    def _parse(self, line: str, required: tuple[str, ...]) -> tuple[Row, list[str]]:
+    def _parse(self, line: str, required: tuple[str, ...]) -> tuple[Row, list[Media]]:
         try:
             columns = json.loads(line)
             json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
@@ -92,31 +100,32 @@ class JsonLines:
             raise ValueError(f"not JSON ({error})") from error
         if not isinstance(columns, dict):
             raise ValueError(f"a row must be an object with columns, it is {columns!r:.40}")
-        listed = [columns[column] for column in ("images", "image") if columns.get(column) is not None]
-        paths = [path for entry in listed for path in (entry if isinstance(entry, list) else [entry])]
-        if len(listed) > 1 or not all(isinstance(path, str) for path in paths):
-            raise ValueError(f"give column 'image' or 'images', a path or a list of paths: {listed!r:.60}")
         margin = columns.get("margin")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
             raise ValueError(f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}")
-        messages, answers = read_conversation(columns, len(paths), self.prompt_template, self.system_prompt)
+        listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
+        counts = {kind: len(media) for kind, media in listed.items()}
+        messages, answers = read_conversation(columns, counts, self.prompt_template, self.system_prompt)
+        messages, media = place_media(messages, listed, self.video_options)
         present = {"problem", *answers, *(column for column, value in columns.items() if value is not None)}
         for column in required:
             if column not in present:
                 raise ValueError(f"column {column!r} is missing; the row has {sorted(columns)}")
         columns |= {name: value for name, value in self.constants.items() if columns.get(name) is None}
-        return Row(messages, [], columns, **answers), paths
+        return Row(messages, [], columns, **answers), media
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        number, row, paths = self.rows[index]
+        number, row, media = self.rows[index]
         try:
-            images = [load_image(self.path.parent / path) for path in paths]
+            loaded = [(one.kind, one.load(self.path.parent, self.allow_urls)) for one in media]
         except ValueError as error:
             raise ValueError(f"{self.path}:{number}: {error}") from error
-        return replace(row, images=images, columns={name: row.columns.get(name) for name in self.columns})
+        images, videos = ([item for kind, item in loaded if kind == wanted] for wanted in ("image", "video"))
+        columns = {name: row.columns.get(name) for name in self.columns}
+        return replace(row, images=images, videos=videos, columns=columns)
 
 
 def shuffled(size: int, per_step: int, seed: int) -> Iterator[list[int]]:

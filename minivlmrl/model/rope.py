@@ -30,8 +30,8 @@ def get_rope_index(
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
         grid_thw: (images and videos, 3) int64, in order of appearance: patches in time, height, width.
-        second_per_grid_ts: (images and videos,) float32, seconds between time steps (an image has one: its entry is
-            not read); None: 1 s. Qwen2-VL does not read it: its time steps are one position apart.
+        second_per_grid_ts: (images and videos,) float32, seconds from one time step to the next, of which an image has
+            but one; None: 1 s. Qwen2-VL does not read it: its time steps are one position apart.
     Returns:
         position_ids (3, N) int64.
     Raises:

@@ -67,7 +67,7 @@ def rollout(
         generator: see generate.
         reward_model: who answers for the reward of this name.
     """
-    prompts = [processor(row.messages, row.images) for row in rows]
+    prompts = [processor(row.messages, row.images, row.videos) for row in rows]
     completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, generator)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
@@ -92,7 +92,8 @@ def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Proce
     for row, prompt in zip(rows, prompts, strict=True):
         size = answer = None
         if row.images:
-            _, height, width = prompt.grid_thw[0].tolist()
+            is_image = prompt.second_per_grid_ts == 0
+            _, height, width = prompt.grid_thw[is_image][0].tolist()
             size = row.images[0].size
             space = row.columns.get("box_space") or "resized"
             answer = row.columns.get("answer_extent") or extent(space, size, (width * patch, height * patch))

@@ -102,8 +102,8 @@ def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
     )
     for i, axis in zip(order, axes[0], strict=True):
         row = rows[i]
-        if row.images:
-            axis.imshow(row.images[0])
+        if row.images or row.videos:
+            axis.imshow(row.images[0] if row.images else row.videos[0].frames[0])
         axis.set(xticks=[], yticks=[])
         truth = _true_boxes(row)
         solution = row.columns.get("solution")

@@ -45,8 +45,9 @@ class PairAlgorithm(Algorithm):
     def pairs(self, rows: Sequence[Row]) -> list[Pair]:
         pairs = []
         for row in rows:
-            encoded = [self.processor.encode_completion(answer) for answer in (row.chosen, row.rejected)]
-            prompt = self.processor(row.messages, row.images)
+            answers = (row.chosen, row.rejected)
+            encoded = [self.processor.encode_completion(row.messages, answer) for answer in answers]
+            prompt = self.processor(row.messages, row.images, row.videos)
             pairs.append(Pair(prompt, [ids for ids, _ in encoded], [learnt for _, learnt in encoded]))
         return pairs
 

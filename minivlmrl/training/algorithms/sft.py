@@ -25,8 +25,8 @@ class SFT(Algorithm):
     def batches(self) -> Iterator[Step]:
         config = self.run.sft
         for rows in self.rows(config.prompts_per_step):
-            prompts = [self.processor(row.messages, row.images) for row in rows]
-            encoded = [self.processor.encode_completion(row.completion) for row in rows]
+            prompts = [self.processor(row.messages, row.images, row.videos) for row in rows]
+            encoded = [self.processor.encode_completion(row.messages, row.completion) for row in rows]
             counts = self.world.sum(len(rows), sum(int(learnt.sum()) for _, learnt in encoded))
             batches = []
             for some_prompts, some in chunks(config.micro_batch_size, prompts, encoded):

@@ -1,0 +1,118 @@
+"""Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import PIL.Image
+
+from minivlmrl.data.chat import content_parts, part_kind
+from minivlmrl.data.image import IMAGE_OPTIONS, check_options, load_image
+from minivlmrl.data.video import VIDEO_OPTIONS, Video, load_video
+
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
+OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
+
+
+@dataclass
+class Media:
+    """One image or video that a row names."""
+
+    kind: str  # "image" or "video"
+    source: str | list[str]  # path, URL or data URI; of a video also a list of those of its frames
+    options: dict[str, float]  # see OPTIONS
+
+    def load(self, folder: Path, allow_urls: bool) -> PIL.Image.Image | Video:
+        """Read it (ValueError, which names the source)."""
+        if self.kind == "image":
+            return load_image(self.source, folder, allow_urls)
+        sampling = {name: value for name, value in self.options.items() if name in SAMPLING_OPTIONS}
+        return load_video(self.source, folder, allow_urls, **sampling)
+
+    def part(self) -> dict:
+        """What stands in the message for it: its kind and how large the model is to see it."""
+        sizes = {name: value for name, value in self.options.items() if name not in SAMPLING_OPTIONS}
+        return {"type": self.kind, **sizes}
+
+
+def read_media(columns: dict, kind: str) -> list[Media]:
+    """What a row's columns list: `image`, `images`, `video` or `videos`.
+
+    Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
+
+    Raises:
+        ValueError: both columns of a kind, or an entry that is no source or has an unknown or wrong option.
+    """
+    given = [name for name in (f"{kind}s", kind) if columns.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"give column {kind!r} or '{kind}s', not both")
+    if not given:
+        return []
+    listed = columns[given[0]]
+    if given == ["video"] or not isinstance(listed, list):  # a list under `video` is one of frames
+        listed = [listed]
+    where = f"column {given[0]!r}"
+    return [_media(entry if isinstance(entry, dict) else {kind: entry}, kind, where) for entry in listed]
+
+
+def place_media(
+    messages: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
+) -> tuple[list[dict], list[Media]]:
+    """Give each image or video part of a prompt what it shows.
+
+    Args:
+        messages: see chat.render. A part with a source of its own shows that, the others what the columns list.
+        listed: by kind, as many as there are parts without a source.
+        video_options: of every video, unless it has its own. Which frames to take is asked of files only.
+    Returns:
+        messages whose parts hold kind and size, no sources; all media in order of appearance.
+    """
+    waiting = {kind: iter(media) for kind, media in listed.items()}
+    placed, used = [], []
+    for number, message in enumerate(messages):
+        parts = []
+        for part in content_parts(message):
+            kind = part_kind(part)
+            if kind in OPTIONS:
+                where = f"message {number}"
+                media = _media(part, kind, where) if has_source(part) else next(waiting[kind])
+                common = video_options if kind == "video" else {}
+                if isinstance(media.source, list):
+                    common = {name: value for name, value in common.items() if name not in SAMPLING_OPTIONS}
+                used.append(Media(kind, media.source, common | media.options | _options(part, kind, where)))
+                part = used[-1].part()
+            parts.append(part)
+        placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
+    return placed, used
+
+
+def has_source(part: dict) -> bool:
+    """Whether an image or video part says itself what it shows."""
+    return any(part.get(name) is not None for name in ("image", "image_url", "video", "video_url"))
+
+
+def _media(entry: dict, kind: str, where: str) -> Media:
+    source = next((entry[name] for name in (kind, f"{kind}_url") if entry.get(name) is not None), None)
+    if isinstance(source, dict):  # {"image_url": {"url": ...}}
+        source = source.get("url")
+    frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
+    if not isinstance(source, str) and not frames:
+        also = ", or a list of those of its frames" if kind == "video" else ""
+        raise ValueError(f"{where}: each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
+    return Media(kind, source, _options(entry, kind, where))
+
+
+def _options(entry: dict, kind: str, where: str) -> dict[str, float]:
+    options = {}
+    for name, value in entry.items():
+        if name in ("type", "text", "index", kind, f"{kind}_url") or value is None:
+            continue
+        if name not in OPTIONS[kind]:
+            raise ValueError(f"{where}: option {name!r} is not one of a {kind}'s; known are {', '.join(OPTIONS[kind])}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{where}: {name} is {value!r:.40}, it must be a number")
+        options[name] = value
+    try:
+        check_options({name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}, OPTIONS[kind])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return options

@@ -1,0 +1,150 @@
+"""Images and videos of rows: sources, options, order, and that they reach the tensors."""
+
+import base64
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from minivlmrl.data import shapes
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.sources import JsonLines
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 * 28))
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three one-colour images of 56 x 28 pixels and four frames of a video."""
+    for name, color in COLORS.items():
+        PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
+    for i in range(4):
+        PIL.Image.new("RGB", (28, 28), (60 * i, 0, 0)).save(tmp_path / f"frame{i}.png")
+    return tmp_path
+
+
+FRAMES = [f"frame{i}.png" for i in range(4)]
+
+
+def read(folder, row, **options):
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    return JsonLines(folder / "rows.jsonl", **options)[0]
+
+
+def prompt(row):
+    return PROCESSOR(row.messages, row.images, row.videos)
+
+
+def test_a_list_of_frames_is_a_video(folder):
+    row = read(folder, {"video": {"video": FRAMES, "fps": 4}, "problem": "What moves?"})
+    assert row.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]}]
+    assert len(row.videos) == 1 and row.videos[0].fps == 4 and not row.images
+    tensors = prompt(row)
+    assert tensors.grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
+    assert (tensors.input_ids == PROCESSOR.special["<|video_pad|>"]).sum() == tensors.grid_thw.prod() / 4
+
+
+def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
+    av = pytest.importorskip("av", reason="extra missing: pip install av")
+    with av.open(str(folder / "clip.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 28, 28, "bgr0"
+        for i in range(16):
+            pixels = np.full((28, 28, 3), 10 * i, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    problem = {"problem": "What moves?"}
+    asked = [
+        ({"video": "clip.mkv"}, {}, 4),  # two frames a second
+        ({"video": "clip.mkv"}, {"fps": 4}, 8),
+        ({"video": {"video": "clip.mkv", "nframes": 6}}, {}, 6),
+        ({"video": {"video": "clip.mkv", "fps": 8}}, {"fps": 4, "max_frames": 12}, 12),
+    ]
+    for row, options, count in asked:
+        assert len(read(folder, row | problem, video_options=options).videos[0].frames) == count
+
+
+def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
+    row = read(
+        folder, {"video": FRAMES, "problem": "a"}, video_options={"fps": 1, "max_frames": 2, "max_pixels": 40000}
+    )
+    assert len(row.videos[0].frames) == 4 and row.videos[0].fps == 2
+    assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
+
+
+def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
+    problem = "<image> then <video> then <image>"
+    tensors = prompt(read(folder, {"images": ["red.png", "blue.png"], "videos": [FRAMES], "problem": problem}))
+    assert tensors.grid_thw[:, 0].tolist() == [1, 2, 1]
+    assert tensors.second_per_grid_ts.tolist() == [0, 1, 0]
+    pads = [PROCESSOR.special[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    runs = [kind for kind in tensors.input_ids.tolist() if kind in pads]
+    tokens = (tensors.grid_thw.prod(1) // 4).tolist()
+    assert runs == [pads[0]] * tokens[0] + [pads[1]] * tokens[1] + [pads[0]] * tokens[2]
+    alone = prompt(read(folder, {"image": "blue.png", "problem": "a"}))
+    assert torch.equal(tensors.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
+
+
+def test_without_placeholders_images_come_before_videos(folder):
+    row = read(folder, {"image": "red.png", "video": FRAMES, "problem": "a"})
+    assert [part["type"] for part in row.messages[0]["content"]] == ["image", "video", "text"]
+
+
+@pytest.mark.parametrize("name", ["image", "image_url"])
+def test_a_part_may_say_itself_what_it_shows(folder, name):
+    source = {"url": "red.png"} if name == "image_url" else "red.png"
+    parts = [{"type": name, name: source, "max_pixels": 784}, {"type": "text", "text": "What?"}]
+    row = read(folder, {"prompt": [{"role": "user", "content": parts}]})
+    assert [image.getpixel((0, 0)) for image in row.images] == [COLORS["red"]]
+    assert row.messages[0]["content"] == [{"type": "image", "max_pixels": 784}, {"type": "text", "text": "What?"}]
+
+
+def test_parts_with_and_without_a_source_stand_side_by_side(folder):
+    parts = [{"type": "image"}, {"type": "image", "image": "red.png"}, {"type": "image"}]
+    row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": ["green.png", "blue.png"]})
+    assert [image.getpixel((0, 0)) for image in row.images] == [COLORS[name] for name in ("green", "red", "blue")]
+
+
+def test_a_data_uri_is_an_image(folder):
+    uri = "data:image/png;base64," + base64.b64encode((folder / "red.png").read_bytes()).decode()
+    assert read(folder, {"image": uri, "problem": "a"}).images[0].getpixel((0, 0)) == COLORS["red"]
+
+
+def test_a_url_is_not_fetched_unasked(folder):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: .*data\.allow_urls"):
+        read(folder, {"image": "http://localhost:9/a.png", "problem": "a"})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: cannot be downloaded"):
+        read(folder, {"image": "http://localhost:9/a.png", "problem": "a"}, allow_urls=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "grid"),
+    [
+        ({}, [1, 4, 8]),
+        ({"max_pixels": 784}, [1, 2, 4]),
+        ({"min_pixels": 6272}, [1, 8, 16]),
+        ({"resized_height": 14, "resized_width": 56}, [1, 2, 8]),
+    ],
+)
+def test_the_options_of_an_image_reach_the_grid(folder, options, grid):
+    row = read(folder, {"images": [{"image": "red.png", **options}, "blue.png"], "problem": "a"})
+    assert prompt(row).grid_thw.tolist() == [grid, [1, 4, 8]]
+
+
+def test_the_options_of_a_video_reach_the_grid(folder):
+    def side(**options):
+        return prompt(read(folder, {"video": {"video": FRAMES, **options}, "problem": "a"})).grid_thw[0, 1].item()
+
+    sides = [side(), side(min_pixels=784, max_pixels=784), side(min_pixels=784, total_pixels=3 * 784)]
+    assert sides == [24, 4, 4]  # 128 tokens a frame at least, unless the row asks for less
+    assert side(resized_height=42, resized_width=42) == 6
+
+
+@pytest.mark.parametrize("missing", ["image", "video"])
+def test_a_missing_file_is_named_with_its_row(folder, missing):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*none\.xyz"):
+        read(folder, {missing: "none.xyz", "problem": "a"})
