@@ -115,6 +115,14 @@ def test_missing_file_is_named(tmp_path):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
+def test_vocabulary_and_merges_alone_are_not_read_and_what_to_do_is_said(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: no such file; vocab\.json and merges\.txt alone .*save_pret"
+    ):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
 @pytest.mark.parametrize("content", [b"", b"not json", b"{}", b'{"model": 3}', b"\xff\xfe\x00", b"[]"])
 def test_a_garbage_file_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
@@ -125,3 +133,129 @@ def test_a_garbage_file_is_named(tmp_path, content):
 def test_a_folder_is_not_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         Tokenizer.from_file(tmp_path)
+
+
+SAVED = json.loads(TINY.backend.to_str())
+
+
+def load(folder, content):
+    """A tokenizer from a file with this content, bytes or something to be written as JSON."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / "tokenizer.json").write_bytes(data)
+    return Tokenizer.from_file(folder / "tokenizer.json")
+
+
+def test_the_length_that_a_training_run_saved_is_not_kept(tmp_path):
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    loaded = load(tmp_path, SAVED | {"truncation": cut, "padding": fill | {"pad_token": "<|endoftext|>"}})
+    for text in ("", "a", "more than four tokens, and than nine"):
+        assert loaded.encode(text) == TINY.encode(text)
+
+
+def test_a_file_that_puts_tokens_around_text_puts_none(tmp_path):
+    piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, piece], "pair": []}
+    token = {"id": "<|im_end|>", "ids": [TINY.token_id("<|im_end|>")], "tokens": ["<|im_end|>"]}
+    template |= {"pair": [*template["single"], {"Sequence": {"id": "B", "type_id": 1}}]}
+    loaded = load(tmp_path, SAVED | {"post_processor": template | {"special_tokens": {"<|im_end|>": token}}})
+    assert loaded.encode("hi") == TINY.encode("hi")
+
+
+def test_qwens_control_tokens_are_control_tokens_whatever_the_file_calls_them(tmp_path):
+    words = [{**token, "special": False} for token in SAVED["added_tokens"]]
+    loaded = load(tmp_path, SAVED | {"added_tokens": words})
+    assert loaded.encode("<|im_end|>") == TINY.encode("<|im_end|>")
+    assert loaded.special_tokens == TINY.special_tokens and len(loaded) == len(TINY)
+
+
+def test_added_tokens_are_words_unless_they_are_special(tmp_path):
+    new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    word, control = ({**new, "id": len(TINY) + i, "content": f"<{i}>", "special": bool(i)} for i in range(2))
+    loaded = load(tmp_path, SAVED | {"added_tokens": [*SAVED["added_tokens"], word, control]})
+    assert loaded.encode("a<0>") == [*TINY.encode("a"), len(TINY)]
+    assert loaded.encode("a<1>") == TINY.encode("a<1>")
+    assert loaded.special_tokens == TINY.special_tokens | {"<1>": len(TINY) + 1}
+    assert list(TINY.special_tokens) == list(SPECIAL_TOKENS)
+
+
+def without_a_byte():
+    vocabulary = {token: i for token, i in SAVED["model"]["vocab"].items() if token != "z"}
+    merges = [pair for pair in SAVED["model"]["merges"] if "z" not in "".join(pair)]
+    return SAVED | {"model": SAVED["model"] | {"vocab": vocabulary, "merges": merges}}
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (without_a_byte(), "1 of the 256 bytes are no tokens of it"),
+        (SAVED | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "255 of the 256 bytes"),
+        (SAVED | {"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
+        (SAVED | {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "it turns .Hello world"),
+        (SAVED | {"decoder": None}, "it turns .Hello world"),
+    ],
+    ids=["byte missing", "words", "lower case", "no bytes", "no decoder"],
+)
+def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, content, reason):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: not a readable .*{reason}"):
+        load(tmp_path, content)
+
+
+def test_a_panic_of_the_library_is_an_error_too(tmp_path):
+    """Its Rust code subtracts the length of the prefix from that of a merged token: an exception beside Exception."""
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a readable"):
+        load(tmp_path, SAVED | {"model": SAVED["model"] | {"continuing_subword_prefix": "a long prefix"}})
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
+def test_half_a_surrogate_pair_is_no_text(text):
+    """JSON can spell it and Python can hold it; UTF-8 has none."""
+    with pytest.raises(ValueError, match=r"is no Unicode text: is half of a surrogate pair in it"):
+        TINY.encode(text)
+
+
+VALUES = st.sampled_from([None, True, 0, -1, 2**40, 1e308, "", "<|im_end|>", [], {}, "ByteLevel", "BPE", ["a", "b"]])
+PLACES = [(key,) for key in SAVED] + [("model", key) for key in SAVED["model"]]
+PLACES += [("added_tokens", 3, key) for key in SAVED["added_tokens"][3]] + [
+    ("model", "vocab", "a"),
+    ("model", "merges", 5),
+]
+
+
+@st.composite
+def damaged(draw):
+    """tokenizer.json cut, flipped in a few bytes, drawn, or with another value in one of its places."""
+    data = json.dumps(SAVED).encode()
+    how = draw(st.sampled_from(["cut", "flip", "random", "value", "value"]))
+    if how == "cut":
+        return data[: draw(st.integers(0, len(data) - 1))]
+    if how == "flip":
+        flips = dict(
+            draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), min_size=1, max_size=3))
+        )
+        return bytes(flips.get(i, byte) for i, byte in enumerate(data))
+    if how == "random":
+        return draw(st.binary(max_size=50))
+    *path, last = draw(st.sampled_from(PLACES))
+    changed = inside = json.loads(data)
+    for key in path:
+        inside = inside[key]
+    inside[last] = draw(VALUES)
+    return json.dumps(changed).encode()
+
+
+@given(content=damaged())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_file_is_named_or_loses_no_text(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("damaged")
+    try:
+        loaded = load(path, content)
+    except ValueError as error:
+        assert "tokenizer.json: " in str(error)
+        return
+    for text in ORDINARY:
+        ids = loaded.encode(text)
+        assert loaded.decode(ids) == unicodedata.normalize("NFC", text) or loaded.decode(ids) == text
+        assert not set(ids) & {loaded.backend.token_to_id(token) for token in SPECIAL_TOKENS}
+    loaded.save(path / "saved.json")
+    assert Tokenizer.from_file(path / "saved.json").encode(ORDINARY[0]) == loaded.encode(ORDINARY[0])

@@ -1,6 +1,7 @@
 """Which rows each stage and the evaluation get."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from minivlmrl.config import DataSection
 from minivlmrl.data import localisation, shapes
@@ -85,8 +86,12 @@ def _files(
 
 
 def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
-    constants = {"box_space": config.box_space}
-    return JsonLines(path, ("problem", *columns), config.prompt_template, config.system_prompt, limit, constants)
+    return JsonLines(
+        path, ("problem", *columns), config.prompt_template, config.system_prompt, limit,
+        constants={"box_space": config.box_space},
+        video_options={name: value for name, value in asdict(config.video).items() if value is not None},
+        allow_urls=config.allow_urls,
+    )  # fmt: skip
 
 
 def chance(config: DataSection, held_out: Dataset | None) -> float | None:

@@ -14,6 +14,7 @@ from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from minivlmrl.data.video import Video, VideoProcessor
 
+ENDS = ("<|im_end|>", "<|endoftext|>")
 NO_SIZES = ("type", "text", "image", "image_url", "video", "video_url")  # keys of a part that say what, not how large
 
 
@@ -39,12 +40,12 @@ class Processor:
     carried: dict[str, bytes] = field(default_factory=dict, repr=False)  # the folder's files that a save keeps, by name
 
     def __post_init__(self):
-        self.special = {name: self.tokenizer.token_id(name) for name in SPECIAL_TOKENS}
+        self.special = {name: self.tokenizer.token_id(name) for name in SPECIAL_TOKENS} | self.tokenizer.special_tokens
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """A completion ends with either: <|im_end|> closes a turn, <|endoftext|> a document."""
-        return self.special["<|im_end|>"], self.special["<|endoftext|>"]
+        return tuple(self.special[end] for end in ENDS)
 
     def __call__(
         self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: Sequence[Video] = ()
@@ -107,10 +108,12 @@ class Processor:
             ids (C,) int64: the text, then <|im_end|>; of several turns also what stands between them.
             trained (C,) bool: written by the assistant; all of them if the completion is one turn.
         Raises:
-            ValueError: see chat.render_completion.
+            ValueError: see chat.render_completion; or the template ends with a token that generation does not stop at.
         """
         turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         laid_out = self.template.render_completion(messages, turns, add_vision_id=self.add_vision_id)
+        if laid_out[-1][0] not in ENDS:
+            raise ValueError(f"the chat template closes a turn with {laid_out[-1][0]!r}, at which no completion stops")
         pieces = [(self._encode(piece), trained) for piece, trained in laid_out]
         ids = [token for tokens, _ in pieces for token in tokens]
         return torch.tensor(ids), torch.tensor([trained for tokens, trained in pieces for _ in tokens])

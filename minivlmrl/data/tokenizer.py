@@ -18,26 +18,57 @@ QWEN2_SPLIT = (
 )
 
 
+PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)  # has to come back
+
+
 class Tokenizer:
-    """Text to ids and back. Control tokens come in by id only: text that spells one is encoded as plain text."""
+    """Text to ids and back. Control tokens come in by id only: text that spells one is encoded as plain text.
+
+    A control token is what tokenizer.json calls special, and Qwen2's own in any case. Other added tokens, such as
+    <tool_call>, are words: text that spells one is that one id, as in transformers.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.backend.encode_special_tokens = True
+        # A file may come with the settings of a training run: cut at 512 tokens, fill up to 512 tokens.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        added = self.backend.get_added_tokens_decoder().values()
+        self.backend.add_special_tokens([t.content for t in added if t.content in SPECIAL_TOKENS and not t.special])
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Load a tokenizer.json.
+        """Load the tokenizer.json of any Qwen2 family folder.
 
         Raises:
-            ValueError: the file is missing or not a tokenizer.json.
+            ValueError: the file is missing, not a tokenizer.json, or not one that can encode every text.
         """
         if not Path(path).is_file():
-            raise ValueError(f"{path}: no such file; a Qwen2.5-VL folder has a tokenizer.json")
+            advice = "a Qwen2-VL or Qwen2.5-VL folder has a tokenizer.json"
+            if Path(path).with_name("vocab.json").is_file():
+                advice = (
+                    "vocab.json and merges.txt alone are not read, as they do not say which tokens were added; let "
+                    "transformers write it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                )
+            raise ValueError(f"{path}: no such file; {advice}")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: not a readable tokenizer.json ({error})") from error
+            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer._check()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
+            raise ValueError(f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})") from error
+        return tokenizer
+
+    def _check(self):
+        """Refuse a vocabulary that would lose text without a word."""
+        missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if self.backend.token_to_id(char) is None]
+        if missing:
+            raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
+        back = self.decode(self.encode(PROBE))
+        if back != PROBE:
+            raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -59,8 +90,17 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of all control tokens, Qwen2's and those that a fine-tune added."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise ValueError(f"{text!r:.60} is no Unicode text: is half of a surrogate pair in it?") from error
 
     def decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)

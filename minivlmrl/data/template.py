@@ -1,0 +1,298 @@
+"""A folder's own chat template, in Jinja: messages -> the same pieces that chat.py makes of Qwen's default one."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import meta
+
+from minivlmrl.data.chat import IMAGE, VIDEO, Control, check_message, check_turns, content_parts, join_text, part_kind
+from minivlmrl.data.sandbox import environment, plain
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+
+# Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
+FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
+
+
+class Marks(NamedTuple):
+    """Characters that neither the template nor what goes into it has, so they can say who wrote what."""
+
+    text: str  # behind a user's character that could begin a control token
+    begin: str  # around what stands in {% generation %}
+    end: str
+
+
+class ChatTemplate:
+    """A Jinja template; see sandbox.py for what it can do and cannot.
+
+    A control token counts as one if the template wrote it, wholly or at least its first character. So a user's text
+    may spell one, also over several parts or with spaces that the template strips, and stays text. This does not hold
+    for a template that cuts something out of the middle of a text and so joins "<" and "|im_end|>".
+    """
+
+    def __init__(
+        self,
+        text: str,
+        source: str | Path,
+        special_tokens: Iterable[str] = SPECIAL_TOKENS,
+        token_names: dict[str, str] | None = None,
+    ):
+        """Compile a template.
+
+        Args:
+            text: the Jinja source.
+            source: where it is from, for errors.
+            special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
+            token_names: variables such as eos_token that the template may read.
+        Raises:
+            ValueError: not a Jinja template; names source and line.
+        """
+        self.text, self.source, self.token_names = text, source, dict(token_names or {})
+        # Longer ones first, since one may begin with another. One of a single character no text could do without.
+        names = sorted({IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}, key=len, reverse=True)
+        self.controls = {name: Control(name) for name in names} | {str(piece): piece for piece in (IMAGE, VIDEO)}
+        self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
+        openings = {f"{re.escape(name[0])}(?={re.escape(name[1])}|\\s*\\Z)" for name in names}
+        self.opening = re.compile("|".join(sorted(openings)))
+        with self._naming():
+            sandbox = environment()
+            self.variables = meta.find_undeclared_variables(sandbox.parse(text))
+            self.template = sandbox.from_string(text)
+        written = set(self.control.findall(text))
+        self.shows = {"image": IMAGE in written, "video": VIDEO in written}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
+        """Find the template of a Hugging Face folder.
+
+        Args:
+            folder: of its files FILES the first that has a template gives it, as in transformers' processor. Of a
+                list of named templates it is "default".
+            special_tokens: see __init__.
+        Returns:
+            None if there is none: then Qwen's default of chat.py is meant.
+        Raises:
+            ValueError: names the file that cannot be read, or that has templates but none of them is "default".
+        """
+        config = _read(Path(folder) / "tokenizer_config.json")
+        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+        tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        for path in (Path(folder) / name for name in FILES):
+            text = _template_in(path)
+            if text is not None:
+                return cls(text, path, special_tokens, tokens)
+        return None
+
+    def render(
+        self,
+        messages: list[dict],
+        *,
+        add_generation_prompt: bool = True,
+        add_vision_id: bool = False,
+        tools: list[dict] | None = None,
+    ) -> list[str]:
+        """Lay out a conversation.
+
+        Args:
+            messages: see chat.render; an assistant's may have tool_calls, and then no content. A template that writes
+                no <|image_pad|> knows content as text only, and gets the parts of a message joined.
+            add_generation_prompt: end with what begins an assistant's turn.
+            add_vision_id: number images and videos.
+            tools: JSON schemas of functions.
+        Returns:
+            Pieces as of chat.render; joined they are what transformers' apply_chat_template renders.
+        Raises:
+            ValueError: what is no message, a template that fails (file and line), that leaves out images, videos,
+                tools or tool_calls, or that reads something into a text that spells a control token.
+        """
+        messages, tools = self._checked(messages, add_vision_id, tools)
+        marks = self._marks(messages, tools)
+        text = self._lay_out(messages, marks, add_generation_prompt, add_vision_id=add_vision_id, tools=tools)
+        return [piece for piece, _ in join_text([(piece, False) for piece in self._cut(text, marks)])]
+
+    def render_completion(
+        self,
+        messages: list[dict],
+        turns: list[dict],
+        *,
+        add_vision_id: bool = False,
+        tools: list[dict] | None = None,
+    ) -> list[tuple[str, bool]]:
+        """Lay out what follows a rendered prompt: an answer, or an answer and the rest of its conversation.
+
+        Args:
+            messages: the prompt.
+            turns: see chat.render_completion; they may call tools.
+            add_vision_id, tools: as they were for the prompt.
+        Returns:
+            Pieces as of chat.render_completion, each with a flag: written by the assistant. That is what stands in
+            the template's {% generation %} blocks; without these what each assistant turn adds to the conversation
+            before it with its generation prompt. A turn ends with the control token that closes it, trained in any
+            case, and what follows that (mostly a newline) is not, since no generation ever writes it.
+        Raises:
+            ValueError: turns that do not begin and end with the assistant's or have images or videos; a template in
+                which the prompt is not how the whole begins, or whose assistant turns have no control token at their
+                end; else see `render`.
+        """
+        prompt = len(messages)
+        whole, tools = self._checked([*messages, *turns], add_vision_id, tools)
+        check_turns(turns)
+        marks, options = self._marks(whole, tools), {"add_vision_id": add_vision_id, "tools": tools}
+        text = self._lay_out(whole, marks, False, **options)
+
+        def length(count: int, add_generation_prompt: bool) -> int:
+            beginning = self._lay_out(whole[:count], marks, add_generation_prompt, **options)
+            if not text.startswith(beginning):
+                raise ValueError(
+                    f"{self.source}: with this chat template the first {count} messages are laid out in another way "
+                    f"when {len(whole) - count} more follow, so no completion can be trained behind them; "
+                    "use a template that only ever appends"
+                )
+            return len(beginning)
+
+        start = length(prompt, True)
+        if "generation_begins" in self.variables:
+            spans = self._generation_blocks(text, self._lay_out(whole, marks, False, track=True, **options), marks)
+        else:
+            written = [i for i in range(prompt, len(whole)) if whole[i]["role"] == "assistant"]
+            spans = [(length(i, True), length(i + 1, False)) for i in written]
+        spans = [(max(begin, start), self._closing(text, begin, end)) for begin, end in spans if end > start]
+        if not spans or text[spans[-1][1] :].strip():
+            raise ValueError(f"{self.source}: the last turn of the assistant stands in no {{% generation %}} block")
+        pieces, position = [], start
+        for begin, end in spans:
+            pieces += [(piece, False) for piece in self._cut(text[position:begin], marks)]
+            pieces += [(piece, True) for piece in self._cut(text[begin:end], marks)]
+            position = end
+        return join_text(pieces)
+
+    def _checked(self, messages: list[dict], add_vision_id: bool, tools: list[dict] | None) -> tuple[list, list | None]:
+        """Refuse what the template would drop; turn the rest into plain data, and None into what is missing."""
+        for i, message in enumerate(messages):
+            check_message(i, message)
+        kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
+        places = [
+            ("tools", tools, "tools" in self.variables),
+            ("add_vision_id", add_vision_id, "add_vision_id" in self.variables),
+            ("tool_calls", any(message.get("tool_calls") for message in messages), "tool_calls" in self.text),
+            ("images", "image" in kinds, self.shows["image"]),
+            ("videos", "video" in kinds, self.shows["video"]),
+        ]
+        for name, wanted, known in places:
+            if wanted and not known:
+                raise ValueError(f"{self.source}: this chat template has no place for {name}; use one that has")
+        messages = [_without_none(message) for message in messages]
+        for message in messages:
+            if isinstance(message.get("content"), list):
+                parts = [_without_none(part) for part in message["content"]]
+                message["content"] = parts if any(self.shows.values()) else "".join(part["text"] for part in parts)
+        return plain(messages), plain(tools or None)
+
+    def _marks(self, messages: list[dict], tools: list | None) -> Marks:
+        used = set(json.dumps([messages, tools, self.token_names], ensure_ascii=False)) | set(self.text)
+        return Marks(*islice((chr(c) for c in range(0xE000, 0x10FFFE) if chr(c) not in used), 3))
+
+    def _lay_out(
+        self, messages: list[dict], marks: Marks, add_generation_prompt: bool, track: bool = False, **options: Any
+    ) -> str:
+        """Render with marks in what users wrote and, if it is to be tracked, around what is generated."""
+        begin, end = marks[1:] if track else ("", "")
+        options |= {"add_generation_prompt": add_generation_prompt, "documents": None}
+        options |= {"generation_begins": begin, "generation_ends": end}
+        given = {"messages": messages, "tools": options.pop("tools")}
+        marked = self._marked(given, marks.text)
+        with self._naming():
+            text = self.template.render(**self.token_names, **options, **marked)
+            same = marked == given or text.replace(marks.text, "") == self.template.render(
+                **self.token_names, **options, **given
+            )
+        if not same:
+            raise ValueError(
+                f"{self.source}: this chat template reads something into a text of the conversation that spells (the "
+                "beginning of) a control token; take that out of the text"
+            )
+        return text
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            return self.opening.sub(lambda match: match.group() + mark, value)
+        if isinstance(value, dict):
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
+        return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
+
+    def _cut(self, text: str, marks: Marks) -> list[str]:
+        """Cut at control tokens, which are the template's, as those of users have a mark inside."""
+        pieces = self.control.split(text)  # text, token, text, token, ..., text
+        return [self.controls[p] if i % 2 else p.replace(marks.text, "") for i, p in enumerate(pieces)]
+
+    def _generation_blocks(self, text: str, tracked: str, marks: Marks) -> list[tuple[int, int]]:
+        """Where in text the {% generation %} blocks stand."""
+        pieces = re.split(f"[{marks.begin}{marks.end}]", tracked)  # outside, block, outside, ..., outside
+        if "".join(pieces) != text:
+            raise ValueError(f"{self.source}: the {{% generation %}} blocks of this chat template cannot be followed")
+        ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
+        return [(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2)]
+
+    def _closing(self, text: str, begin: int, end: int) -> int:
+        """Where the control token ends that closes a turn: the last one of the turn, or the next behind it."""
+        closing = [match for match in self.control.finditer(text, begin, end) if not text[match.end() : end].strip()]
+        closing = closing[-1] if closing else self.control.match(text, end)
+        if closing is None:
+            raise ValueError(
+                f"{self.source}: this chat template closes an assistant turn with no control token, so nothing would "
+                "teach the model to stop"
+            )
+        return closing.end()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a template is a program: it can fail in every way
+            # jinja2 rewrites tracebacks so that they show lines of the template
+            inside = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+            lines = [error.lineno] if isinstance(error, jinja2.TemplateSyntaxError) else inside
+            place = f" in line {lines[-1]}" if lines else ""
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{self.source}: chat template fails{place}: {type(error).__name__}: {reason}") from error
+
+
+def _without_none(mapping: dict) -> dict:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _read(path: Path) -> dict:
+    """A JSON object, {} where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a JSON object, it is {content!r:.40}")
+    return content
+
+
+def _template_in(path: Path) -> str | None:
+    if path.suffix == ".jinja":
+        try:
+            return path.read_text(encoding="utf-8") if path.is_file() else None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: a chat template must be UTF-8 text ({error})") from error
+    text, wanted = _read(path).get("chat_template"), path.name == "chat_template.json" and path.is_file()
+    if isinstance(text, list):
+        names = [entry.get("name") if isinstance(entry, dict) else None for entry in text]
+        if "default" not in names:
+            raise ValueError(f"{path}: it has the chat templates {names}; name one of them 'default'")
+        text, wanted = text[names.index("default")].get("template"), True
+    if not isinstance(text, str) and (wanted or text is not None):
+        raise ValueError(f"{path}: chat_template must be the text of a template, it is {text!r:.40}")
+    return text

@@ -1,0 +1,264 @@
+"""Video file or list of frames -> the frames that the model sees -> patches, sized as qwen-vl-utils sizes them."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import PIL.Image
+from torch import Tensor
+
+from minivlmrl.data.fetch import open_source
+from minivlmrl.data.frames import FPS, FRAME_FACTOR, number, sample_indices
+from minivlmrl.data.image import (
+    IMAGE_OPTIONS,
+    MAX_IMAGE_PIXELS,
+    ImageProcessor,
+    check_bounds,
+    check_options,
+    load_image,
+    smart_resize,
+    to_rgb,
+)
+
+MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # decoder tokens a frame would be as an image
+TOTAL_TOKENS = 115_200  # of all frames of a video together: 0.9 of 128000
+MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after resizing: 6 GiB as RGB
+VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
+
+
+@dataclass
+class Video:
+    """Frames and how many of them a second holds."""
+
+    frames: np.ndarray | Sequence[PIL.Image.Image]  # (T, H, W, 3) uint8, or T images of one size
+    fps: float
+
+    def __post_init__(self):
+        number("fps", self.fps)
+        if len(self.frames) == 0:
+            raise ValueError("a video without frames has nothing to show")
+        if isinstance(self.frames, np.ndarray):
+            if self.frames.ndim != 4 or self.frames.shape[3] != 3 or self.frames.dtype != np.uint8:
+                raise ValueError(f"frames are {self.frames.dtype} {self.frames.shape}, they must be uint8 (T, H, W, 3)")
+        else:
+            for i, frame in enumerate(self.frames):
+                if frame.size != self.frames[0].size:
+                    sizes = [f"{width} x {height}" for width, height in (frame.size, self.frames[0].size)]
+                    raise ValueError(f"frame {i} has {sizes[0]} pixels and frame 0 {sizes[1]}; make them one size")
+        if 0 in self.size:
+            raise ValueError("frames of {1} x {0} pixels have nothing to show".format(*self.size))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of a frame in pixels."""
+        return self.frames.shape[1:3] if isinstance(self.frames, np.ndarray) else self.frames[0].size[::-1]
+
+    def images(self) -> Iterator[PIL.Image.Image]:
+        """The frames as RGB images, one after the other: together they could fill the memory."""
+        for frame in self.frames:
+            yield to_rgb(PIL.Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame)
+
+
+def load_video(
+    source: str | Path | bytes | Sequence,
+    folder: str | Path | None = None,
+    allow_url: bool = False,
+    *,
+    fps: float | None = None,
+    nframes: int | None = None,
+    min_frames: int | None = None,
+    max_frames: int | None = None,
+    video_start: float | None = None,
+    video_end: float | None = None,
+) -> Video:
+    """Read the frames of a video that the model is to see.
+
+    Args:
+        source, folder, allow_url: see load_image; or a list of such frames.
+        fps, nframes, min_frames, max_frames: see frames.smart_nframes. A list of frames is taken whole, and fps then
+            says at which rate they were sampled (2 if not given): the rule of qwen-vl-utils up to 0.0.11; 0.0.14 calls
+            the same `sample_fps` and ignores fps.
+        video_start, video_end: see frames.frame_range.
+    Returns:
+        the frames and their rate, which is that of the file times the share of its frames that is taken.
+    Raises:
+        ValueError: it is missing, cut off, no video, or too large (named); an option that is wrong or does not apply.
+    """
+    sampling = {
+        "fps": fps, "nframes": nframes, "min_frames": min_frames, "max_frames": max_frames,
+        "video_start": video_start, "video_end": video_end,
+    }  # fmt: skip
+    if isinstance(source, list | tuple):
+        for name, value in sampling.items():
+            if name != "fps" and value is not None:
+                raise ValueError(f"{name} chooses frames of a video file; a list of frames is taken whole")
+        return _load_frames(source, folder, allow_url, FPS if fps is None else fps)
+    name, file = open_source(source, folder, allow_url)
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'") from error
+    try:
+        frames, rate = _sample(file, sampling)
+    except (OSError, av.error.FFmpegError) as error:  # many errors of FFmpeg are ValueErrors as well
+        raise ValueError(f"{name}: cannot be read as a video ({error.strerror or error})") from error
+    except Exception as error:  # damaged files make PyAV raise what Python code raises on values out of range
+        raise ValueError(f"{name}: {error or type(error).__name__}") from error
+    return Video(frames, rate)
+
+
+def _load_frames(sources: Sequence, folder: str | Path | None, allow_url: bool, fps: float) -> Video:
+    frames = []
+    for source in sources:
+        frames.append(load_image(source, folder, allow_url))
+        _check_size(len(sources), frames[0].width, frames[0].height)
+    return Video(frames, fps)
+
+
+def _sample(file: Path | IO[bytes], sampling: dict) -> tuple[np.ndarray, float]:
+    """Decode the frames that the options ask for, in one pass behind one that counts."""
+    with _opened(file) as (container, stream):
+        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+        total = _count_frames(container, stream)
+    while True:
+        indices, fps = sample_indices(total, video_fps, **sampling)
+        frames, seen = _decode(file, indices)
+        if len(frames) == len(indices):
+            return np.stack(frames), fps
+        total = seen  # fewer than packets: a stream that begins in the middle shows nothing until a key frame
+
+
+def _count_frames(container, stream) -> int:
+    """Packets of a stream, which are frames (ValueError: the file is cut off)."""
+    total, end = 0, 0.0
+    for packet in container.demux():
+        if packet.is_corrupt:
+            raise ValueError("cut off or damaged")
+        if packet.stream_index == stream.index:
+            total += packet.size > 0 and not packet.is_discard
+        if packet.pts is not None:
+            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+    claimed = (container.duration or 0) / 1e6  # elsewhere the index tells that packets are missing, or nothing does
+    missing = claimed + (container.start_time or 0) / 1e6 - end
+    if "matroska" in container.format.name and missing > max(0.5, 0.05 * claimed):
+        raise ValueError(f"cut off: it ends after {end:.6g} of {claimed:.6g} seconds")
+    return total
+
+
+@contextlib.contextmanager
+def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
+    """PyAV's container and its video stream."""
+    import av
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(file, Path):  # opened by us: FFmpeg would take names like concat:a|b for more than a file
+            file = stack.enter_context(open(file, "rb"))
+        file.seek(0)
+        # playlists would make FFmpeg open other files and URLs: no protocol is allowed
+        options = {"protocol_whitelist": "none"}
+        container = stack.enter_context(av.open(file, container_options=options, metadata_errors="replace"))
+        stream = container.streams.best("video")
+        if stream is None:
+            raise ValueError("has no video stream")
+        if stream.codec_context is None:
+            raise ValueError("is in a format that FFmpeg cannot decode")
+        _check_size(1, stream.codec_context.width, stream.codec_context.height)
+        stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a frame may claim another size
+        yield container, stream
+
+
+def _decode(file: Path | IO[bytes], indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
+    """The frames of these numbers (in order), as (H, W, 3) uint8, and the number of frames decoded for them."""
+    frames, seen, wanted = [], 0, iter(indices)
+    following = next(wanted)
+    with _opened(file) as (container, stream):
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                raise ValueError(f"frame {seen} is damaged")
+            if seen == following:
+                _check_size(len(indices), frame.width, frame.height)
+                frames.append(_upright(frame))
+                if frames[-1].shape != frames[0].shape:
+                    raise ValueError(f"frame {seen} has another size than the first")
+                following = next(wanted, None)
+            seen += 1
+            if following is None:
+                break
+    return frames, seen
+
+
+def _upright(frame) -> np.ndarray:
+    """RGB of a PyAV frame, turned as its display matrix says (phones store what their sensor saw)."""
+    turns = round(frame.rotation / 90)  # against the clock
+    if abs(frame.rotation - 90 * turns) > 1:
+        raise ValueError(f"is to be shown turned by {frame.rotation} degrees; only quarter turns are supported")
+    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+
+
+def _check_size(nframes: int, width: int, height: int):
+    if width * height > MAX_IMAGE_PIXELS:
+        raise ValueError(f"frames of {width} x {height} pixels are over {MAX_IMAGE_PIXELS}")
+    if nframes * width * height > MAX_VIDEO_PIXELS:
+        asked = f"{nframes} frames of {width} x {height} pixels"
+        raise ValueError(f"{asked} are over {MAX_VIDEO_PIXELS} together; take fewer or smaller frames")
+
+
+@dataclass
+class VideoProcessor:
+    """The image settings of a checkpoint, applied to frames."""
+
+    image_processor: ImageProcessor
+
+    def __call__(self, video: Video, **options: int) -> tuple[Tensor, tuple[int, int, int], float]:
+        """Resize, normalise and cut into patches.
+
+        Frames are resized one by one with the image processor's filter: "torch" gives to the bit what transformers'
+        Qwen2VLVideoProcessor makes of them, "pil" what its image processor without torchvision makes of each.
+        (qwen-vl-utils resizes the frames of a file in float32, which on noise ends up to 24 grey levels elsewhere.)
+
+        Args:
+            options: of this video alone, see resized_size.
+        Returns:
+            pixel_values (patches, 3 * temporal_patch_size * patch_size^2) float32: see patchify.
+            grid_thw: patches in time, height and width.
+            second_per_grid_ts: seconds from one patch in time to the next.
+        Raises:
+            ValueError: an option is unknown or of the wrong type; see also smart_resize.
+        """
+        options = check_options(options, VIDEO_OPTIONS)
+        depth = self.image_processor.temporal_patch_size
+        nframes = math.ceil(len(video.frames) / depth) * depth
+        height, width = self.resized_size(nframes, *video.size, **options)
+        _check_size(nframes, width, height)
+        pixel_values, grid_thw = self.image_processor.patches(video.images(), height, width)
+        return pixel_values, grid_thw, depth / video.fps
+
+    def resized_size(self, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
+        """Choose the size of each frame.
+
+        Args:
+            nframes: of the video, rounded up to whole patches in time.
+            height, width: of a frame in pixels.
+            options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by
+                default 115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
+                resized_height and resized_width, as for an image.
+        Returns:
+            height, width in pixels.
+        Source: qwen-vl-utils' fetch_video of a file. Frame lists follow the same rule here: 0.0.14 resizes them twice,
+            first to multiples of 56 by a mistake (it hands 28 on as the patch size), and up to 0.0.11 it took each for
+            an image, with no bound on all of them together.
+        """
+        total_pixels = options.pop("total_pixels", None)
+        if "resized_height" in options:
+            return self.image_processor.resized_size(height, width, **options)
+        token = self.image_processor.factor**2
+        least = options.get("min_pixels", MIN_FRAME_TOKENS * token)
+        share = (total_pixels or TOTAL_TOKENS * token) / nframes * FRAME_FACTOR
+        most = max(min(MAX_FRAME_TOKENS * token, share), int(least * 1.05))
+        check_bounds(least, options.get("max_pixels", math.ceil(most)), self.image_processor.factor)
+        most = min(options.get("max_pixels", most), most)
+        return smart_resize(height, width, self.image_processor.factor, least, most)

@@ -1,0 +1,566 @@
+"""Videos: sampled frames, sizes and patches as qwen-vl-utils and transformers have them, and damaged files."""
+
+import fractions
+import io
+import json
+import random
+import sys
+import tempfile
+import wave
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_vision import attempt, digest, frame_size_cases, noise, sampling_cases, video_cases
+
+from minivlmrl.data import video as video_module
+from minivlmrl.data.frames import frame_range, sample_indices, smart_nframes
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.video import Video, VideoProcessor, load_video
+
+PROCESSOR = VideoProcessor(ImageProcessor())
+
+
+def recorded(name):
+    return json.loads((Path(__file__).parent / "recorded" / f"vision_{name}.json").read_text())
+
+
+def moving(count, height=24, width=32):
+    """Frames that differ everywhere: (7 row + 13 column + 29 channel + 17 frame) mod 256."""
+    t, y, x, c = np.ogrid[:count, :height, :width, :3]
+    return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
+
+
+# ---- which frames
+
+
+@pytest.mark.parametrize(
+    ("total", "video_fps", "options", "expected"),
+    [
+        (100, 30, {}, 6),
+        (100, 30, {"fps": 10, "min_frames": 16, "max_frames": 32}, 32),
+        (100, 30, {"nframes": 24}, 24),
+        (100, 30, {"nframes": 25}, 24),  # 12.5 pairs: Python rounds half to even
+        (100, 30, {"nframes": 23}, 24),
+        (100, 30, {"nframes": 3}, 4),
+        (100, 30, {"nframes": 101}, 100),
+        (10, 30, {"fps": 1}, 4),
+        (3, 30, {"fps": 2}, 2),
+        (1000, 29.97, {"fps": 1.5}, 50),
+        (300, 25, {"fps": 4, "max_frames": 7}, 6),
+        (100, 30, {"min_frames": 7, "max_frames": 5}, 4),  # the upper bound wins
+        (100_000, 25, {}, 768),
+    ],
+)
+def test_smart_nframes(total, video_fps, options, expected):
+    assert smart_nframes(total, video_fps, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "message"),
+    [
+        (100, {"nframes": 1}, "0 frames would be taken of a video of 100"),
+        (99, {"nframes": 100}, "100 frames would be taken of a video of 99"),
+        (1, {}, "0 frames would be taken of a video of 1"),
+        (100, {"max_frames": 1}, "0 frames would be taken"),
+        (100, {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
+        (100, {"max_frames": 8, "nframes": 4}, "nframes fixes the number of frames"),
+        (100, {"fps": 0}, "fps 0: need a number above 0"),
+        (100, {"fps": float("nan")}, "fps nan"),
+        (100, {"fps": "2"}, "fps '2'"),
+        (100, {"fps": True}, "fps True"),
+        (100, {"nframes": 4.5}, r"nframes 4\.5: need a whole number"),
+        (100, {"min_frames": -1}, "min_frames -1"),
+        (100, {"max_frames": [8]}, r"max_frames \[8\]"),
+        (100, {"fps": 10**400}, "fps 1000"),
+    ],
+)
+def test_a_wrong_number_of_frames_is_refused(total, options, message):
+    with pytest.raises(ValueError, match=message):
+        smart_nframes(total, 30, **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "count", "expected"),
+    [
+        (0, 99, 6, [0, 20, 40, 59, 79, 99]),
+        (0, 7, 4, [0, 2, 5, 7]),
+        (0, 29, 4, [0, 10, 19, 29]),
+        (10, 57, 12, [10, 14, 19, 23, 27, 31, 36, 40, 44, 48, 53, 57]),
+    ],
+)
+def test_frames_are_spread_evenly(first, last, count, expected):
+    between = {"video_start": first, "video_end": last} if first else {}
+    indices, fps = sample_indices(last + 1, 1.0, nframes=count, **between)
+    assert indices == expected
+    assert fps == count / (last - first + 1)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [(None, None, (0, 99)), (0.51, 1.49, (16, 44)), (None, 2.0, (0, 60)), (3.2, None, (96, 99)), (0, 1e8, (0, 99))],
+)
+def test_frames_between_two_times(start, end, expected):
+    assert frame_range(100, 30, start, end) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"video_start": 1.0, "video_end": 1.0},
+            "no two frames lie between video_start 1.0 and video_end 1.0; .*3.33333 s",
+        ),
+        ({"video_start": 50}, "no two frames lie between video_start 50 and video_end None"),
+        ({"video_end": 0}, "no two frames lie between video_start None and video_end 0"),
+        ({"video_start": -1}, "video_start -1: need a number from 0 on"),
+        ({"video_end": "1"}, "video_end '1'"),
+    ],
+)
+def test_a_wrong_stretch_of_time_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        frame_range(100, 30, **options)
+
+
+@pytest.mark.parametrize(("total", "video_fps"), [(0, 30), (100, 0), (100, float("inf")), (100, float("nan"))])
+def test_a_video_without_frames_or_rate_is_refused(total, video_fps):
+    with pytest.raises(ValueError, match="has nothing to show"):
+        frame_range(total, video_fps)
+
+
+def test_sampling_equals_qwen_vl_utils():
+    """2,000 videos and options: the frames, their rate to the last bit, and which are refused."""
+    cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
+    assert len(cases) == 2000
+    for (total, video_fps, options), expected in zip(sampling_cases(), cases, strict=True):
+        made = attempt(sample_indices, total, video_fps, **options)
+        found = made and [len(made[0]), digest(made[0]), made[1]]
+        assert found == expected, (total, video_fps, options)
+
+
+# ---- how large
+
+
+def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
+    cases, zeros = recorded("qwen_vl_utils_0.0.14")["frame_sizes"], 0
+    assert len(cases) == 2000
+    for (nframes, height, width, options), expected in zip(frame_size_cases(), cases, strict=True):
+        made = attempt(PROCESSOR.resized_size, nframes, height, width, **options)
+        if expected and 0 in expected:
+            zeros += 1
+            assert list(made) == [max(28, side) for side in expected]
+        else:
+            assert made == (expected and tuple(expected)), (nframes, height, width, options)
+    assert zeros < 10
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "options", "grid"),
+    [
+        (4, (100, 150), {}, (2, 20, 28)),
+        (5, (100, 150), {}, (3, 20, 28)),
+        (3, (480, 640), {}, (2, 34, 46)),
+        (4, (100, 150), {"min_pixels": 3136, "max_pixels": 50176}, (2, 8, 10)),
+        (4, (480, 640), {"min_pixels": 3136, "total_pixels": 100_000}, (2, 12, 18)),
+        (5, (480, 640), {"min_pixels": 3136, "total_pixels": 300_000}, (3, 18, 26)),  # shared by 6 frames
+        (2, (480, 640), {"resized_height": 84, "resized_width": 112}, (1, 6, 8)),
+        (2, (480, 640), {"resized_height": 84, "resized_width": 112, "total_pixels": None}, (1, 6, 8)),
+    ],
+)
+def test_grids(count, size, options, grid):
+    pixel_values, grid_thw, _ = PROCESSOR(Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
+    assert grid_thw == grid
+    assert pixel_values.shape == (grid[0] * grid[1] * grid[2], 1176)
+
+
+def test_frames_of_a_smaller_patch_have_as_many_tokens():
+    """The bounds are counted in tokens, so a patch half as wide gives a frame half as wide."""
+    small = VideoProcessor(ImageProcessor(patch_size=7, min_pixels=196))
+    frames = np.zeros((2, 1000, 1500, 3), np.uint8)
+    assert small(Video(frames, 2.0))[1] == PROCESSOR(Video(frames, 2.0))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fps": 2}, "option 'fps' is not one of min_pixels, max_pixels, resized_height, resized_width, total_pixels"),
+        ({"total_pixels": 1.5}, "total_pixels 1.5: need a whole number"),
+        ({"max_pixels": 50_000}, "min_pixels 100352 and max_pixels 50000: need 0 < min <= max"),
+        ({"min_pixels": 10**12}, "min_pixels 1000000000000 is over"),
+        ({"min_pixels": 170_000_000}, "26 frames of .* are over 2147483648 together"),
+        ({"resized_width": 100}, "resized_height and resized_width belong together"),
+    ],
+)
+def test_a_wrong_size_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PROCESSOR(Video(moving(26), 2.0), **options)
+
+
+# ---- patches
+
+
+def test_patches_equal_transformers_video_processor_bit_for_bit():
+    cases = recorded("torchvision_0.28.0")["videos"]
+    assert len(cases) == 24
+    for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
+        processor = VideoProcessor(ImageProcessor(**options, min_pixels=196, resize="torch"))
+        pixel_values, grid_thw, _ = processor(Video(frames, 2.0), **bounds, total_pixels=10**9)
+        assert list(grid_thw) == grid
+        assert digest(pixel_values) == expected, (frames.shape, options, bounds)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_patches_of_each_frame_equal_transformers_image_processor(count):
+    """Its images of one frame in time, put together two by two, the last one repeated."""
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    bounds = {"min_pixels": 3136, "max_pixels": 40_000}
+    images = [noise("RGB", (230, 110), seed) for seed in range(count)]
+    theirs = Qwen2VLImageProcessorPil(**bounds, temporal_patch_size=1)(images=images, return_tensors="pt")
+    frames = theirs["pixel_values"].view(count, -1, 3, 1, 196)
+    frames = torch.cat([frames, frames[-1:]])[: 2 * ((count + 1) // 2)]
+    expected = torch.cat([frames[0::2], frames[1::2]], dim=3).view(-1, 1176)
+    pixel_values, grid_thw, _ = PROCESSOR(Video(images, 2.0), **bounds)
+    assert list(grid_thw) == [(count + 1) // 2, *theirs["image_grid_thw"][0, 1:]]
+    assert torch.equal(pixel_values, expected)
+
+
+def test_order_of_patches_in_time():
+    """Two frames a patch, the first before the second; a third frame is shown twice."""
+    pixel_values, grid, _ = PROCESSOR(Video(moving(3, 56, 84), 2.0), min_pixels=3136)
+    assert grid == (2, 4, 6)
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
+    std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
+    values = ((pixel_values.view(-1, 3, 2, 196) * std + mean) * 255).round().long()
+    assert values[0, 0, :, 0].tolist() == [0, 17]
+    assert values[24, 0, :, 0].tolist() == [34, 34]
+    assert values[-1, 0, :, 0].tolist() == [214, 214]
+
+
+def test_an_image_is_a_video_of_one_frame():
+    image = noise("RGB", (230, 110))
+    expected, grid = ImageProcessor()(image)
+    pixel_values, video_grid, _ = PROCESSOR(Video([image], 1.0), resized_height=110, resized_width=230)
+    assert video_grid == grid
+    assert torch.equal(pixel_values, expected)
+
+
+@pytest.mark.parametrize(
+    ("fps", "depth", "expected"), [(2.0, 2, 1.0), (4.0, 2, 0.5), (30 / 7, 2, 14 / 30), (1, 1, 1.0)]
+)
+def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
+    processor = VideoProcessor(ImageProcessor(temporal_patch_size=depth))
+    assert processor(Video(moving(4), fps))[2] == expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "message"),
+    [
+        ([], 2.0, "a video without frames"),
+        (np.zeros((0, 4, 4, 3), np.uint8), 2.0, "a video without frames"),
+        (np.zeros((2, 4, 4, 3), np.float32), 2.0, "frames are float32"),
+        (np.zeros((2, 4, 4), np.uint8), 2.0, "must be uint8"),
+        ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels and frame 0 4 x 5"),
+        (moving(2), 0, "fps 0: need a number above 0"),
+        (moving(2), None, "fps None"),
+        (np.zeros((2, 0, 4, 3), np.uint8), 2.0, "have nothing to show"),
+        ([PIL.Image.new("RGB", (4, 0))], 2.0, "nothing to show"),
+    ],
+)
+def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
+    with pytest.raises(ValueError, match=message):
+        PROCESSOR(Video(frames, fps))
+
+
+# ---- lists of frames
+
+
+def test_a_list_of_frames_is_taken_whole(tmp_path):
+    frames = moving(5)
+    for number, frame in enumerate(frames):
+        PIL.Image.fromarray(frame).save(tmp_path / f"{number}.png")
+    sources = ["0.png", tmp_path / "1.png", f"file://{tmp_path}/2.png", PIL.Image.fromarray(frames[3])]
+    video = load_video([*sources, (tmp_path / "4.png").read_bytes()], tmp_path)
+    assert video.fps == 2.0
+    assert np.array_equal(np.stack([np.asarray(image) for image in video.images()]), frames)
+    assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
+
+
+def test_a_frame_that_is_no_image_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"gone\.png: cannot be read as an image"):
+        load_video([PIL.Image.new("RGB", (4, 4)), "gone.png"], tmp_path)
+    with pytest.raises(ValueError, match=r"a\.png: URLs are not downloaded"):
+        load_video(["http://localhost/a.png"])
+
+
+@pytest.mark.parametrize("option", ["nframes", "min_frames", "max_frames", "video_start", "video_end"])
+def test_what_chooses_frames_of_a_file_does_not_apply_to_a_list(option):
+    with pytest.raises(ValueError, match=f"{option} chooses frames of a video file"):
+        load_video([PIL.Image.new("RGB", (4, 4))] * 4, **{option: 2})
+
+
+# ---- files
+
+
+def encoded(frames, container="matroska", codec="ffv1", pix_fmt="bgr0", rate=30, rotation=0, options=None):
+    """A video file in memory; ffv1, rawvideo, png and libx264rgb at qp 0 lose nothing."""
+    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "video")
+        write(path, frames, container, codec, pix_fmt, rate, rotation, options or {})
+        return path.read_bytes()
+
+
+def write(path, frames, container, codec, pix_fmt, rate, rotation, options):
+    import av
+
+    with av.open(str(path), "w", format=container, options=options) as file:
+        stream = file.add_stream(codec, rate=fractions.Fraction(rate).limit_denominator(10**5))
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pix_fmt
+        if codec == "libx264rgb":
+            stream.options = {"qp": "0"}
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for frame in frames:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+
+
+LOSSLESS = [
+    ("matroska", "ffv1", "bgr0"), ("avi", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mov", "png", "rgb24"),
+    ("mp4", "libx264rgb", "rgb24"), ("matroska", "libx264rgb", "rgb24"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSSLESS, ids=" ".join)
+def test_the_frames_of_a_file_are_those_that_were_written(kind):
+    frames = moving(100)
+    content = encoded(frames, *kind)
+    video = load_video(content)
+    assert np.array_equal(video.frames, frames[[0, 20, 40, 59, 79, 99]])
+    assert video.fps == 6 / 100 * 30
+    video = load_video(content, video_start=0.51, video_end=1.49, fps=8)
+    indices = [16, 22, 27, 33, 38, 44]
+    assert np.array_equal(video.frames, frames[indices])
+    assert video.fps == 6 / 29 * 30
+    video = load_video(content, nframes=100)
+    assert np.array_equal(video.frames, frames)
+    assert video.fps == 30
+
+
+def test_the_frames_are_those_that_sampling_chooses_for_random_options():
+    frames, rng = moving(61, 8, 8), random.Random(0)
+    content = encoded(frames, rate=12.5)
+    for _ in range(20):
+        options = {"fps": rng.uniform(0.3, 14), "video_start": rng.uniform(0, 2), "video_end": rng.uniform(3, 6)}
+        indices, fps = sample_indices(61, 12.5, **options)
+        video = load_video(content, **options)
+        assert np.array_equal(video.frames, frames[indices])
+        assert video.fps == fps
+
+
+def test_every_kind_of_source_gives_the_same_video(tmp_path):
+    frames = moving(4)
+    (tmp_path / "a.mkv").write_bytes(encoded(frames))
+    for source in ("a.mkv", tmp_path / "a.mkv", f"file://{tmp_path}/a.mkv", (tmp_path / "a.mkv").read_bytes()):
+        assert np.array_equal(load_video(source, tmp_path).frames, frames)
+
+
+def test_names_that_ffmpeg_would_take_for_a_recipe_are_file_names(tmp_path):
+    frames = moving(4)
+    (tmp_path / "concat:a|b.mkv").write_bytes(encoded(frames))
+    assert np.array_equal(load_video("concat:a|b.mkv", tmp_path).frames, frames)
+
+
+@pytest.mark.parametrize(("rotation", "turns"), [(90, 1), (180, 2), (270, 3), (-90, 3)])
+def test_a_turned_video_is_shown_upright(rotation, turns):
+    """A phone held upright stores lying frames and how to turn them (degrees against the clock)."""
+    frames = moving(4)
+    video = load_video(encoded(frames, "mp4", "libx264rgb", "rgb24", rotation=rotation))
+    assert np.array_equal(video.frames, np.rot90(frames, turns, axes=(1, 2)))
+
+
+def test_a_video_that_is_turned_by_odd_degrees_is_refused():
+    with pytest.raises(ValueError, match=r"turned by (29|30) degrees"):
+        load_video(encoded(moving(4), "mp4", "libx264rgb", "rgb24", rotation=30))
+
+
+def test_colours_follow_the_matrix_that_the_file_names():
+    """A green of BT.709 is another YUV than that of BT.601; either comes back as it was."""
+    av = pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
+    for matrix in ("ITU709", "ITU601"):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as file:
+            stream = file.add_stream("libx264", rate=10)
+            stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv444p"
+            stream.codec_context.colorspace = {"ITU709": 1, "ITU601": 6}[matrix]
+            for frame in green:
+                frame = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                frame = frame.reformat(format="yuv444p", dst_colorspace=matrix, dst_color_range="MPEG")
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())
+        assert np.abs(load_video(buffer.getvalue()).frames.astype(int) - green).max() <= 4
+
+
+def test_a_playlist_opens_no_other_file(tmp_path):
+    (tmp_path / "a.ts").write_bytes(encoded(moving(30), "mpegts", "mpeg2video", "yuv420p"))
+    assert len(load_video(tmp_path / "a.ts").frames) == 4
+    playlists = {
+        "a.m3u8": f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:1.0,\n{tmp_path}/a.ts\n#EXT-X-ENDLIST\n",
+        "a.txt": f"ffconcat version 1.0\nfile '{tmp_path}/a.ts'\n",
+    }
+    for name, content in playlists.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name}: cannot be read as a video"):
+            load_video(tmp_path / name)
+
+
+def test_a_file_without_pictures_is_named(tmp_path):
+    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(16_000))
+    with pytest.raises(ValueError, match=r"a\.wav: has no video stream"):
+        load_video(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x1aE\xdf\xa3", b"RIFF\0\0\0\0AVI ", b"\0\0\0\x20ftypisom"])
+def test_a_file_that_is_no_video_is_named(tmp_path, content):
+    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    (tmp_path / "notes.mp4").write_bytes(content)
+    with pytest.raises(ValueError, match=r"notes\.mp4: cannot be read as a video"):
+        load_video(tmp_path / "notes.mp4")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    with pytest.raises(ValueError, match=r"gone\.mp4: cannot be read as a video \(No such file or directory\)"):
+        load_video("gone.mp4", tmp_path)
+
+
+def test_a_wrong_option_is_named_with_the_file(tmp_path):
+    (tmp_path / "a.mkv").write_bytes(encoded(moving(4)))
+    with pytest.raises(ValueError, match=r"a\.mkv: 6 frames would be taken of a video of 4"):
+        load_video(tmp_path / "a.mkv", nframes=6)
+
+
+def test_without_pyav_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        ValueError, match=r"^a\.mp4: video files need PyAV: pip install -c constraints\.txt -e '\.\[video\]'$"
+    ):
+        load_video("a.mp4")
+
+
+FASTSTART = {"movflags": "faststart"}
+SIXTY = moving(60)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *LOSSLESS,
+        ("mp4", "mpeg4", "yuv420p"),
+        ("mp4", "mpeg4", "yuv420p", 30, 0, FASTSTART),
+        ("webm", "libvpx", "yuv420p"),
+    ],
+    ids=lambda kind: " ".join(kind[:2]) + " faststart" * (len(kind) > 3),
+)
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.4, 0.7])
+def test_a_cut_file_is_refused(kind, share):
+    content = encoded(SIXTY, *kind)
+    reasons = "cannot be read as a video|cut off|damaged|nothing to show|no video stream|cannot decode"
+    with pytest.raises(ValueError, match=rf"^[0-9]+ bytes: .*({reasons})"):
+        load_video(content[: int(share * len(content))])
+
+
+def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(video_module, "MAX_VIDEO_PIXELS", 8 * 24 * 32 - 1)
+    content = encoded(moving(20))
+    assert len(load_video(content, nframes=6).frames) == 6
+    with pytest.raises(
+        ValueError, match="8 frames of 32 x 24 pixels are over 6143 together; take fewer or smaller frames"
+    ):
+        load_video(content, nframes=8)
+    with pytest.raises(ValueError, match="8 frames of 32 x 24 pixels are over 6143 together"):
+        load_video([PIL.Image.new("RGB", (32, 24))] * 8)
+
+
+def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
+    content = encoded(moving(4))
+    monkeypatch.setattr(video_module, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
+    with pytest.raises(ValueError, match="frames of 32 x 24 pixels are over 767"):
+        load_video(content)
+
+
+def test_frames_that_cannot_be_shown_are_not_counted():
+    """A stream that begins in the middle shows nothing until its first key frame: 28 frames from 39 packets."""
+    av = pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
+    with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for packet in list(source.demux(video=0))[1:]:
+            if packet.size:
+                packet.stream = copy
+                target.mux(packet)
+    headless = headless.getvalue()
+    with av.open(io.BytesIO(headless)) as file:
+        assert sum(packet.size > 0 for packet in file.demux(video=0)) == 39
+    with av.open(io.BytesIO(headless)) as file:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+    assert len(shown) == 28
+    video = load_video(headless, nframes=4)
+    assert np.array_equal(video.frames, shown[[0, 9, 18, 27]])
+    assert video.fps == 4 / 28 * 30
+
+
+FILES = [
+    ("matroska", "ffv1", "bgr0"), ("avi", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mov", "png", "rgb24"),
+    ("mp4", "libx264", "yuv420p"), ("mp4", "mpeg4", "yuv420p"), ("matroska", "libx264", "yuv420p"),
+    ("webm", "libvpx", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("mpegts", "mpeg2video", "yuv420p"),
+    ("gif", "gif", "rgb8"),
+]  # fmt: skip
+WHOLE = {}
+
+
+@st.composite
+def damaged(draw):
+    """A video file that is cut, has bytes changed, or is random behind the first bytes of its format."""
+    kind = draw(st.sampled_from(FILES))
+    if kind not in WHOLE:
+        WHOLE[kind] = encoded(moving(12, 16, 16), *kind)
+    content = bytearray(WHOLE[kind])
+    if draw(st.integers(0, 9)) == 0:
+        return bytes(content[: draw(st.integers(0, 100))]) + draw(st.binary(max_size=300))
+    where = st.integers(0, len(content) - 1) | st.integers(0, 300)  # headers more often
+    for place, value in draw(
+        st.lists(st.tuples(where, st.integers(0, 255) | st.sampled_from([0, 127, 255])), max_size=6)
+    ):
+        content[place] = value
+    return bytes(content[: draw(st.integers(0, len(content)) | st.just(len(content)))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged())
+def test_a_damaged_file_gives_a_video_or_a_value_error(content):
+    try:
+        video = load_video(content)
+    except ValueError as error:
+        assert str(error).startswith(f"{len(content)} bytes: ")
+    else:
+        assert video.frames.shape[0] % 2 == 0
+        assert 0 < video.fps < float("inf")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(content):
+    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+    with pytest.raises(ValueError, match=rf"^{len(content)} bytes: "):
+        load_video(content)
