@@ -144,12 +144,16 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
         raise ValueError(f"model.dtype is {section.dtype!r}, it must be one of {', '.join(DTYPES)}")
     if section.path:
         model = load_model(section.path, DTYPES[section.dtype], world.device)
-        return model, load_processor(section.path, data.min_pixels, data.max_pixels)
-    if data.task is None:
+        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
+    elif data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
-    tokenizer = TOKENIZERS[data.task]()
-    model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
-    return model.to(world.device, DTYPES[section.dtype]), processor
+    else:
+        tokenizer = TOKENIZERS[data.task]()
+        model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
+        model = model.to(world.device, DTYPES[section.dtype])
+    processor.image_processor.resize = data.resize or processor.image_processor.resize
+    processor.add_vision_id = data.add_vision_id
+    return model, processor
 
 
 def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:

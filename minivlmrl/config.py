@@ -21,6 +21,18 @@ class ModelSection:
 
 
 @dataclass
+class VideoSection:
+    """Which frames of a video the model sees, and how large: see data/video.py. A row can ask for its own."""
+
+    fps: float | None = None  # frames taken from a second; None: 2
+    min_frames: int | None = None  # bounds of their number; None: 4 and 768
+    max_frames: int | None = None
+    min_pixels: int | None = None  # bounds of a frame's area; None: 128 and 768 tokens
+    max_pixels: int | None = None
+    total_pixels: int | None = None  # most of all frames together; None: 90 % of 128000 tokens
+
+
+@dataclass
 class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
 
@@ -32,6 +44,10 @@ class DataSection:
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None
+    resize: str | None = None  # how images are resized: "pil" or "torch", see data/image.py; None: as the folder says
+    video: VideoSection = field(default_factory=VideoSection)
+    allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL
+    add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: str = "resized"  # what coordinates in answers mean: "original", "resized", "thousandths" or "unit"
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
     demonstrations: int = 96  # embedded tasks: rows for sft
@@ -43,6 +59,7 @@ class DataSection:
 
     def __post_init__(self):
         _require(self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more")
+        _require(self.resize in (None, "pil", "torch"), "resize", self.resize, "'pil' or 'torch'")
         _require(self.demonstrations >= 1, "demonstrations", self.demonstrations, "1 or more")
         _require(self.pairs >= 1, "pairs", self.pairs, "1 or more")
         _require(self.box_space in SPACES, "box_space", self.box_space, f"one of {SPACES}")
@@ -57,16 +74,31 @@ class DataSection:
         _require(0 <= share <= 1, "wrong_demonstrations", share, "in [0, 1]")
 
 
+# keys of a generation_config.json that change what is drawn and have no counterpart here, at their neutral values
+NOT_HONOURED = {
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None,
+    "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "force_words_ids": None,
+    "constraints": None, "min_length": 0, "max_time": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "sequence_bias": None, "guidance_scale": 1, "watermarking_config": None, "token_healing": False,
+}  # fmt: skip
+
+
 @dataclass
 class SamplingConfig:
-    """How completions are drawn. Nothing is read from a checkpoint's generation_config."""
+    """How completions are drawn and where they end. A folder's generation_config.json counts only when asked for."""
 
-    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
+    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token, whatever top_k, top_p and min_p are
     top_k: int = 0  # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
     top_p: float = 1.0  # keep the likeliest tokens that together reach this probability; 1 keeps all
     min_p: float = 0.0  # drop tokens less likely than this times the likeliest; 0 keeps all
     repetition_penalty: float = 1.0  # logits of tokens seen in prompt or completion: / if positive, x if negative
     max_new_tokens: int = 256  # a completion that has not stopped by then is cut
+    max_length: int | None = None  # one that has so many together with its prompt is cut too
+    min_new_tokens: int = 0  # no stop token is drawn before so many (a stop string may be)
+    stop_token_ids: list[int] | None = None  # each ends a completion; by default <|im_end|>, <|endoftext|>
+    stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
 
     def __post_init__(self):
         _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
@@ -75,6 +107,48 @@ class SamplingConfig:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "over 0")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
+        _require(self.max_length is None or self.max_length >= 2, "max_length", self.max_length, "2 or more")
+        few, most = self.min_new_tokens, self.max_new_tokens
+        _require(0 <= few <= most, "min_new_tokens", few, f"from 0 to max_new_tokens ({most})")
+        ids = self.stop_token_ids
+        _require(ids is None or min(ids, default=0) >= 0, "stop_token_ids", ids, "token ids")
+        _require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
+
+    @classmethod
+    def from_generation_config(cls, values: dict, **overrides) -> "SamplingConfig":
+        """Draw what transformers' generate draws by a generation_config.json.
+
+        Without do_sample that is the likeliest token, whatever else the file says; with do_sample and without top_k it
+        is one of the 50 likeliest. Only a length that it leaves open stays ours: transformers would stop at 20 tokens.
+
+        Args:
+            values: the file; null counts as missing. Qwen2.5-VL's samples with temperature 1e-6 and repetition_penalty
+                1.05. What does not change the draw (use_cache, pad_token_id ...) is passed over.
+            overrides: fields of this class, which win; a temperature over 0 asks for sampling.
+        Raises:
+            ValueError: a key that changes the draw and has no counterpart here, or a value out of bounds (named).
+        Source: GenerationConfig and generate of transformers 5.23.
+        """
+        values = {name: value for name, value in values.items() if value is not None}
+        for name in values.keys() & NOT_HONOURED:
+            if values[name] != NOT_HONOURED[name]:
+                raise ValueError(
+                    f"generation_config: {name} = {values[name]!r} changes what is drawn and is not supported; "
+                    "do without the generation_config and set what you need of it yourself"
+                )
+        kept = ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
+        asked = {"temperature": 0.0}
+        if overrides.get("temperature", values.get("do_sample")):
+            asked = {"temperature": 1.0, "top_k": 50}
+            kept += ["temperature", "top_k", "top_p", "min_p"]
+        if "max_length" in values and "max_new_tokens" not in values | overrides:  # which of both transformers heeds
+            asked["max_new_tokens"] = values["max_length"]
+            kept += ["max_length"]
+        if "eos_token_id" in values:
+            stop = values["eos_token_id"]
+            asked["stop_token_ids"] = stop if isinstance(stop, list) else [stop]
+        asked |= {name: values[name] for name in kept if name in values}
+        return _build(cls, asked | overrides, "generation_config")
 
 
 @dataclass

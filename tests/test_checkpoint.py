@@ -2,22 +2,34 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hub_configs import SIZES, real_config
 from safetensors.torch import load_file, save_file
-from test_oracle_model import their_inputs
+from test_oracle_model import CLASSES, their_inputs, worst_difference
 
 from minivlmrl.data import shapes
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.model.weights import INDEX, write_weights
 
 import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
+# what a folder of the hub has beside the weights, with a chat template and stop ids of its own
+FOREIGN = {
+    "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
+    "generation_config.json": b'{"do_sample": true, "eos_token_id": [7, 8], "repetition_penalty": 1.05}',
+    "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +46,11 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
+@pytest.fixture(scope="module")
+def processor():
+    return Processor(shapes.tokenizer(), ImageProcessor())
+
+
 def logits(model, rows):
     return model.lm_head(model(pack(rows, [[] for _ in rows], model.config)))
 
@@ -44,10 +61,43 @@ def shape_prompts(folder, count=3):
     return [processor(row.messages, row.images) for row in rows]
 
 
-def test_what_we_save_loads_in_transformers_with_equal_logits(folder):
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    theirs, info = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(path, change):
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("max_shard_size", [10**9, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, max_shard_size):
+    model = tiny.model(tied, model_type=model_type)
+    save_checkpoint(tmp_path / "saved", model, processor, max_shard_size=max_shard_size)
+    assert (tmp_path / "saved" / INDEX).exists() == (max_shard_size == 40_000)
+    theirs, info = CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    generator = torch.Generator().manual_seed(0)
+    rows = [tiny.prompt(generator, grids) for grids in ([], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)])]
+    assert worst_difference(theirs, model, rows) <= 1e-5
+    again = dict(load_model(tmp_path / "saved").named_parameters())
+    assert all(torch.equal(again.pop(name), p) for name, p in model.named_parameters()) and not again
+
+
+def test_a_saved_processor_and_model_go_together_in_transformers(folder):
+    """From the picture and the words on: their tokenizer and image processor on what we saved."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "I see green squares, 12 of them"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_processor(folder).tokenizer.encode(text)
+    assert tokenizer.eos_token == "<|im_end|>"
+    images = transformers.AutoImageProcessor.from_pretrained(folder)
+    assert (images.patch_size, images.merge_size) == (7, 2)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder)
     ours = load_model(folder)
     for prompt in shape_prompts(folder):
         inputs = their_inputs(prompt)
@@ -57,111 +107,226 @@ def test_what_we_save_loads_in_transformers_with_equal_logits(folder):
             assert (logits(ours, [prompt]) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_a_saved_tokenizer_and_image_processor_load_in_transformers(folder):
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "I see green squares, 12 of them"
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_processor(folder).tokenizer.encode(text)
-    assert tokenizer.eos_token == "<|im_end|>"
-    images = transformers.AutoImageProcessor.from_pretrained(folder)
-    assert (images.patch_size, images.merge_size) == (7, 2)
-
-
-def test_saving_and_loading_is_exact(folder):
+def test_saving_and_loading_is_exact(folder, tmp_path):
     model, processor = load_model(folder), load_processor(folder)
-    again = folder.parent / "again"
-    save_checkpoint(again, model, processor)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(load_file(again / "model.safetensors")[name], tensor)
-    assert json.loads((again / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
-    assert load_processor(again).image_processor == processor.image_processor
+    save_checkpoint(tmp_path / "again", model, processor)
+    assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "again").iterdir()}
+    for file in folder.iterdir():
+        before, after = file.read_bytes(), (tmp_path / "again" / file.name).read_bytes()
+        assert before == after or json.loads(before) == json.loads(after), file  # keys of config.json change places
 
 
-@pytest.mark.parametrize("new_names", [False, True], ids=["hub names", "names of transformers >= 4.52"])
-def test_shards_load(copy, new_names):
-    weights = load_file(copy / "model.safetensors")
-    expected = {name: p.clone() for name, p in load_model(copy).named_parameters()}
-    (copy / "model.safetensors").unlink()
-
-    def renamed(name):
-        if not new_names or name == "lm_head.weight":
-            return name
-        return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.")
-
-    files = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
-    for file in set(files.values()):
-        save_file({renamed(n): weights[n] for n in weights if files[n] == file}, copy / file)
-    index = {"metadata": {}, "weight_map": {renamed(name): file for name, file in files.items()}}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name, p in load_model(copy).named_parameters():
-        assert torch.equal(p, expected[name])
+def test_shards_are_filled_up_to_the_limit_in_order(tmp_path):
+    weights = {name: torch.full((size,), float(size)) for name, size in zip("abcdef", (3, 4, 3, 20, 1, 1), strict=True)}
+    write_weights(tmp_path, weights, max_shard_size=4 * 10)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 4 * 32}
+    files = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert index["weight_map"] == dict(zip("abcdef", [files[0]] * 3 + [files[1]] + [files[2]] * 2, strict=True))
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], weights[name])
 
 
-def test_a_tied_head_is_stored_once_and_shared(tmp_path):
-    values = json.loads(Path(RECIPE_MODEL).read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "tied.json").write_text(json.dumps(values))
-    model, processor = random_model(tmp_path / "tied.json", shapes.tokenizer(), seed=0)
+def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path):
+    for name, content in FOREIGN.items():
+        (copy / name).write_bytes(content)
+    (copy / "README.md").write_text("A card of another model")
+    model, processor = load_model(copy), load_processor(copy, max_pixels=56 * 56)
+    tokenizer = (copy / "tokenizer.json").read_bytes()
+    shutil.rmtree(copy)  # whatever happens to it until the run ends
+    save_checkpoint(tmp_path / "saved", model, processor)
+    assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
+    assert not (tmp_path / "saved" / "README.md").exists()
+    # but what the model has learnt with is ours to write
+    assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
+
+
+def test_image_settings_of_a_folder_written_by_transformers_5_are_read(copy):
+    expected = load_processor(copy).image_processor
+    settings = json.loads((copy / "preprocessor_config.json").read_text())
+    (copy / "preprocessor_config.json").rename(copy / "processor_config.json")
+    (copy / "processor_config.json").write_text(json.dumps({"image_processor": settings, "video_processor": {}}))
+    assert load_processor(copy).image_processor == expected
+    (copy / "processor_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"processor_config\.json: it needs image_processor"):
+        load_processor(copy)
+
+
+def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
+    model = tiny.model(tied=True)
     save_checkpoint(tmp_path / "tied", model, processor)
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
-    loaded = load_model(tmp_path / "tied")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     # some folders store the tied head as well
-    edit_weights(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
-    loaded = load_model(tmp_path / "tied")
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for change in (lambda w: None, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})):
+        edit_weights(tmp_path / "tied", change)
+        loaded = load_model(tmp_path / "tied")
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-def test_dtype_of_the_parameters(copy):
-    assert load_model(copy).lm_head.weight.dtype == torch.float32  # as config.json says
-    model = load_model(copy, torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    hidden = logits(model, shape_prompts(copy))
-    exact = logits(load_model(copy), shape_prompts(copy))
-    assert (hidden.float() - exact).square().mean().sqrt() < 0.03 * exact.square().mean().sqrt()
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path, processor):
+    """transformers 4 drops it and transformers 5 uses it: what the folder means, only its author knows."""
+    save_checkpoint(tmp_path / "tied", tiny.model(tied=True), processor)
+    edit_weights(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings true, but .* lm_head\.weight that differs .* to use it"):
+        load_model(tmp_path / "tied")
+    head = load_file(tmp_path / "tied" / "model.safetensors")["lm_head.weight"]
+    edit_json(tmp_path / "tied" / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
+    assert torch.equal(load_model(tmp_path / "tied").lm_head.weight, head)
+    edit_json(tmp_path / "tied" / "config.json", tie_word_embeddings=True)
+    edit_weights(tmp_path / "tied", lambda w: w.pop("lm_head.weight"))  # and for the other
+    load_model(tmp_path / "tied")
 
 
-@pytest.mark.parametrize(
-    "hidden, layers, heads, ffn, vocab, tied, expected",
-    [
-        (2048, 36, (16, 2), 11008, 151936, True, 3_754_622_976),  # Qwen2.5-VL-3B-Instruct
-        (3584, 28, (28, 4), 18944, 152064, False, 8_292_166_656),  # 7B
-    ],
-    ids=["3B", "7B"],
-)
-def test_the_hubs_sizes_have_the_known_number_of_parameters(hidden, layers, heads, ffn, vocab, tied, expected):
-    config = ModelConfig.from_dict({
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
-        "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied, "rope_theta": 1000000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "torch_dtype": "bfloat16",
-        "vision_config": {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
-            "out_hidden_size": hidden, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
-            "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
-            "temporal_patch_size": 2,
-        },
-    })  # fmt: skip
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64"])
+def test_dtype_of_the_parameters(copy, stored):
+    model = load_model(copy).to(getattr(torch, stored))
+    save_checkpoint(copy, model, load_processor(copy))
+    by_default = load_model(copy)
+    assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}  # as config.json says
+    for asked in (torch.float32, torch.bfloat16):
+        loaded = dict(load_model(copy, asked).named_parameters())
+        assert all(torch.equal(loaded[name], p.to(asked)) for name, p in model.named_parameters())
+
+
+def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
+    """Not a view of the file, which another program may overwrite, nor of another parameter."""
+    model = load_model(copy)
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    assert all(p.requires_grad and p.is_leaf and not p.is_meta for p in model.parameters()) and not list(
+        model.buffers()
+    )
+    before = [p.clone() for p in model.parameters()]
+    (copy / "model.safetensors").write_bytes(b"\0" * (copy / "model.safetensors").stat().st_size)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+MEASURE = """
+import os, sys, torch
+from minivlmrl.model.checkpoint import load_model
+
+def resident(what):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))
+
+load_model(sys.argv[2])  # what a first load needs once
+for dtype in (torch.bfloat16, torch.float32):
+    child = os.fork()
+    if child == 0:
+        open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+        before = resident("VmRSS")
+        model = load_model(sys.argv[1], dtype)
+        print((resident("VmHWM") - before) / sum(p.nbytes for p in model.parameters()), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux' /proc")
+def test_loading_needs_hardly_more_memory_than_the_model(folder, tmp_path):
+    """Peak of resident memory, pages of mapped files included, of a model in bfloat16 as stored and cast to float32.
+
+    What holds both the file and the model comes to 2 and 1.5 times the model.
+    """
+    config = {**tiny.RUN_MODEL, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6,
+              "rope_scaling": {"mrope_section": [64, 96, 96]}, "torch_dtype": "bfloat16"}  # fmt: skip
+    config["vision_config"] = {**config["vision_config"], "out_hidden_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Qwen2_5_VL(ModelConfig.from_dict(config)).named_parameters()}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    assert sum(w.nbytes for w in weights.values()) > 80e6  # large beside what else a process allocates
+    write_weights(tmp_path, weights, 10**9)
+    command = [sys.executable, "-c", MEASURE, tmp_path, folder]
+    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    as_stored, cast = map(float, result.stdout.split())
+    assert 0.9 < as_stored < 1.2 and 0.9 < cast < 1.2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_hubs_sizes_have_the_known_number_of_parameters_and_tensors(size):
+    config = ModelConfig.from_dict(real_config(size))
     with torch.device("meta"):
         model = Qwen2_5_VL(config)
-    assert sum(p.numel() for p in model.parameters()) == expected
-    assert config.vision_config.patch_dim == 1176
+    *_, parameters, tensors = SIZES[size]
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(list(model.parameters())) == tensors
+    assert config.vision_config.patch_dim == 1176 and config.head_dim == 128
 
 
-def edit_weights(path, change):
+def split(path):
+    """Turn a folder's model.safetensors into two shards; returns their names and where each tensor is."""
     weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").unlink()
+    files = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, path / file, {"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return sorted(set(files.values())), files
+
+
+def test_of_one_file_and_an_index_the_file_is_read(copy):
+    """As in transformers."""
+    weights = load_file(copy / "model.safetensors")
+    split(copy)
+    weights["model.norm.weight"] += 1
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    assert torch.equal(load_model(copy).model.norm.weight, weights["model.norm.weight"])
+
+
+def test_a_tensor_is_found_in_another_shard_than_the_index_says(copy):
+    """As in transformers: the index names the files, and each of them what it holds."""
+    (first, second), files = split(copy)
+    edit_json(copy / INDEX, weight_map={name: first if file == second else second for name, file in files.items()})
+    load_model(copy)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(copy):
+    (first, second), _ = split(copy)
+    weights = {file: load_file(copy / file) for file in (first, second)}
+    name = next(name for name in weights[first] if name.startswith("visual."))
+    for again in (name, f"model.{name}"):  # two names of one tensor
+        save_file(weights[second] | {again: weights[first][name]}, copy / second, {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{second}: tensor {name} is there twice"):
+            load_model(copy)
+
+
+def test_an_index_that_names_a_missing_file_is_refused(copy):
+    (_, second), _ = split(copy)
+    (copy / second).unlink()
+    with pytest.raises(ValueError, match=f"index.json: 1 of its 2 files missing, first {second}"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 1}, {"a": ""}, {"a": "../a.safetensors"}, {"a": "a" * 999}])
+def test_an_index_that_says_nothing_is_refused(copy, weight_map):
+    split(copy)
+    edit_json(copy / INDEX, weight_map=weight_map)
+    with pytest.raises(ValueError, match=r"index\.json: (it needs a weight_map|weight_map says)"):
+        load_model(copy)
+
+
+def test_pickled_weights_are_refused(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ValueError, match="convert them to safetensors"):
+        load_model(copy)
+
+
+NORM = "visual.merger.ln_q.weight"
 
 
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda w: w.pop("visual.merger.ln_q.weight"), "missing.*visual.merger.ln_q.weight"),
+        (lambda w: w.pop(NORM), f"1 tensor.* missing.*{NORM}"),
         (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
         (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
+        (lambda w: w.update({NORM: torch.ones(())}), rf"{NORM} has shape \(\)"),
+        (lambda w: w.update({NORM: torch.ones(1, len(w[NORM]))}), rf"{NORM} has shape \(1, "),
+        (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
+        (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), f"{NORM} is torch.float8_e4m3fn; quantised"),
     ],
-    ids=["missing", "unexpected", "shape"],
+    ids=["missing", "unexpected", "shape", "0-dim", "more dimensions", "integers", "float8"],
 )
 def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
@@ -174,8 +339,8 @@ def test_a_wrong_tensor_is_named(copy, change, says):
     [
         ("config.json", None, "config.json: no such file"),
         ("config.json", b"{", "config.json: not JSON"),
-        ("config.json", b'{"model_type": "llama"}', "model_type is 'llama'"),
-        ("config.json", b'{"model_type": "qwen2_5_vl"}', "vocab_size is missing"),
+        ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
+        ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
         ("model.safetensors", None, "model.safetensors: no such file"),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0garbage", "not a whole safetensors file"),
     ],
@@ -195,15 +360,28 @@ def test_a_cut_weight_file_is_named(copy):
         load_model(copy)
 
 
-def test_a_failed_save_leaves_the_checkpoint_before_it(copy, monkeypatch):
-    model, processor = load_model(copy), load_processor(copy)
-    before = (copy / "model.safetensors").read_bytes()
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"num_hidden_layers": 10**9}, "1000000002 layers, but the safetensors hold"),
+        ({"vocab_size": 10**18}, "there is no model of these sizes"),
+        ({"vocab_size": 10**30}, "there is no model of these sizes"),
+        ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not one of"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_refused_at_once(copy, changes, says):
+    edit_json(copy / "config.json", **changes)
+    with pytest.raises(ValueError, match=rf"config\.json: .*{says}" if "layers" not in says else says):
+        load_model(copy)
 
-    def full_disk(*_, **__):
-        raise OSError("No space left on device")
 
-    monkeypatch.setattr("minivlmrl.model.checkpoint.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        save_checkpoint(copy, model, processor)
-    assert (copy / "model.safetensors").read_bytes() == before
-    load_model(copy)
+def test_loaders_take_the_name_of_a_repository(folder, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert torch.equal(load_model("owner/name").lm_head.weight, load_model(folder).lm_head.weight)
+    assert load_processor("owner/name").image_processor == load_processor(folder).image_processor

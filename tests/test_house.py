@@ -10,20 +10,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
-    "kernels/linear_log_softmax kernels/dense_attention config data/boxes data/chat data/image data/tokenizer "
-    "model/config model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
-    "training/losses/preference training/losses/sft training/losses/ppo",
-    "kernels/window_attention data/conversations data/processor model/rope rollout/box_rewards rollout/sampler "
-    "training/metrics training/optimizer",
-    "data/sources model/attention model/text model/vision",
-    "data/shapes model/batch",
-    "data/localisation model/qwen2_5_vl",
-    "data/datasets model/checkpoint model/logprobs rollout/generate training/reference",
-    "model/scalar training/algorithms/algorithm",
+    "kernels/linear_log_softmax kernels/dense_attention config data/boxes data/chat data/fetch data/frames "
+    "data/sandbox data/tokenizer model/config model/layers model/replacing rollout/advantages rollout/rewards "
+    "training/distributed training/losses/policy training/losses/preference training/losses/sft training/losses/ppo",
+    "kernels/window_attention data/image data/template model/folder model/rope rollout/box_rewards rollout/sampler "
+    "rollout/stop_strings training/metrics training/optimizer",
+    "data/video model/attention model/text model/vision model/weights",
+    "data/media",
+    "data/conversations data/processor",
+    "data/sources model/batch",
+    "data/shapes model/qwen2_5_vl",
+    "data/localisation model/checkpoint model/logprobs rollout/generate training/reference",
+    "data/datasets model/scalar",
+    "training/algorithms/algorithm",
     "rollout/rollout training/algorithms/pairs training/algorithms/sft",
     "training/algorithms/dpo training/algorithms/reward_model training/report",
     "training/algorithms/online",
     "training/algorithms/grpo training/algorithms/ppo",
+    "generate",
     "train parity/notes",
     "parity/compare",
     "parity/trl_oracle",
@@ -33,8 +37,13 @@ ROWS = [
     "parity/__main__",
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row.split()}
-PACKAGES = {"torch", "safetensors", "tokenizers", "PIL", "numpy", "triton", "yaml", "tqdm"}
-EXTRAS = {"training/report": {"matplotlib"}, "parity/trl_oracle": {"trl", "transformers"}}  # who may ask for more
+PACKAGES = {
+    "torch", "safetensors", "tokenizers", "PIL", "numpy", "triton", "yaml", "tqdm", "jinja2", "huggingface_hub",
+}  # fmt: skip
+# who may ask for more
+EXTRAS = {
+    "training/report": {"matplotlib"}, "parity/trl_oracle": {"trl", "transformers"}, "data/video": {"av"},
+}  # fmt: skip
 
 
 def sources():
@@ -87,8 +96,9 @@ def test_only_the_declared_packages_are_imported(name):
 
 
 def test_extras_are_imported_inside_functions():
-    """Without matplotlib a run ends well; without TRL the parity command says what to install."""
-    assert "matplotlib" not in {name.partition(".")[0] for name in imports(FILES["training/report"], top_only=True)}
+    """Without matplotlib a run ends well; without TRL or PyAV the error says what to install."""
+    for file, extra in (("training/report", "matplotlib"), ("data/video", "av")):
+        assert extra not in {name.partition(".")[0] for name in imports(FILES[file], top_only=True)}
     for name in FILES:
         assert "minivlmrl.parity.trl_oracle" not in imports(FILES[name], top_only=True), name
 

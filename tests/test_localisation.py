@@ -324,7 +324,9 @@ def test_tokens_of_a_prompt_and_of_a_completion(processor):
     assert {len(prompt.input_ids) for prompt in prompts} == {41}
     assert prompts[0].grid_thw.tolist() == [[1, 8, 8]]
     lengths = {
-        thinking: {len(processor.encode_completion([], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]}
+        thinking: {
+            len(processor.encode_completion([], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]
+        }
         for thinking in ("name", "position")
     }
     assert lengths == {"name": {19}, "position": {21}}

@@ -140,12 +140,12 @@ def test_windows_of_the_docstring_example():
 def swap_rows_and_columns(monkeypatch):
     original = vision.vision_rotary
 
-    def swapped(grids, config):
+    def swapped(*arguments):
         def swap(angles):  # the first half of each rotated half turns by row, the second by column
             row, column = angles.chunk(2, dim=-1)[0].chunk(2, dim=-1)
             return torch.cat([column, row, column, row], dim=-1)
 
-        return tuple(map(swap, original(grids, config)))
+        return tuple(map(swap, original(*arguments)))
 
     monkeypatch.setattr(vision, "vision_rotary", swapped)
 

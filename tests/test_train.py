@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.config import RunConfig, StageConfig
+from minivlmrl.config import RunConfig, StageConfig, VideoSection, load_config
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.localisation import Localisation, constant_box
 from minivlmrl.data.processor import Processor
@@ -36,8 +37,8 @@ from minivlmrl.training.losses.sft import SFT_LOSS_TYPES
 from minivlmrl.training.metrics import MetricsLog
 from minivlmrl.training.optimizer import learning_rate
 
+import tiny
 import train
-from tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[1]
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
@@ -61,7 +62,7 @@ STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
 def folder(tmp_path_factory):
     """A recipe with its tiny model beside it."""
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder
 
@@ -116,6 +117,9 @@ def rows(folder):
     PIL.Image.new("RGB", (90, 50), "red").save(folder / "box.png")  # resized to 84 x 56
     box = {"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}
     (folder / "boxes.jsonl").write_text("\n".join([json.dumps(box)] * 4))
+    tiny.write_video(folder / "film.mkv", [np.full((56, 56, 3), 10 * i, np.uint8) for i in range(24)], rate=8)
+    film = {"problem": "What?", "video": "film.mkv", "completion": "It dawns."}
+    (folder / "film.jsonl").write_text("\n".join([json.dumps(film)] * 4))
     return folder / "rows.jsonl"
 
 
@@ -319,6 +323,7 @@ FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr
 # "drift": the sampler records log-probabilities that are not quite the trainer's
 DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5"]
 BOXED = [*SFT, "--data.task=localisation"]
+FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 STAGE_OPTIONS = {
@@ -425,6 +430,13 @@ OPTIONS = [  # field, another value, base
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
+    ("data.add_vision_id", "true", ["own", *SFT]),
+    ("data.video.fps", 1, FILM),
+    ("data.video.min_frames", 8, FILM),
+    ("data.video.max_frames", 4, FILM),
+    ("data.video.min_pixels", 6272, FILM),
+    ("data.video.max_pixels", 1568, FILM),
+    ("data.video.total_pixels", 3 * 1568, FILM),
     ("data.task", "localisation", SFT),
     ("data.jitter", 0, BOXED),
     ("data.objects", "[2, 3]", BOXED),
@@ -445,11 +457,13 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]
 # these change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
-# (micro_batch_size, precompute_ref_log_probs) or in test_algorithms.py (reward_model.path, ppo.critic_path)
+# (micro_batch_size, precompute_ref_log_probs), in test_algorithms.py (reward_model.path, ppo.critic_path) or in
+# test_media.py (allow_urls)
 OTHERS = {
     "sft.micro_batch_size", "reward_model.micro_batch_size", "ppo.micro_batch_size", "dpo.precompute_ref_log_probs",
     *(f"{stage}.save_steps" for stage in STAGES), "output_dir", "num_threads", "model.path", "model.config",
-    "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path",
+    "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path", "data.allow_urls",
+    "data.resize",
 }  # fmt: skip
 
 
@@ -462,8 +476,8 @@ def lines_of(folder, own):
         with pytest.MonkeyPatch.context() as patch:
             if overrides[0] == "own":
                 overrides = (*own, *overrides[1:])
-            if overrides[0] == "boxes":
-                overrides = (*own, f"--data.train_file={folder / 'boxes.jsonl'}", *overrides[1:])
+            if overrides[0] in ("boxes", "film"):
+                overrides = (*own, f"--data.train_file={folder / overrides[0]}.jsonl", *overrides[1:])
                 patch.setattr(Processor, "decode", boxed)
             if overrides[0] == "drift":
                 overrides = overrides[1:]
@@ -516,8 +530,19 @@ def test_every_option_is_in_the_table():
         section = field.default_factory() if field.default_factory is not dataclasses.MISSING else None
         nested = dataclasses.is_dataclass(section)
         fields |= {f"{field.name}.{f.name}" for f in dataclasses.fields(section)} if nested else {field.name}
+    fields = fields - {"data.video"} | {f"data.video.{f.name}" for f in dataclasses.fields(VideoSection)}
     tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
     assert fields == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
+
+
+def test_resize_reaches_the_image_processor(folder, own):
+    """The two filters differ by a grey level here and there, too little for a figure of a run."""
+    image, pixels = PIL.Image.effect_noise((100, 80), 50), {}
+    for resize in ("pil", "torch", "null"):
+        config = load_config(folder / "recipe.yaml", [*own, f"--data.resize={resize}"])
+        pixels[resize] = train.build_model(config, World(0, 1, torch.device("cpu")))[1].image_processor(image)[0]
+    assert torch.equal(pixels["null"], pixels["pil"])  # what the folder says
+    assert 0 < (pixels["torch"] - pixels["pil"]).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("stage", STAGES)

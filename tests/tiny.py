@@ -1,5 +1,6 @@
 """Tiny models with telling weights, and random prompts for them; what several test files share."""
 
+import pytest
 import torch
 
 from minivlmrl.data.processor import Prompt
@@ -71,6 +72,17 @@ def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: 
     pixels = torch.randn(patches, 1176, generator=generator)
     seconds = torch.full((len(grids),), 0.75)
     return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
+
+
+def write_video(path, frames, rate: int):
+    """Write (H, W, 3) uint8 frames without loss."""
+    av = pytest.importorskip("av", reason="extra missing: pip install av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=rate)
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "bgr0"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
 
 
 def completion(generator: torch.Generator, length: int) -> torch.Tensor:

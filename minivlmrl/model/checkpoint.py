@@ -1,23 +1,27 @@
 """A Hugging Face folder <-> a model, by the names that both already share."""
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.data.image import MEAN, STD, ImageProcessor
+from minivlmrl.data.chat import QwenTemplate
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.folder import find_folder, read_carried, read_json, write_json
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.model.replacing import replacing
+from minivlmrl.model.weights import DTYPES, read_tensors, tensor_names, weight_files, write_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
+MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file, as on the hub
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+}  # fmt: skip
 CONTROL_TOKENS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>", "vision_start_token_id": "<|vision_start|>",
@@ -28,37 +32,77 @@ CONTROL_TOKENS = {
 def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> Qwen2_5_VL:
     """Build the model that a folder describes and fill it with the folder's weights.
 
+    The weights go one by one from the file to where they stay: memory never holds a second copy of more than one.
+
     Args:
-        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
+        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json; or the id of a
+            repository that does, see find_folder.
         dtype: of the parameters; by default the config's torch_dtype.
     Raises:
-        ValueError: a file is missing or unreadable, or a tensor is missing, unexpected or of another shape (named).
+        ValueError: a file is missing or unreadable; a tensor is missing, unexpected, there twice or of another shape
+            (named); the head is tied to the embedding, but another one is stored.
     """
-    config = ModelConfig.from_dict(_read_json(Path(folder) / "config.json"))
+    folder = find_folder(folder)
+    config = _read_config(folder)
     if dtype is None and config.torch_dtype not in DTYPES:
         raise ValueError(f"{folder}/config.json: torch_dtype {config.torch_dtype!r} is not one of {sorted(DTYPES)}")
-    with torch.device("meta"):
-        model = Qwen2_5_VL(config).to(dtype or DTYPES[config.torch_dtype])
-    model = model.to_empty(device=device)
-    if config.tie_word_embeddings:  # to_empty gave the head a tensor of its own
+    files = weight_files(folder)
+    stored = sum(len(tensor_names(file)) for file in files)
+    layers = config.num_hidden_layers + config.vision_config.depth
+    if layers > stored:
+        raise ValueError(f"{folder}/config.json: {layers} layers, but the safetensors hold {stored} tensors")
+    try:
+        with torch.device("meta"):
+            model = Qwen2_5_VL(config).to(dtype or DTYPES[config.torch_dtype])
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"{folder}/config.json: there is no model of these sizes ({error})") from error
+    model.load_state_dict(_read_weights(folder, files, model, torch.device(device)), assign=True, strict=False)
+    if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    expected = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
-    missing = set(expected)
-    for file in _weight_files(Path(folder)):
-        for name, tensor in read_tensors(file):
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue  # some folders store the tied head twice
-            if name not in expected:
-                raise ValueError(f"{file}: unexpected tensor {name}")
-            if tensor.shape != expected[name].shape:
-                found, wanted = tuple(tensor.shape), tuple(expected[name].shape)
-                raise ValueError(f"{file}: tensor {name} has shape {found}, config.json asks for {wanted}")
-            with torch.no_grad():
-                expected[name].copy_(tensor)
-            missing.discard(name)
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing from the safetensors, first {min(missing)}")
     return model
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    content = read_json(folder / "config.json")
+    try:
+        return ModelConfig.from_dict(content)
+    except ValueError as error:  # it begins with the file's name
+        raise ValueError(f"{folder}/{error}") from error
+
+
+def _read_weights(folder: Path, files: list[Path], model: Qwen2_5_VL, device: torch.device) -> dict[str, Tensor]:
+    """A tensor for each parameter of a model on the meta device, of that parameter's dtype."""
+    expected = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
+    tied_head = {HEAD: expected[EMBEDDING]} if model.config.tie_word_embeddings else {}  # some folders store it as well
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_tensors(file):
+            wanted = expected.get(name, tied_head.get(name))
+            if wanted is None:
+                raise ValueError(f"{file}: unexpected tensor {name:.80}")
+            if name in found:
+                raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out of the folder")
+            if tensor.shape != wanted.shape:
+                shapes = tuple(tensor.shape), tuple(wanted.shape)
+                raise ValueError(f"{file}: tensor {name} has shape {shapes[0]}, config.json asks for {shapes[1]}")
+            found[name] = tensor.to(device, wanted.dtype, copy=True)
+    missing = expected.keys() - found.keys()
+    if missing:
+        where = f"{files[0]}{' and its other shards' if len(files) > 1 else ''}"
+        raise ValueError(f"{where}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
+    if tied_head and HEAD in found:
+        _check_tied_head(folder, found.pop(HEAD), found[EMBEDDING])
+    return found
+
+
+def _check_tied_head(folder: Path, head: Tensor, embedding: Tensor):
+    """transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs."""
+    if not torch.equal(head, embedding):
+        raise ValueError(
+            f"{folder}/config.json has tie_word_embeddings true, but the safetensors hold an {HEAD} that differs from "
+            f"{EMBEDDING}: set tie_word_embeddings to false to use it (as transformers 5 does), or take it out of the "
+            "file to drop it (as transformers 4 does)"
+        )
 
 
 def random_model(
@@ -75,7 +119,7 @@ def random_model(
         seed: of the weights.
         min_pixels, max_pixels: bounds of an image's area, by default one merged token and the hub's upper bound.
     """
-    values = _read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
+    values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     for name, token in CONTROL_TOKENS.items():
         values[name] = tokenizer.token_id(token)
     config = ModelConfig.from_dict(values)
@@ -90,104 +134,67 @@ def random_model(
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Read tokenizer.json and preprocessor_config.json; the pixel bounds override those of the folder."""
-    settings = _read_json(Path(folder) / "preprocessor_config.json")
-    known = {name: settings[name] for name in ImageProcessor.__dataclass_fields__ if name in settings}
-    size = settings.get("size") or {}  # newer files keep the pixel bounds under `size`
-    bounds = {
-        "min_pixels": min_pixels or known.get("min_pixels") or size.get("shortest_edge"),
-        "max_pixels": max_pixels or known.get("max_pixels") or size.get("longest_edge"),
-    }
-    known.update({name: value for name, value in bounds.items() if value})
-    return Processor(Tokenizer.from_file(Path(folder) / "tokenizer.json"), ImageProcessor(**known))
+    """Read tokenizer, chat template and image settings of a folder or repository, see find_folder.
+
+    Without a chat template in the folder Qwen's default of data/chat.py is used.
+
+    Args:
+        min_pixels, max_pixels: bounds of an image's area; they override the folder's.
+    Raises:
+        ValueError: a file is missing or unreadable (named).
+    """
+    folder = find_folder(folder)
+    file, settings = _image_settings(folder)
+    try:
+        images = ImageProcessor.from_dict(settings, min_pixels, max_pixels)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+    return Processor(tokenizer, images, template or QwenTemplate(), carried=read_carried(folder))
+
+
+def _image_settings(folder: Path) -> tuple[Path, dict]:
+    """What preprocessor_config.json says, or processor_config.json, where transformers 5 puts it; and which it was."""
+    file, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if file.is_file() or not newer.is_file():
+        return file, read_json(file)
+    settings = read_json(newer).get("image_processor")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds")
+    return newer, settings
 
 
 def save_checkpoint(
-    folder: str | Path, model: Qwen2_5_VL, processor: Processor, more: Callable[[Path], None] = lambda aside: None
+    folder: str | Path,
+    model: Qwen2_5_VL,
+    processor: Processor,
+    more: Callable[[Path], None] = lambda aside: None,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ):
-    """Write a folder that load_model, transformers and vLLM read; all of it or nothing.
+    """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
 
-    Everything is written aside first and then renamed, so an earlier checkpoint at `folder` stays whole until then.
+    Files that the processor was read with and that are not written here, its chat template and generation settings
+    among them, are written as they were.
 
     Args:
         more: writes what else belongs into the folder, given the one aside.
+        max_shard_size: bytes of one file of weights.
+    Raises:
+        ValueError: at `folder` is something else than a checkpoint.
+        OSError: the disk is full or broken; an earlier checkpoint at `folder` stays.
     """
-    folder = Path(folder)
-    aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == model.lm_head.weight.dtype)
-    _write_json(aside / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
-    # named_parameters lists a tied head once, under the embedding's name, as the hub's checkpoints do
-    weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
-    processor.tokenizer.save(aside / "tokenizer.json")
-    tokenizer_config = {
-        "tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-    }  # fmt: skip
-    _write_json(aside / "tokenizer_config.json", tokenizer_config)
-    _write_json(aside / "preprocessor_config.json", _preprocessor_config(processor.image_processor))
-    end_of_text = processor.special["<|endoftext|>"]
-    generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
-    _write_json(aside / "generation_config.json", generation)
-    more(aside)
-    replaced = folder.with_name(folder.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    aside.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _preprocessor_config(images: ImageProcessor) -> dict:
-    settings = {name: getattr(images, name) for name in ImageProcessor.__dataclass_fields__}
-    size = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
-    return {
-        **settings,
-        "size": size,
-        "image_mean": list(MEAN),
-        "image_std": list(STD),
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-    }
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
-    return [folder / "model.safetensors"]
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of one safetensors file, by today's hub names (ValueError: it is missing or cut)."""
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; a Hugging Face folder has its weights there")
-    try:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
-                yield _hub_name(name), handle.get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
-
-
-def _hub_name(name: str) -> str:
-    """transformers >= 4.52 calls the same modules model.visual.* and model.language_model.* in memory."""
-    return (
-        name.removeprefix("model.")
-        if name.startswith("model.visual.")
-        else name.replace("model.language_model.", "model.")
-    )
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; model.path must be a Hugging Face folder")
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-
-
-def _write_json(path: Path, content: dict):
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    with replacing(folder) as aside:
+        write_json(aside / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+        # named_parameters lists a tied head once, under the embedding's name, as the hub's checkpoints do
+        write_weights(aside, dict(model.named_parameters()), max_shard_size)
+        write_json(aside / "preprocessor_config.json", processor.image_processor.to_dict())
+        processor.tokenizer.save(aside / "tokenizer.json")
+        write_json(aside / "tokenizer_config.json", TOKENIZER_CONFIG)
+        end_of_text = processor.special["<|endoftext|>"]
+        generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
+        write_json(aside / "generation_config.json", generation)
+        for name, content in processor.carried.items():
+            (aside / name).write_bytes(content)
+        more(aside)

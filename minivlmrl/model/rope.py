@@ -80,15 +80,14 @@ def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -
     """
     half = config.head_dim // 2
     inv_freq = _inverse_frequencies(half, config.rope_theta, position_ids.device)
-    axis = torch.repeat_interleave(
-        torch.arange(3, device=position_ids.device), torch.tensor(config.mrope_section, device=position_ids.device)
-    )  # (D/2,): 0 for time, 1 for height, 2 for width
+    axis = [axis for axis, count in enumerate(config.mrope_section) for _ in range(count)]
+    axis = torch.tensor(axis, device=position_ids.device)  # (D/2,): 0 for time, 1 for height, 2 for width
     angles = position_ids[axis].T.float() * inv_freq  # (N, D/2)
     angles = torch.cat([angles, angles], dim=-1)[:, None]  # (N, 1, D)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def vision_rotary(grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, Tensor]:
+def vision_rotary(grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Angles of the vision tower's 2-D rotary: the first half of the slots turns by row, the second by column.
 
     Rows follow the order of pixel_values: merge blocks in raster order, inside a block its patches in raster order.
@@ -97,7 +96,7 @@ def vision_rotary(grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, Tenso
         cos, sin: each (P, 1, D) float32.
     """
     quarter = config.hidden_size // config.num_heads // 4
-    inv_freq = _inverse_frequencies(quarter, 10000.0, grid_thw.device)
+    inv_freq = _inverse_frequencies(quarter, 10000.0, device)
     angles = []
     for t, h, w in grid_thw.tolist():
         rows = torch.arange(h, device=inv_freq.device)[:, None].expand(h, w)

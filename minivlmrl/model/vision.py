@@ -44,7 +44,7 @@ class VisionTransformer(nn.Module):
         patches_per_token = self.config.spatial_merge_size**2
         # the tower works in window order; merging is per token, so the raster order can wait until the end
         patch_order = (order[:, None] * patches_per_token + torch.arange(patches_per_token).to(order)).flatten()
-        cos, sin = (angle[patch_order] for angle in vision_rotary(grid_thw.to(order.device), self.config))
+        cos, sin = (angle[patch_order] for angle in vision_rotary(grid_thw, self.config, order.device))
         x = self.patch_embed(pixel_values[patch_order])  # (P, E)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)

@@ -1,6 +1,6 @@
 """Prompts -> completions: every prompt is read once, all its completions are decoded together against its keys."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,19 +8,21 @@ from torch import Tensor
 
 from minivlmrl.config import SamplingConfig
 from minivlmrl.data.processor import Prompt
+from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.batch import pack
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.sampler import sample
+from minivlmrl.rollout.stop_strings import StopStrings
 
 
 @dataclass
 class Completion:
     """What the sampler drew for one row."""
 
-    ids: Tensor  # (C,) int64, the stop token included when there is one
+    ids: Tensor  # (C,) int64, what it stopped with included
     logps: Tensor  # (C,) float32, nats: see sampler.sample
-    stopped: bool  # ended with a stop token; False: cut at max_new_tokens
+    stopped: bool  # ended with a stop token or a stop string; False: cut at max_new_tokens or max_length
 
 
 @torch.inference_mode()
@@ -31,36 +33,48 @@ def generate(
     params: SamplingConfig,
     stop_token_ids: Sequence[int],
     generator: torch.Generator | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_tokens: Callable[[list[int], list[int]], None] | None = None,
 ) -> list[list[Completion]]:
     """Sample completions.
 
     Args:
         prompts: B of them, of any lengths and numbers of images.
         num_generations: completions for each prompt (G).
-        stop_token_ids: a completion ends with the first of these; may be empty.
+        stop_token_ids: a completion ends with the first of these, unless params has its own; may be empty.
         generator: source of randomness, on the model's device; the same state gives the same completions.
+        tokenizer: needed for stop strings.
+        on_tokens: is told at each step which completions still run, by number from 0 to B * G - 1, and what each of
+            them has just drawn, to show answers while they are written.
     Returns:
         B lists of G completions.
     Raises:
+        ValueError: a prompt of max_length or more, stop tokens that the model does not have, or stop strings without a
+            tokenizer.
         FloatingPointError: the logits are not finite.
     """
     device = model.lm_head.weight.device
+    owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
+    limits = torch.tensor(_limits(prompts, params), device=device)[owner]
+    stop = _stop_tokens(params, stop_token_ids, model)
+    drawn = _Drawn(limits, stop, _stop_strings(params, tokenizer, [prompts[i].input_ids for i in owner.tolist()]))
+
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     prefill = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, prefill, batch.layout.last_index)  # (B, hidden_size)
-    owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
-    decode = DecodeAttention(prefill.keys, batch.layout, owner, capacity=params.max_new_tokens)
+    decode = DecodeAttention(prefill.keys, batch.layout, owner, drawn.capacity)
     next_position = torch.stack([p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)])
 
     logits = model.lm_head(hidden)[owner]  # (R, V)
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     seen = _seen(batch, owner, logits) if params.repetition_penalty != 1 else None
-    drawn = _Drawn(len(owner), params.max_new_tokens, stop_token_ids, device)
-    for step in range(params.max_new_tokens):
-        ids, logps = sample(logits, params, generator, seen)
+    for step in range(drawn.capacity):
+        ids, logps = sample(logits, params, generator, seen, stop if step < params.min_new_tokens else None)
+        if on_tokens is not None:
+            on_tokens(drawn.running.tolist(), ids.tolist())
         rest = drawn.record(ids, logps)
-        if len(drawn.running) == 0 or step + 1 == params.max_new_tokens:
+        if len(drawn.running) == 0:
             break
         if rest is not None:  # finished rows leave
             decode.keep(rest)
@@ -76,13 +90,20 @@ def generate(
 
 
 class _Drawn:
-    """What has been drawn for each of R rows, and which rows still run."""
+    """What has been drawn for each of R rows, and which rows still run.
 
-    def __init__(self, rows: int, capacity: int, stop_token_ids: Sequence[int], device: torch.device):
-        self.stop = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
+    Args:
+        limits: (R,) most tokens of each row.
+        stop: ids that end a row.
+        stop_strings: texts that do.
+    """
+
+    def __init__(self, limits: Tensor, stop: Tensor, stop_strings: StopStrings | None):
+        rows, device, self.cuts = len(limits), limits.device, set(limits.tolist())
+        self.limits, self.stop, self.stop_strings, self.capacity = limits, stop, stop_strings, max(self.cuts)
         self.running = torch.arange(rows, device=device)  # numbers of the rows that have not ended
-        self.ids = torch.zeros(rows, capacity, dtype=torch.long, device=device)
-        self.logps = torch.zeros(rows, capacity, device=device)
+        self.ids = torch.zeros(rows, self.capacity, dtype=torch.long, device=device)
+        self.logps = torch.zeros(rows, self.capacity, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
         self.step = 0
@@ -92,10 +113,13 @@ class _Drawn:
         self.ids[self.running, self.step], self.logps[self.running, self.step] = ids, logps
         self.step += 1
         self.lengths[self.running] = self.step
-        ended = torch.isin(ids, self.stop)
+        stopped = torch.isin(ids, self.stop)
+        if self.stop_strings is not None:
+            stopped |= self.stop_strings.completed(self.running, ids)
+        ended = stopped | (self.limits[self.running] == self.step) if self.step in self.cuts else stopped
         if not ended.any():
             return None
-        self.stopped[self.running[ended]] = True
+        self.stopped[self.running] = stopped
         rest = (~ended).nonzero()[:, 0]
         self.running = self.running[rest]
         return rest
@@ -103,6 +127,38 @@ class _Drawn:
     def completions(self) -> list[Completion]:
         rows = zip(self.ids.cpu(), self.logps.cpu(), self.lengths.tolist(), self.stopped.tolist(), strict=True)
         return [Completion(ids[:n], logps[:n], stopped) for ids, logps, n, stopped in rows]
+
+
+def _limits(prompts: Sequence[Prompt], params: SamplingConfig) -> list[int]:
+    """Most new tokens of each prompt."""
+    lengths, most = [len(prompt.input_ids) for prompt in prompts], params.max_length
+    if most is None:
+        return [params.max_new_tokens] * len(prompts)
+    if max(lengths) >= most:
+        number = lengths.index(max(lengths))
+        raise ValueError(
+            f"max_length is {most}, but prompt {number} alone has {lengths[number]} tokens, images included; "
+            "raise max_length or lower max_pixels"
+        )
+    return [min(params.max_new_tokens, most - length) for length in lengths]
+
+
+def _stop_tokens(params: SamplingConfig, stop_token_ids: Sequence[int], model: Qwen2_5_VL) -> Tensor:
+    """(S,) int64."""
+    chosen, vocab_size = params.stop_token_ids, model.config.vocab_size
+    if max(chosen or [0]) >= vocab_size:
+        raise ValueError(f"stop_token_ids has {max(chosen)}, but the model's tokens end at {vocab_size - 1}")
+    stop = list(stop_token_ids if chosen is None else chosen)
+    return torch.tensor(stop, dtype=torch.long, device=model.lm_head.weight.device)
+
+
+def _stop_strings(params: SamplingConfig, tokenizer: Tokenizer | None, prompts: Sequence[Tensor]) -> StopStrings | None:
+    """prompts: the ids of each row's."""
+    if not params.stop_strings:
+        return None
+    if tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer, which reads what was drawn")
+    return StopStrings(params.stop_strings, tokenizer, prompts)
 
 
 def _seen(batch, owner: Tensor, logits: Tensor) -> Tensor:

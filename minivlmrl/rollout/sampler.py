@@ -7,13 +7,18 @@ from minivlmrl.config import SamplingConfig
 
 
 def sample(
-    logits: Tensor, params: SamplingConfig, generator: torch.Generator | None, seen: Tensor | None = None
+    logits: Tensor,
+    params: SamplingConfig,
+    generator: torch.Generator | None,
+    seen: Tensor | None = None,
+    banned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
     Args:
         logits: (R, V) of the model, any float dtype.
         seen: (R, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
+        banned: ids that are not to be drawn.
     Returns:
         ids (R,) int64.
         logps (R,) float32, nats, under softmax(logits / temperature): what a scorer of the policy computes. The
@@ -21,7 +26,7 @@ def sample(
     """
     logits = logits.float()
     scaled = logits / (params.temperature or 1.0)
-    scores = filter_logits(logits, params, seen)
+    scores = filter_logits(logits, params, seen, banned)
     if params.temperature == 0:
         ids = scores.argmax(-1)
     else:
@@ -29,20 +34,29 @@ def sample(
     return ids, scaled.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def filter_logits(logits: Tensor, params: SamplingConfig, seen: Tensor | None = None) -> Tensor:
-    """Apply penalty, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
+def filter_logits(
+    logits: Tensor, params: SamplingConfig, seen: Tensor | None = None, banned: Tensor | None = None
+) -> Tensor:
+    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
+
+    With temperature 0 only penalty and ban: the others never drop the likeliest token, except for one of its equals.
 
     Args:
         logits: (R, V) float32.
+        seen, banned: see sample.
     Returns:
         (R, V) float32, whose softmax is the distribution to draw from.
-    Source: the logits processors of transformers' generate, same order, same treatment of ties.
+    Source: the logits processors of transformers' generate, bit for bit: same order, same treatment of ties.
     """
     scores = logits
     if params.repetition_penalty != 1:
         penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
-    scores = scores / (params.temperature or 1.0)
+    if banned is not None:
+        scores = scores.index_fill(1, banned, float("-inf"))
+    if params.temperature == 0:
+        return scores
+    scores = scores / params.temperature
     if params.top_k:
         kth = scores.topk(min(params.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < kth, float("-inf"))

@@ -1,0 +1,74 @@
+"""config.json as the hub's folders have it, key by key: of a tiny model, and of the models that there are."""
+
+import tiny
+
+ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration"}
+# model_type, hidden_size, layers, heads, key/value heads, intermediate_size, vocab_size, tied, the same of the vision
+# tower; then how many parameters and how many tensors the hub's files hold
+SIZES = {
+    "Qwen2.5-VL-3B": ("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, True, 3420, 3_754_622_976, 824),
+    "Qwen2.5-VL-7B": ("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064, False, 3420, 8_292_166_656, 729),
+    "Qwen2.5-VL-32B": ("qwen2_5_vl", 5120, 64, 40, 8, 27648, 152064, False, 3456, 33_452_718_336, 1161),
+    "Qwen2.5-VL-72B": ("qwen2_5_vl", 8192, 80, 64, 8, 29568, 152064, False, 3456, 73_410_777_344, 1353),
+    "Qwen2-VL-2B": ("qwen2_vl", 1536, 28, 12, 2, 8960, 151936, True, 5120, 2_208_985_600, 729),
+    "Qwen2-VL-7B": ("qwen2_vl", 3584, 28, 28, 4, 18944, 152064, False, 5120, 8_291_375_616, 730),
+}
+
+
+def tiny_config(model_type: str, tied: bool) -> dict:
+    ids = {
+        "bos_token_id": 1, "eos_token_id": 2, "vision_start_token_id": tiny.VISION_START,
+        "vision_end_token_id": tiny.VISION_END, "vision_token_id": 292, "image_token_id": tiny.IMAGE,
+        "video_token_id": tiny.VIDEO,
+    }  # fmt: skip
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": 300, "max_window_layers": 3, "tie_word_embeddings": tied,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "torch_dtype": "float32",
+    }  # fmt: skip
+    vision = {"depth": 4, "num_heads": 2}
+    if model_type == "qwen2_5_vl":
+        vision |= {"hidden_size": 32, "intermediate_size": 44, "out_hidden_size": 64, "fullatt_block_indexes": [1, 3]}
+    else:
+        vision |= {"embed_dim": 32, "hidden_size": 64}
+    return _config(model_type, {**ids, **sizes}, vision)
+
+
+def real_config(size: str) -> dict:
+    """One of SIZES."""
+    model_type, hidden, layers, heads, kv_heads, ffn, vocab, tied, vision_ffn, _, _ = SIZES[size]
+    ids = {
+        "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653, "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656,
+    }  # fmt: skip
+    sizes = {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
+        "max_window_layers": 70 if size == "Qwen2.5-VL-3B" else layers, "tie_word_embeddings": tied,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    vision = {"depth": 32, "num_heads": 16}
+    if model_type == "qwen2_5_vl":
+        vision |= {"hidden_size": 1280, "intermediate_size": vision_ffn, "out_hidden_size": hidden}
+        vision |= {"fullatt_block_indexes": [7, 15, 23, 31]}
+    else:
+        vision |= {"embed_dim": 1280, "hidden_size": hidden}
+    return _config(model_type, {**ids, **sizes}, vision)
+
+
+def _config(model_type: str, own: dict, vision: dict) -> dict:
+    """With what all models of a type share."""
+    if model_type == "qwen2_5_vl":
+        vision |= {"hidden_act": "silu", "window_size": 112, "tokens_per_second": 2}
+    else:
+        vision |= {"hidden_act": "quick_gelu", "mlp_ratio": 4}
+    vision |= {
+        "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+    }  # fmt: skip
+    return {
+        "architectures": [ARCHITECTURES[model_type]], "model_type": model_type, "attention_dropout": 0.0,
+        "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        "max_position_embeddings": 128000 if model_type == "qwen2_5_vl" else 32768, "sliding_window": 32768,
+        "transformers_version": "4.41.2", "use_cache": True, "use_sliding_window": False, **own,
+        "vision_config": vision,
+    }  # fmt: skip

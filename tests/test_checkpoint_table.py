@@ -1,0 +1,94 @@
+"""The table: every form in which a Qwen2.5-VL or Qwen2-VL folder is found loads, with the logits of transformers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hub_configs import tiny_config
+from safetensors.torch import save_file
+
+from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.weights import hub_name
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from test_oracle_model import CLASSES, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+TOLERANCE = 1e-5  # largest difference of a logit, as a share of the largest logit
+BATCHES = {
+    "text": [[]],
+    "image": [[(1, 6, 10)]],
+    "two images": [[(1, 18, 4), (1, 6, 10)]],
+    "mixed batch": [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)]],
+}
+
+
+@dataclass
+class Source:
+    """A model of transformers, and what its folder can be written from."""
+
+    configs: dict[str, dict]  # "flat" and "nested" content of config.json
+    weights: dict[str, torch.Tensor]  # by hub names
+    batches: dict[str, list]  # prompts
+    logits: dict[str, list[torch.Tensor]]  # of transformers, for each prompt of each batch
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(model_type, tied) for model_type in CLASSES for tied in (True, False)],
+    ids=lambda pair: f"{pair[0]}-{'tied' if pair[1] else 'untied'}",
+)
+def source(request, tmp_path_factory):
+    flat = tiny_config(*request.param)
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "config.json").write_text(json.dumps(flat))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = CLASSES[flat["model_type"]]._from_config(config, attn_implementation="eager").eval()
+    tiny.telling_weights(model)
+    model.tie_weights()
+    model.config.save_pretrained(folder / "saved")
+    nested = json.loads((folder / "saved" / "config.json").read_text())
+    assert "text_config" in nested and "hidden_size" not in nested and "rope_scaling" not in nested
+    generator = torch.Generator().manual_seed(0)
+    batches = {name: [tiny.prompt(generator, grids) for grids in rows] for name, rows in BATCHES.items()}
+    with torch.no_grad():
+        logits = {name: [model(**their_inputs(row)).logits[0] for row in rows] for name, rows in batches.items()}
+    weights = {hub_name(name): p.detach() for name, p in model.named_parameters()}
+    assert ("lm_head.weight" in weights) != flat["tie_word_embeddings"]
+    return Source({"flat": flat, "nested": nested}, weights, batches, logits)
+
+
+def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
+    """A folder in one of the forms of the table."""
+    (folder / "config.json").write_text(json.dumps(source.configs[form]))
+    weights = {new_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
+    if not shards:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    files = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def new_name(name: str) -> str:
+    """What transformers >= 4.52 calls a tensor in memory, and some trainers write."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+@pytest.mark.parametrize("form", ["flat", "nested"])
+@pytest.mark.parametrize("keys", ["old", "new"])
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_the_folder_loads_with_the_logits_of_transformers(source, tmp_path, shards, keys, form):
+    write(tmp_path, source, shards, keys, form)
+    model = load_model(tmp_path)
+    for name, rows in source.batches.items():
+        for ours, theirs in zip(our_logits(model, rows), source.logits[name], strict=True):
+            assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= TOLERANCE, name

@@ -1,0 +1,236 @@
+"""`python -m minivlmrl.generate`: what it prints is what generate() says, character by character."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from minivlmrl import generate as command
+from minivlmrl.config import SamplingConfig
+from minivlmrl.data.conversations import conversation
+from minivlmrl.data.image import load_image
+from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.data.video import load_video
+from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.rollout.generate import generate
+from minivlmrl.rollout.stop_strings import token_bytes
+
+import tiny
+
+ROOT = Path(__file__).parents[1]
+TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of a random model, which says half characters more often than whole ones, and two images."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+    model, processor = random_model(folder / "model.json", Tokenizer.train(TEXT, vocab_size=360), seed=0)
+    save_checkpoint(folder / "checkpoint", tiny.telling_weights(model), processor)
+    for seed, (name, size) in enumerate({"a.png": (84, 56), "b.png": (28, 112)}.items()):
+        noise = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+        PIL.Image.fromarray(noise).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def ask(folder, capsys):
+    """Run the command in this process; its status, stdout and stderr."""
+
+    def ask(*arguments, prompt="How many cats?"):
+        status = command.main(["--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return ask
+
+
+def said(folder, images=(), prompt="How many cats?", system=None, seed=0, max_pixels=None, **settings):
+    """What generate() says, as text, and whether it was cut."""
+    processor = load_processor(folder / "checkpoint", max_pixels=max_pixels)
+    messages = conversation(prompt, {"image": len(images)}, system_prompt=system)
+    question = processor(messages, [load_image(folder / name) for name in images])
+    params, generator = SamplingConfig(**settings), torch.Generator().manual_seed(seed)
+    arguments = (load_model(folder / "checkpoint"), [question], 1, params, processor.stop_token_ids, generator)
+    [[completion]] = generate(*arguments, processor.tokenizer)
+    return processor.decode(completion.ids), not completion.stopped
+
+
+def test_the_command_prints_what_generate_says(folder):
+    """As a user runs it, from a folder of its own."""
+    arguments = ["--model", "checkpoint", "--image", "a.png", "--image", "b.png", "--prompt", "How many cats?"]
+    arguments += ["--temperature", "0.9", "--top_k", "200", "--max_new_tokens", "40", "--seed", "3"]
+    result = subprocess.run(
+        [sys.executable, "-m", "minivlmrl.generate", *arguments], cwd=folder, capture_output=True, check=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    text, cut = said(folder, ["a.png", "b.png"], seed=3, temperature=0.9, top_k=200, max_new_tokens=40)
+    assert result.stdout.decode() == text + "\n"
+    assert result.stderr.decode() == ("(cut after 40 tokens)\n" if cut else "")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_text_equals_the_whole(folder, ask, seed):
+    text, cut = said(folder, ["a.png"], seed=seed, max_new_tokens=90)
+    status, out, err = ask("--image", folder / "a.png", "--seed", seed, "--max_new_tokens", 90)
+    assert (status, out, bool(err)) == (0, text + "\n", cut)
+
+
+def test_images_text_system_and_size_reach_the_model(folder, ask):
+    """Each changes the answer as it changes generate()'s; images go where <image> stands, in their order."""
+    a, b = folder / "a.png", folder / "b.png"
+    cases = [
+        (dict(), []), (dict(images=["a.png"]), ["--image", a]), (dict(system="Be brief."), ["--system", "Be brief."]),
+        (dict(images=["a.png", "b.png"]), ["--image", a, "--image", b]),
+        (dict(images=["b.png", "a.png"]), ["--image", b, "--image", a]),
+        (dict(images=["a.png"], prompt="Is <image> a cat?"), ["--image", a]),
+        (dict(images=["a.png"], max_pixels=28 * 28), ["--image", a, "--max_pixels", 28 * 28]),
+    ]  # fmt: skip
+    answers = []
+    for expected, arguments in cases:
+        prompt = expected.get("prompt", "How many cats?")
+        answers.append(ask(*arguments, "--max_new_tokens", 50, "--temperature", 0.3, prompt=prompt)[1])
+        assert answers[-1] == said(folder, max_new_tokens=50, temperature=0.3, **expected)[0] + "\n"
+    assert len(set(answers)) == len(cases)
+
+
+def test_videos_reach_the_model(folder, ask, monkeypatch):
+    """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
+    frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
+    monkeypatch.setattr(command, "load_video", lambda source, allow_url: load_video(frames[:: int(source)]))
+    processor, image = load_processor(folder / "checkpoint"), load_image(folder / "a.png")
+    messages = conversation("Is <video> like <image>?", {"image": 1, "video": 1})
+    answers = []
+    for step in (1, 2):
+        question = processor(messages, [image], [load_video(frames[::step])])
+        model, generator = load_model(folder / "checkpoint"), torch.Generator().manual_seed(0)
+        params = SamplingConfig(max_new_tokens=12)
+        [[completion]] = generate(model, [question], 1, params, processor.stop_token_ids, generator)
+        arguments = ["--image", folder / "a.png", "--video", step, "--max_new_tokens", 12]
+        answers.append(ask(*arguments, prompt="Is <video> like <image>?")[1])
+        assert answers[-1] == processor.decode(completion.ids) + "\n"
+    assert answers[0] != answers[1]
+
+
+def test_every_sampling_option_can_be_given_and_says_what_it_does():
+    given = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
+        "max_length": 99, "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
+    }  # fmt: skip
+    assert list(given) == [field.name for field in dataclasses.fields(SamplingConfig)]
+    words = ["--model", "m", "--prompt", "p"]
+    for name, value in given.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    assert command.sampling(command.parser().parse_args(words)) == SamplingConfig(**given)
+    assert command.sampling(command.parser().parse_args(words[:4])) == SamplingConfig()
+    assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
+
+
+def test_sampling_options_reach_the_draw(folder, ask):
+    plain, _ = said(folder, max_new_tokens=20)
+    settings = dict(top_k=4, min_new_tokens=5, stop_strings=[plain[8], "猫"])
+    words = [f"--{name}={value}" for name, value in settings.items() if name != "stop_strings"]
+    status, out, _ = ask(*words, "--max_new_tokens", 20, "--stop_strings", *settings["stop_strings"])
+    assert (status, out) == (0, said(folder, max_new_tokens=20, **settings)[0] + "\n")
+    assert out != plain + "\n"
+
+
+def test_a_stop_string_ends_the_answer_and_is_shown(folder, ask):
+    text, _ = said(folder, max_new_tokens=40)
+    letter = next(char for char in text if char.isascii() and char.isprintable())
+    status, out, err = ask("--stop_strings", letter, "--max_new_tokens", 40)
+    assert (status, err) == (0, "") and letter in out and text.startswith(out[:-1]) and len(out) < len(text)
+
+
+def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask):
+    file = folder / "checkpoint" / "generation_config.json"
+    before = file.read_text()
+    hub = {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05, "max_new_tokens": 7}
+    file.write_text(json.dumps(hub))
+    try:
+        as_hub = said(folder, temperature=1e-6, repetition_penalty=1.05, max_new_tokens=7)
+        warm = said(folder, temperature=0.8, repetition_penalty=1.05, max_new_tokens=7, top_k=50)
+        plain = said(folder, max_new_tokens=9)
+        assert ask("--generation_config")[1] == as_hub[0] + "\n"
+        assert ask("--generation_config", "--temperature", 0.8)[1] == warm[0] + "\n"
+        assert ask("--max_new_tokens", 9)[1] == plain[0] + "\n"
+        assert len({as_hub, warm, plain}) == 3
+        file.write_text(json.dumps(hub | {"num_beams": 4}))
+        status, _, err = ask("--generation_config")
+        assert status == 2 and "num_beams = 4 changes what is drawn" in err
+    finally:
+        file.write_text(before)
+
+
+@pytest.mark.parametrize("text", ["é", "猫🐈x", "a\n\tb", "\ufffd"])
+def test_a_character_is_printed_with_its_last_byte(capsys, text):
+    """With one token a byte; the sign for the unreadable is a character like others."""
+    tokenizer = Tokenizer.train([], vocab_size=270)
+    stream, pieces = command.Stream(tokenizer, ()), []
+    for token_id in tokenizer.encode(text):
+        stream([0], [token_id])
+        pieces.append(capsys.readouterr().out)
+    expected = [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]]
+    assert pieces == expected
+
+
+def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_not_shown(capsys):
+    tokenizer = Tokenizer.train([], vocab_size=270)
+    stream = command.Stream(tokenizer, [tokenizer.token_id("<|im_end|>")])
+    for token_id in [*tokenizer.encode("a猫")[:-1], tokenizer.token_id("<|im_end|>")]:
+        stream([0], [token_id])
+    assert capsys.readouterr().out == "a"
+    stream.end()
+    assert capsys.readouterr().out == "\ufffd\n"
+    assert token_bytes(tokenizer, tokenizer.token_id("<|im_end|>")) == b"<|im_end|>"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--image", "missing.png"], "missing.png"),
+    (["--image", __file__], "test_generate_command.py"),
+    (["--video", "missing.mp4"], "missing.mp4"),
+    (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
+    (["--stop_strings", ""], "stop_strings is [''], it must be without an empty text"),
+    (["--device", "abacus"], "--device abacus with --seed 0 cannot be used"),
+    (["--seed", str(10**30)], "cannot be used"),
+    (["--max_length", "5"], "max_length is 5, but prompt 0 alone has"),
+    (["--min_pixels", "100000", "--max_pixels", "50000"], "min_pixels"),
+    (["--model", "no such folder"], "no such folder"),
+    (["--prompt", "<image>", "--image", "IMAGE", "--image", "IMAGE"], "placeholder"),
+], ids=str)  # fmt: skip
+def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
+    status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("python -m minivlmrl.generate: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--temperature", "hot"], ["--temprature", "1"], ["--dtype", "int8"],
+                                       ["--temp", "1"]], ids=str)  # fmt: skip
+def test_an_unknown_or_ill_typed_option_is_refused(ask, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        ask(*arguments)
+
+
+@pytest.mark.parametrize("arguments, dtype", [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
+def test_weights_are_read_in_the_dtype_that_is_asked_for(ask, monkeypatch, arguments, dtype):
+    dtypes = []
+    monkeypatch.setattr(command, "generate", lambda model, *rest: dtypes.append(model.lm_head.weight.dtype))
+    with pytest.raises(TypeError):  # nothing was generated
+        ask(*arguments)
+    assert dtypes == [dtype]
+
+
+def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "generate", interrupted)
+    assert ask() == (130, "\n", "")
