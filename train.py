@@ -63,8 +63,8 @@ def main(arguments: list[str]):
         if "eval" not in datasets:
             return
         try:
-            length, rewards = config.sampling.max_new_tokens, config.data.eval_rewards
-            results[name] = evaluate(model, processor, datasets["eval"], length, world, rewards)
+            rows, rewards = datasets["eval"], config.data.eval_rewards
+            results[name] = evaluate(model, processor, rows, config.sampling, world, rewards)
             results[name].pairs = algorithm and algorithm.pair_accuracy()
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error

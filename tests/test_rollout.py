@@ -7,6 +7,7 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.config import SamplingConfig
 from minivlmrl.data import localisation
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
@@ -88,13 +89,18 @@ def scripted(monkeypatch):
     """A rollout that earns what a row's columns `sampled` and `greedy` say, and names its row."""
 
     def rollout(model, processor, batch, num_generations, sampling, reward_names, generator):
-        assert num_generations == 1 and tuple(reward_names) == REWARDS and sampling.max_new_tokens == 20
+        assert num_generations == 1 and tuple(reward_names) == REWARDS
         kind = {1.0: "sampled", 0.0: "greedy"}[sampling.temperature]
+        # answers end as in training, but are drawn without its filters
+        assert sampling == SamplingConfig(sampling.temperature, max_new_tokens=20, stop_strings=["</answer>"])
         texts = [f"{r.columns['name']} {kind}" for r in batch]
         values = torch.tensor([r.columns[kind] for r in batch]).view(-1, len(REWARDS))
         return Rollout([], [], texts, values, [r.columns.get("answer_extent") for r in batch])
 
     monkeypatch.setattr(rollout_file, "rollout", rollout)
+
+
+SAMPLING = SamplingConfig(0.7, 5, 0.9, 0.1, 1.3, max_new_tokens=20, stop_strings=["</answer>"])
 
 
 def scored(name, sampled, greedy, **columns):
@@ -111,7 +117,7 @@ ROWS = [
 
 
 def ask(rows, rank=0, size=1, batch_size=64, world=World):
-    return evaluate(None, None, rows, 20, world(rank, size, torch.device("cpu")), REWARDS, batch_size)
+    return evaluate(None, None, rows, SAMPLING, world(rank, size, torch.device("cpu")), REWARDS, batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [64, 2])

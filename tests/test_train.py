@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.config import RunConfig, StageConfig, VideoSection, load_config
+from minivlmrl.config import RunConfig, SamplingConfig, StageConfig, VideoSection, load_config
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.localisation import Localisation, constant_box
 from minivlmrl.data.processor import Processor
@@ -415,6 +415,10 @@ OPTIONS = [  # field, another value, base
     ("sampling.min_p", 0.9, GRPO),
     ("sampling.repetition_penalty", 3.0, GRPO),
     ("sampling.max_new_tokens", 3, GRPO),
+    ("sampling.max_length", 32, GRPO),  # prompts have 29 tokens
+    ("sampling.min_new_tokens", 6, GRPO),
+    ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
+    ("sampling.stop_strings", "[e, a]", GRPO),
     ("sampling.temperature", 0.5, PPO),
     ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),
     ("rewards.letters", 0.5, PPO),
@@ -829,7 +833,7 @@ def test_the_report_shows_each_answer_under_its_own_row(tmp_path, monkeypatch):
 
     rows = Shapes(6, "report")
     monkeypatch.setattr("minivlmrl.rollout.rollout.rollout", perfect)
-    result = train.evaluate(None, None, rows, 20, Half(0, 2, torch.device("cpu")))
+    result = train.evaluate(None, None, rows, SamplingConfig(), Half(0, 2, torch.device("cpu")))
     assert [answer.text for answer in result.answers] == [rows[i].completion for i in range(6)]
     figure = strip(rows, {"start": result})
     for i, axis in enumerate(figure.axes):

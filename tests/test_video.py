@@ -497,6 +497,9 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
     monkeypatch.setattr(video_module, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
     with pytest.raises(ValueError, match="frames of 32 x 24 pixels are over 767"):
         load_video(content)
+    monkeypatch.setattr(video_module, "_check_size", lambda *_: None)  # the file claims little, its frames much
+    with pytest.raises(ValueError, match="cannot be read as a video"):
+        load_video(content)
 
 
 def test_frames_that_cannot_be_shown_are_not_counted():
@@ -518,6 +521,26 @@ def test_frames_that_cannot_be_shown_are_not_counted():
     video = load_video(headless, nframes=4)
     assert np.array_equal(video.frames, shown[[0, 9, 18, 27]])
     assert video.fps == 4 / 28 * 30
+
+
+def test_a_video_whose_frames_change_size_is_refused():
+    wide, tall = (encoded(moving(8, *size), "mjpeg", "mjpeg", "yuvj420p") for size in ((16, 32), (32, 16)))
+    assert len(load_video(wide + wide, nframes=16).frames) == 16
+    with pytest.raises(ValueError, match="frame 8 has another size than the first"):
+        load_video(wide + tall, nframes=16)
+
+
+def test_a_frame_that_the_decoder_calls_damaged_is_refused():
+    whole, rng, refusals = encoded(moving(30), "mpegts", "mpeg2video", "yuv420p"), random.Random(0), []
+    for _ in range(20):
+        content = bytearray(whole)
+        for _ in range(3):
+            content[rng.randrange(len(whole) // 4, len(whole))] = rng.randrange(256)
+        try:
+            load_video(bytes(content), nframes=30)
+        except ValueError as error:
+            refusals.append(str(error))
+    assert any(refusal.endswith(" is damaged") for refusal in refusals), refusals
 
 
 FILES = [

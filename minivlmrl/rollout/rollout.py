@@ -68,7 +68,8 @@ def rollout(
         reward_model: who answers for the reward of this name.
     """
     prompts = [processor(row.messages, row.images, row.videos) for row in rows]
-    completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, generator)
+    stop, tokenizer = processor.stop_token_ids, processor.tokenizer
+    completions = generate(model, prompts, num_generations, sampling, stop, generator, tokenizer)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
@@ -141,7 +142,7 @@ def evaluate(
     model: Qwen2_5_VL,
     processor: Processor,
     rows: Dataset,
-    max_new_tokens: int,
+    sampling: SamplingConfig,
     world: World,
     rewards: Sequence[str] = ("accuracy", "format"),
     batch_size: int = 64,
@@ -150,6 +151,8 @@ def evaluate(
 
     Args:
         rows: all of them are used, each rank taking every size-th.
+        sampling: says where answers end. Temperature, filters and penalty are the evaluation's own: figures of runs
+            that sample differently stay comparable.
         rewards: what counts, the form, and what else is to be reported.
         batch_size: rows generated together.
     """
@@ -158,12 +161,12 @@ def evaluate(
     judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
+        drawn = replace(sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
         values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
         for start in range(0, len(mine), batch_size):
             batch = [rows[i] for i in mine[start : start + batch_size]]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            result = rollout(model, processor, batch, 1, sampling, rewards, generator)
+            result = rollout(model, processor, batch, 1, drawn, rewards, generator)
             values = torch.cat([values, result.rewards])
             unseen += [bool(row.columns.get("unseen")) for row in batch]
             if temperature == 0:
