@@ -261,7 +261,7 @@ class ImageProcessor:
         values, grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         table, pixel_values = self._normalised(), np.empty(values.shape, np.float32)
         for channel in range(3):
-            pixel_values[:, channel] = table[channel][values[:, channel]]
+            pixel_values[:, channel] = table[channel].take(values[:, channel])
         return torch.from_numpy(pixel_values.reshape(-1, self.patch_dim)), grid_thw
 
     def _resize(self, image: PIL.Image.Image, height: int, width: int) -> np.ndarray:
