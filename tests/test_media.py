@@ -57,6 +57,7 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         ({"video": "clip.mkv"}, {}, 4),  # two frames a second
         ({"video": "clip.mkv"}, {"fps": 4}, 8),
         ({"video": {"video": "clip.mkv", "nframes": 6}}, {}, 6),
+        ({"video": {"video": "clip.mkv", "nframes": 6}}, {"fps": 4, "max_frames": 4}, 6),
         ({"video": {"video": "clip.mkv", "fps": 8}}, {"fps": 4, "max_frames": 12}, 12),
     ]
     for row, options, count in asked:

@@ -62,7 +62,8 @@ def place_media(
     Args:
         messages: see chat.render. A part with a source of its own shows that, the others what the columns list.
         listed: by kind, as many as there are parts without a source.
-        video_options: of every video, unless it has its own. Which frames to take is asked of files only.
+        video_options: of every video, unless it has its own. Which frames to take is asked of files only, and not of
+            one that has its own nframes.
     Returns:
         messages whose parts hold kind and size, no sources; all media in order of appearance.
     """
@@ -75,10 +76,11 @@ def place_media(
             if kind in OPTIONS:
                 where = f"message {number}"
                 media = _media(part, kind, where) if has_source(part) else next(waiting[kind])
+                own = media.options | _options(part, kind, where)
                 common = video_options if kind == "video" else {}
-                if isinstance(media.source, list):
+                if isinstance(media.source, list) or "nframes" in own:
                     common = {name: value for name, value in common.items() if name not in SAMPLING_OPTIONS}
-                used.append(Media(kind, media.source, common | media.options | _options(part, kind, where)))
+                used.append(Media(kind, media.source, common | own))
                 part = used[-1].part()
             parts.append(part)
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
