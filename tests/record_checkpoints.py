@@ -109,7 +109,8 @@ def rewritten(folder: Path) -> dict:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(real_config(folder.name)))
     transformers.AutoConfig.from_pretrained(folder).save_pretrained(folder / "saved")
-    return json.loads((folder / "saved" / "config.json").read_text())
+    content = json.loads((folder / "saved" / "config.json").read_text())
+    return {key: value for key, value in content.items() if key != "_name_or_path"}  # where it was read
 
 
 @torch.no_grad()

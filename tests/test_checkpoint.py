@@ -385,3 +385,30 @@ def test_loaders_take_the_name_of_a_repository(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert torch.equal(load_model("owner/name").lm_head.weight, load_model(folder).lm_head.weight)
     assert load_processor("owner/name").image_processor == load_processor(folder).image_processor
+
+
+def test_the_top_level_decides_whether_the_head_is_tied():
+    """transformers 5 repeats the key inside text_config, with its class default."""
+    nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
+    config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
+    assert ModelConfig.from_dict(config).tie_word_embeddings
+    assert not ModelConfig.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    text = {name: value for name, value in tiny.RUN_MODEL.items() if name != "vision_config"}
+    for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
+        values = text | {"model_type": model_type, "vision_config": vision}
+        ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
+        assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
+        for name in ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"):
+            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+        if model_type == "qwen2_5_vl":
+            for name in ("hidden_size", "intermediate_size", "window_size", "tokens_per_second"):
+                assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+            assert list(ours.vision_config.fullatt_block_indexes) == list(theirs.vision_config.fullatt_block_indexes)
+        else:
+            assert ours.vision_config.hidden_size == theirs.vision_config.embed_dim
+            ratio = theirs.vision_config.mlp_ratio
+            assert ours.vision_config.intermediate_size == theirs.vision_config.embed_dim * ratio

@@ -106,14 +106,15 @@ class ModelConfig:
             ValueError: another model_type, a key that the architecture needs is missing or of a wrong type, or one asks
                 for what this model does not compute: another activation or rotary scaling, sliding windows (named).
         """
-        if not isinstance(config, dict) or config.get("model_type") not in ARCHITECTURES:
-            found = config.get("model_type") if isinstance(config, dict) else config
+        found = config.get("model_type") if isinstance(config, dict) else config
+        if not isinstance(found, str) or found not in ARCHITECTURES:
             raise ValueError(
                 f"config.json: model_type is {found!r:.40}, this model reads {' and '.join(ARCHITECTURES)}"
             )
         text = config.get("text_config") or {}
         _require(isinstance(text, dict), "text_config", text, "an object")
-        flat = {**config, **text, "model_type": config["model_type"]}
+        # a config that does not say it means transformers' class default, which is not the hub's value
+        flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": found}
         rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
         _require(isinstance(rope, dict), "rope_scaling", rope, "an object")
         flat["rope_theta"] = rope.get("rope_theta", flat.get("rope_theta", 1e6))
@@ -122,7 +123,7 @@ class ModelConfig:
         # transformers 5 repeats this key inside text_config with its class default; the top level decides
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", flat.get("tie_word_embeddings", False))
         _refuse_what_is_not_computed(flat, rope)
-        flat["vision_config"] = _read_vision(config["model_type"], config.get("vision_config") or {})
+        flat["vision_config"] = _read_vision(found, config.get("vision_config") or {})
         written_anew = {"text_config", "rope_parameters", "rope_scaling", "dtype", "layer_types"}
         known = {f.name for f in fields(cls)} | written_anew | {"architectures", "transformers_version"}
         extra = {k: v for k, v in flat.items() if k not in known}
