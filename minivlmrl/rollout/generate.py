@@ -31,6 +31,7 @@ def generate(
     params: SamplingConfig,
     stop_token_ids: Sequence[int],
     generator: torch.Generator | None = None,
+    uniforms: Tensor | None = None,
 ) -> list[list[Completion]]:
     """Sample completions.
 
@@ -39,6 +40,8 @@ def generate(
         num_generations: completions for each prompt (G).
         stop_token_ids: a completion ends with the first of these; may be empty.
         generator: source of randomness, on the model's device; the same state gives the same completions.
+        uniforms: (B, G, max_new_tokens) float64 in [0, 1), what each token is drawn by, instead of the generator:
+            then a completion does not depend on what is generated beside it. See sampler.uniforms.
     Returns:
         B lists of G completions.
     Raises:
@@ -57,8 +60,10 @@ def generate(
         raise FloatingPointError("the model's logits are not finite")
     seen = _seen(batch, owner, logits) if params.repetition_penalty != 1 else None
     drawn = _Drawn(len(owner), params.max_new_tokens, stop_token_ids, device)
+    uniforms = None if uniforms is None else uniforms.flatten(0, 1).to(device)  # (R, max_new_tokens)
     for step in range(params.max_new_tokens):
-        ids, logps = sample(logits, params, generator, seen)
+        uniform = None if uniforms is None else uniforms[drawn.running, step]
+        ids, logps = sample(logits, params, generator, seen, uniform)
         rest = drawn.record(ids, logps)
         if len(drawn.running) == 0 or step + 1 == params.max_new_tokens:
             break
@@ -71,6 +76,8 @@ def generate(
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)  # (running rows, hidden_size)
         decode.advance()
         logits = model.lm_head(hidden)
+    if not drawn.logps.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
     completions = drawn.completions()
     return [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
 

@@ -16,6 +16,7 @@ from minivlmrl.model.scalar import ScalarModel, pack_to_end
 from minivlmrl.rollout import box_rewards  # noqa: F401 (registers its rewards)
 from minivlmrl.rollout.generate import Completion, generate
 from minivlmrl.rollout.rewards import required_columns, score
+from minivlmrl.rollout.sampler import uniforms
 from minivlmrl.training.distributed import World
 
 
@@ -28,6 +29,8 @@ class Rollout:
     texts: list[str]  # n
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
     answer_extents: list = field(default_factory=list)  # n, see box_columns
+    places: list[int] = field(default_factory=list)  # B, of each prompt among those of all ranks ...
+    rows: list[int] = field(default_factory=list)  # ... and in the dataset
 
     def select(self, groups: Sequence[int]) -> "Rollout":
         """Only these groups."""
@@ -38,6 +41,8 @@ class Rollout:
             [text for i in groups for text in self.texts[i * size : (i + 1) * size]],
             self.rewards.unflatten(0, (-1, size))[list(groups)].flatten(0, 1),
             [extent for i in groups for extent in self.answer_extents[i * size : (i + 1) * size]],
+            [self.places[i] for i in groups],
+            [self.rows[i] for i in groups],
         )
 
     def join(self, other: "Rollout") -> "Rollout":
@@ -45,6 +50,7 @@ class Rollout:
         return Rollout(
             self.prompts + other.prompts, self.completions + other.completions, self.texts + other.texts,
             torch.cat([self.rewards, other.rewards]), self.answer_extents + other.answer_extents,
+            self.places + other.places, self.rows + other.rows,
         )  # fmt: skip
 
 
@@ -55,7 +61,7 @@ def rollout(
     num_generations: int,
     sampling: SamplingConfig,
     reward_names: Sequence[str],
-    generator: torch.Generator | None,
+    keys: Sequence[str],
     reward_model: ScalarModel | None = None,
 ) -> Rollout:
     """Sample completions for rows and let the rewards judge them.
@@ -64,11 +70,12 @@ def rollout(
         rows: B of them.
         num_generations: completions for each row (G).
         reward_names: K registered rewards.
-        generator: see generate.
+        keys: B texts that the draws depend on: the same key, the same completions, whatever else is in rows.
         reward_model: who answers for the reward of this name.
     """
     prompts = [processor(row.messages, row.images) for row in rows]
-    completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, generator)
+    numbers = uniforms(keys, num_generations, sampling.max_new_tokens)
+    completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, uniforms=numbers)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
@@ -152,7 +159,6 @@ def evaluate(
         rewards: what counts, the form, and what else is to be reported.
         batch_size: rows generated together.
     """
-    generator = torch.Generator(world.device).manual_seed(world.rank)  # its own: training's draws stay untouched
     mine = range(world.rank, len(rows), world.size)
     judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
@@ -160,9 +166,10 @@ def evaluate(
         sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
         values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
         for start in range(0, len(mine), batch_size):
-            batch = [rows[i] for i in mine[start : start + batch_size]]
+            numbers = mine[start : start + batch_size]
+            batch, keys = [rows[i] for i in numbers], [f"evaluation/{i}" for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            result = rollout(model, processor, batch, 1, sampling, rewards, generator)
+            result = rollout(model, processor, batch, 1, sampling, rewards, keys)
             values = torch.cat([values, result.rewards])
             unseen += [bool(row.columns.get("unseen")) for row in batch]
             if temperature == 0:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config import RunConfig
-from minivlmrl.data.sources import Row
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.advantages import group_advantages, group_std, leave_one_out, normalize_then_sum
 from minivlmrl.rollout.rewards import soft_overlong_punishment
 from minivlmrl.rollout.rollout import Rollout
+from minivlmrl.rollout.sampler import random_numbers
 from minivlmrl.training.algorithms.algorithm import Step
 from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
 from minivlmrl.training.losses.policy import (
@@ -40,7 +40,7 @@ class GRPOBatch(RolloutBatch):
 
 
 class GRPO(Online):
-    batch_type = GRPOBatch
+    stage, batch_type = "grpo", GRPOBatch
 
     @staticmethod
     def check(run: RunConfig):
@@ -82,7 +82,7 @@ class GRPO(Online):
             metrics |= self.judge(result, steps)
             yield from self.epochs(steps, metrics, config.num_iterations)
 
-    def collect(self, stream: Iterator[list[Row]]) -> tuple[Rollout, dict[str, float]]:
+    def collect(self, stream: Iterator[dict[int, int]]) -> tuple[Rollout, dict[str, float]]:
         """A rollout. With max_num_gen_batches over 1, its groups with equal rewards are replaced by those of further
         rollouts (DAPO's dynamic sampling), as far as these go."""
         G, rounds = self.config.num_generations, 1
@@ -120,7 +120,7 @@ class GRPO(Online):
         size, rewards, each = self.config.num_generations, self.shaped(result), result.rewards
         figures = self.figures(result, rewards)
         if self.config.shuffle_rewards:
-            order = torch.randperm(len(rewards), generator=self.generator, device=self.generator.device).cpu()
+            order = random_numbers(f"{self.random_key()}/shuffle").permutation(len(rewards))
             rewards, each = rewards[order], each[order]
         spread = group_std(self.gather(rewards), size)
         figures["reward_std"] = spread.nanmean().item()

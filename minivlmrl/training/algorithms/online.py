@@ -1,6 +1,6 @@
 """What GRPO and PPO share: completions that the policy draws itself, their rewards, their micro-batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config import GRPOConfig, PPOConfig, RunConfig
-from minivlmrl.data.sources import Row
+from minivlmrl.data.sources import shuffled
 from minivlmrl.model.batch import pack
 from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, load_scalar_model
 from minivlmrl.rollout.advantages import combine
@@ -31,14 +31,15 @@ class RolloutBatch(MicroBatch):
 
 
 class Online(Algorithm):
-    """Samples completions. A subclass sets `config` before it calls sample or micro_batches."""
+    """Samples completions. What is drawn depends on the recipe alone, not on how many ranks draw it."""
 
+    stage: str  # its name in a recipe
     batch_type = RolloutBatch
 
     def __init__(self, config: GRPOConfig | PPOConfig, reference_weight: float, *args):
         super().__init__(*args)
         self.config = config
-        self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
+        self.rollouts = 0  # made so far; further ones have other draws
         self.reference = Reference(self.model, config) if reference_weight else None
         self.reward_weights = torch.tensor(list(self.run.rewards.values()))
         self.reward_model: ScalarModel | None = None
@@ -53,16 +54,28 @@ class Online(Algorithm):
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
         return model
 
-    def rollout_rows(self, steps: int) -> Iterator[list[Row]]:
-        """This rank's rows of each rollout, which feeds several optimizer steps."""
-        self.world.share(range(self.config.prompts_per_step))  # every single step must be shared equally
-        return self.rows(self.config.prompts_per_step * steps)
+    def rollout_rows(self, steps: int) -> Iterator[dict[int, int]]:
+        """This rank's row numbers of each rollout, by their places in it; a rollout feeds several optimizer steps."""
+        size = self.config.prompts_per_step
+        places = [i for step in range(steps) for i in self.world.share(range(step * size, (step + 1) * size))]
+        for numbers in shuffled(len(self.dataset), size * steps, self.run.seed):
+            yield {place: numbers[place] for place in places}
 
-    def sample(self, rows: Sequence[Row]) -> Rollout:
-        return rollout(
-            self.model, self.processor, rows, self.config.num_generations, self.run.sampling, list(self.run.rewards),
-            self.generator, self.reward_model,
+    def sample(self, numbers: dict[int, int]) -> Rollout:
+        """A rollout of some rows, given by their places in it."""
+        keys = [f"{self.random_key()}/{place}" for place in numbers]
+        rows = [self.dataset[number] for number in numbers.values()]
+        result = rollout(
+            self.model, self.processor, rows, self.config.num_generations, self.run.sampling,
+            list(self.run.rewards), keys, self.reward_model,
         )  # fmt: skip
+        result.places, result.rows = list(numbers), list(numbers.values())
+        self.rollouts += 1
+        return result
+
+    def random_key(self) -> str:
+        """What all randomness until the next rollout depends on."""
+        return f"{self.run.seed}/{self.stage}/{self.rollouts}"
 
     def combined(self, result: Rollout) -> Tensor:
         """(n,) the weighted sum of a rollout's rewards."""

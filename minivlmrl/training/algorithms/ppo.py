@@ -32,7 +32,7 @@ class PPOBatch(RolloutBatch):
 
 
 class PPO(Online):
-    batch_type = PPOBatch
+    stage, batch_type = "ppo", PPOBatch
 
     @staticmethod
     def check(run: RunConfig):
