@@ -2,12 +2,14 @@
 
 torchrun train.py                              # recipes/shapes.yaml: a tiny model learns to name shapes, about a minute
 torchrun train.py RECIPE --section.name=value  # another recipe, any field changed; python train.py does the same
+torchrun train.py RECIPE --resume=auto         # go on from the newest state in output_dir (docs/many_gpus.md)
 """
 
 import json
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 
 # A waiting thread spins before it sleeps, by default so long that runs took up to four times as long when other work
@@ -15,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
 from minivlmrl.data.datasets import CHANCE_NAMES, TOKENIZERS, chance, load_datasets
@@ -33,68 +36,104 @@ from minivlmrl.training.algorithms.sft import SFT
 from minivlmrl.training.metrics import MetricsLog, merge
 from minivlmrl.training.optimizer import build_optimizer, learning_rate
 from minivlmrl.training.report import print_table, write_report
+from minivlmrl.training.signals import PREEMPTED, Preempted, StopSignals
+from minivlmrl.training.state import Progress, State, States
 
 ALGORITHMS = {"sft": SFT, "dpo": DPO, "reward_model": RewardModel, "grpo": GRPO, "ppo": PPO}
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "shapes.yaml"
 
 
-def main(arguments: list[str]):
+def main(arguments: list[str]) -> int:
+    """Train by a recipe; returns the exit code: 0, or PREEMPTED after a signal, when there is a state to go on from."""
     recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
     config = load_config(recipe or DEFAULT_RECIPE, arguments[1:] if recipe else arguments)
     for stage in config.stages:
         if stage not in ALGORITHMS:
             raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
         ALGORITHMS[stage].check(config)
-    world = distributed.setup(config.num_threads)
+    world = distributed.setup(config.num_threads, config.timeout)
+    code = 0
+    try:
+        with StopSignals(world) as signals:
+            run(config, world, signals)
+    except Preempted as preempted:
+        code = PREEMPTED
+        if world.is_main:
+            print(preempted, flush=True)
+    distributed.shutdown()
+    return code
+
+
+def run(config: RunConfig, world: distributed.World, signals: StopSignals):
+    """Do all that a recipe asks for, from its first step or from where an earlier attempt has come."""
     needs = {stage: ALGORITHMS[stage].needs for stage in config.stages}
     columns = [required_columns(list(names)) for names in (config.rewards, config.data.eval_rewards)]
     datasets = load_datasets(config.data, needs, config.seed, *columns)
     model, processor = build_model(config, world)
 
+    states = States(config, world, signals)
+    state = states.to_resume()
+    progress = state.progress if state else Progress(config.stages)
     folder = Path(config.output_dir)
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))
-    log = MetricsLog(folder, world)
-    results: dict[str, Evaluation] = {}
-    seconds: dict[str, float] = {}
+    log = MetricsLog(folder, world, progress.logs)
 
     def measure(name: str, algorithm: Algorithm | None = None):
         if "eval" not in datasets:
             return
         try:
             length, rewards = config.sampling.max_new_tokens, config.data.eval_rewards
-            results[name] = evaluate(model, processor, datasets["eval"], length, world, rewards)
-            results[name].pairs = algorithm and algorithm.pair_accuracy()
+            result = evaluate(model, processor, datasets["eval"], length, world, rewards)
+            result.pairs = algorithm and algorithm.pair_accuracy()
+            progress.results[name] = result
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
 
-    measure("start")
-    for stage in config.stages:
+    if state is None:
+        measure("start")
+    for number, stage in list(enumerate(config.stages))[progress.stage :]:
         algorithm = ALGORITHMS[stage](config, model, processor, datasets[stage], world, datasets.get("eval"))
-        seconds[stage] = train(stage, algorithm, log, folder)
+        train(stage, algorithm, log, folder, states, progress, state)
         measure(f"after_{stage}", algorithm)
+        progress.stage, progress.step, state = number + 1, 0, None
     if world.is_main:
         save_checkpoint(folder / "checkpoint", model, processor)
-        summary = summarize(chance(config.data, datasets.get("eval")), results, seconds)
+        summary = summarize(chance(config.data, datasets.get("eval")), progress.results, progress.seconds)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         name = CHANCE_NAMES.get(config.data.task, "chance")
         print_table(summary, name)
-        write_report(folder, summary, datasets.get("eval"), results, name)
-    distributed.shutdown()
+        write_report(folder, summary, datasets.get("eval"), progress.results, name)
 
 
-def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> float:
-    """Run one stage; returns its seconds.
+def train(
+    stage: str,
+    algorithm: Algorithm,
+    log: MetricsLog,
+    folder: Path,
+    states: States,
+    progress: Progress,
+    state: State | None = None,
+):
+    """Run one stage.
 
+    Args:
+        progress: is kept up to date.
+        state: what the stage goes on from; None: it begins.
     Raises:
         ValueError: a loss, gradient or logit is not finite. The step is named, its update is not made.
+        Preempted: after a signal, when the state is saved.
     """
     config: StageConfig = getattr(algorithm.run, stage)
     optimizer = build_optimizer(algorithm.trained, config)
-    log.stage(stage, config.max_steps)
+    if state is None:
+        algorithm.begin()
+    else:
+        state.restore(algorithm, optimizer)
+    log.stage(stage, config.max_steps, progress.step, progress.seconds[stage] if state else 0.0)
     steps = algorithm.batches()
-    for step in range(config.max_steps):
+    for step in range(progress.step, config.max_steps):
         try:
             metrics = optimizer_step(
                 algorithm, next(steps), optimizer, learning_rate(step, config), config.max_grad_norm
@@ -107,11 +146,13 @@ def train(stage: str, algorithm: Algorithm, log: MetricsLog, folder: Path) -> fl
         log.step(step, metrics)
         if algorithm.world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
             algorithm.save(folder)
-    seconds = log.end_stage()
+        progress.step, progress.steps = step + 1, progress.steps + 1
+        progress.seconds[stage] = log.seconds
+        states.after_step(progress, algorithm, optimizer, log)
+    progress.seconds[stage] = log.end_stage()
     if algorithm.world.is_main:
         algorithm.save(folder)
     algorithm.world.barrier()  # a later stage may read what was saved
-    return seconds
 
 
 def optimizer_step(
@@ -132,6 +173,7 @@ def optimizer_step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
+    algorithm.after_step()
     return metrics | work.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
 
 
@@ -165,5 +207,9 @@ def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dic
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    distributed.exit_rank()
+    try:
+        exit_code = record(main)(sys.argv[1:])  # torchrun shows the traceback of the rank that failed first
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    distributed.exit_rank(exit_code)

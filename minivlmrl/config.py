@@ -256,6 +256,10 @@ class RunConfig:
     output_dir: str = "runs/default"
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
     num_threads: int | None = None  # CPU threads of this process; None: cores of the machine / its ranks
+    state_steps: int = 0  # save the state every so many optimizer steps and after each stage; 0: only when signalled
+    keep_states: int = 2  # the newest so many states; one more than 1, for the case that the newest is damaged
+    resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    timeout: float = 600.0  # seconds that a rank waits for another before the run ends with an error
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -265,6 +269,11 @@ class RunConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self):
+        _require(self.state_steps >= 0, "state_steps", self.state_steps, "0 or more")
+        _require(self.keep_states >= 1, "keep_states", self.keep_states, "1 or more")
+        _require(self.timeout > 0, "timeout", self.timeout, "over 0")
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:

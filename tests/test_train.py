@@ -445,11 +445,13 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]
 # these change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
-# (micro_batch_size, precompute_ref_log_probs) or in test_algorithms.py (reward_model.path, ppo.critic_path)
+# (micro_batch_size, precompute_ref_log_probs), in test_algorithms.py (reward_model.path, ppo.critic_path) or in
+# test_resume.py (states, resume, timeout)
 OTHERS = {
     "sft.micro_batch_size", "reward_model.micro_batch_size", "ppo.micro_batch_size", "dpo.precompute_ref_log_probs",
     *(f"{stage}.save_steps" for stage in STAGES), "output_dir", "num_threads", "model.path", "model.config",
     "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path",
+    "state_steps", "keep_states", "resume", "timeout",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -77,12 +78,13 @@ class World:
             parameter.grad.copy_(total.view_as(parameter))
 
 
-def setup(num_threads: int | None = None) -> World:
+def setup(num_threads: int | None = None, timeout: float = 600.0) -> World:
     """Join the process group if torchrun started us, and choose device and CPU threads.
 
     Args:
         num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
             thread that torchrun sets for several ranks.
+        timeout: seconds that a rank waits for another before the run ends with an error.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -92,7 +94,7 @@ def setup(num_threads: int | None = None) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
     return World(rank, size, device)
 
 
@@ -103,8 +105,8 @@ def shutdown():
         dist.destroy_process_group()
 
 
-def exit_rank():
-    """End this process now if it is one of several ranks; call it last.
+def exit_rank(code: int = 0):
+    """End this process, at once if it is one of several ranks; call it last.
 
     A worker thread of gloo may still hold a tensor. If it lets go while Python shuts down, the process aborts although
     all its work is done, and torchrun reports a failure: seen in 3 of 30 runs on busy cores (pytorch pull request
@@ -113,4 +115,5 @@ def exit_rank():
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+    sys.exit(code)

@@ -2,6 +2,8 @@
 
 batches()     endless optimizer steps, each a list of micro-batches (offline: the data; online: rollouts)
 loss(batch)   of one micro-batch, divided by the count of the whole step, with diagnostics
+
+What it keeps from one optimizer step to the next it gives to modules() and state_dict(), so that a run can be resumed.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from minivlmrl.model.batch import GroupBatch
 from minivlmrl.model.checkpoint import save_checkpoint
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.training.distributed import World
+from minivlmrl.training.reference import Reference
 
 
 @dataclass
@@ -74,12 +77,41 @@ class Algorithm:
         self.dataset, self.held_out = dataset, held_out
         model.requires_grad_(True)  # an earlier stage may have frozen what it shared with its reference
         self.trained: nn.Module = model  # what the optimizer updates
+        self.reference: Reference | None = None  # made by those that measure from one
+        self.drawn = 0  # rows of the data that steps have used so far, over all ranks
+
+    def begin(self):
+        """Compute what the first step needs. A resumed run has it in its state instead."""
 
     def batches(self) -> Iterator[Step]:
+        """The optimizer steps from here on: from the first one, or from where load_state_dict has put us."""
         raise NotImplementedError
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
+
+    def after_step(self):
+        """What follows from an optimizer step; called as soon as its update is made."""
+        if self.reference is not None:
+            self.reference.after_step()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Whatever has weights that a resumed run cannot find elsewhere."""
+        return {"policy": self.model} | ({} if self.reference is None else {"reference": self.reference.model})
+
+    def state_dict(self) -> dict:
+        """This rank's part of everything else, between two steps: plain data."""
+        steps = None if self.reference is None else self.reference.steps
+        return {"seed": self.run.seed, "rows": len(self.dataset), "drawn": self.drawn, "reference_steps": steps}
+
+    def load_state_dict(self, parts: list[dict]):
+        """Go on from the state_dicts of all ranks that there were, in their order; there may be another number now."""
+        for name, value in (("seed", self.run.seed), ("rows", len(self.dataset))):
+            if parts[0][name] != value:
+                raise ValueError(f"resume: the state is of a run with {name} {parts[0][name]}, this one has {value}")
+        self.drawn = parts[0]["drawn"]
+        if self.reference is not None:
+            self.reference.steps = parts[0]["reference_steps"]
 
     def save(self, folder: Path):
         """Write what is trained into the run's folder."""
@@ -91,7 +123,8 @@ class Algorithm:
 
     def numbers(self, prompts_per_step: int) -> Iterator[list[int]]:
         """This rank's row numbers of each step."""
-        for numbers in shuffled(len(self.dataset), prompts_per_step, self.run.seed):
+        for numbers in shuffled(len(self.dataset), prompts_per_step, self.run.seed, self.drawn):
+            self.drawn += prompts_per_step
             yield self.world.share(numbers)
 
     def rows(self, prompts_per_step: int) -> Iterator[list[Row]]:

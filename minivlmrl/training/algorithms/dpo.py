@@ -44,12 +44,13 @@ class DPO(PairAlgorithm):
     def __init__(self, *args):
         super().__init__(*args)
         self.config = self.run.dpo
-        self.reference: Reference | None = None
         self.precomputed: dict[bytes, Tensor] = {}
+        if not self.config.precompute_ref_log_probs and not self.config.reference_free:
+            self.reference = Reference(self.model, self.config)
+
+    def begin(self):
         if self.config.precompute_ref_log_probs:
             self.precompute()
-        elif not self.config.reference_free:
-            self.reference = Reference(self.model, self.config)
 
     def batches(self) -> Iterator[Step]:
         config = self.config
@@ -58,8 +59,14 @@ class DPO(PairAlgorithm):
             chosen_tokens = sum(int(pair.learnt[0].sum()) for pair in pairs)
             counts = self.world.sum(2 * len(pairs), chosen_tokens)
             yield Step([self.micro_batch(some, counts) for (some,) in chunks(config.micro_batch_size, pairs)])
-            if self.reference is not None:
-                self.reference.after_step()
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"precomputed": self.precomputed}
+
+    def load_state_dict(self, parts: list[dict]):
+        super().load_state_dict(parts)
+        for part in parts:  # with another number of ranks this one meets other rows
+            self.precomputed |= part["precomputed"]
 
     def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float]) -> PairBatch:
         group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
@@ -69,7 +76,13 @@ class DPO(PairAlgorithm):
     def ref_logps(self, pairs: Sequence[Pair], group: GroupBatch) -> Tensor | None:
         """(R, T) of the reference, from memory where they were precomputed; None without a reference."""
         if self.precomputed:
-            return group.pad(torch.cat([self.precomputed[key(pair)] for pair in pairs]).to(group.input_ids.device))
+            known = [self.precomputed.get(key(pair)) for pair in pairs]
+            if any(logps is None for logps in known):
+                raise ValueError(
+                    "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
+                    "resume with the rows and dpo.max_steps that it began with"
+                )
+            return group.pad(torch.cat(known).to(group.input_ids.device))
         return self.score(self.reference.model, group) if self.reference is not None else None
 
     def score(self, model: Qwen2_5_VL, group: GroupBatch) -> Tensor:
@@ -92,6 +105,7 @@ class DPO(PairAlgorithm):
                 self.precomputed[key(pair)] = torch.cat(two)
             bar.update(len(some))
         bar.close()
+        self.drawn = 0  # looking ahead has used nothing up
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config, group = self.config, batch.group

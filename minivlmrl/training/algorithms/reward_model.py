@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivlmrl.model.scalar import ScalarModel, pack_to_end, save_scalar_model
 from minivlmrl.training.algorithms.algorithm import Step, chunks
@@ -21,6 +21,9 @@ class RewardModel(PairAlgorithm):
     def __init__(self, *args):
         super().__init__(*args)
         self.trained = ScalarModel(copy.deepcopy(self.model))
+
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"trained": self.trained}
 
     def save(self, folder: Path):
         save_scalar_model(folder / FOLDER, self.trained, self.processor)
