@@ -162,8 +162,9 @@ def optimizer_step(
     model, world, parts = algorithm.trained, algorithm.world, []
     for batch in work.batches:
         loss, metrics = algorithm.loss(batch)
-        loss.backward()
-        parts.append(({name: value.item() for name, value in {"loss": loss, **metrics}.items()}, batch.weight))
+        (loss * 0 if batch.idle else loss).backward()
+        if not batch.idle:
+            parts.append(({name: value.item() for name, value in {"loss": loss, **metrics}.items()}, batch.weight))
     world.sum_gradients(model)
     metrics, _ = merge(world.gather_objects(merge(parts)))
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()

@@ -76,11 +76,11 @@ class Second(World):
     def sum(self, *values):
         return [2 * value for value in values]
 
-    def gather(self, tensor):
-        return torch.cat([torch.full_like(tensor, 9.0), tensor])
-
     def gather_objects(self, value):
-        return [value, value]
+        if not isinstance(value, tuple):
+            return [value, value]
+        places, rewards = value
+        return [([place - len(places) for place in places], torch.full_like(rewards, 9.0)), value]
 
 
 SECOND = Second(1, 2, torch.device("cpu"))
@@ -371,7 +371,7 @@ def test_overlong_completions_are_punished(stage, samples):
 def test_a_group_whose_lengths_are_punished_differently_teaches(stage, samples, monkeypatch):
     scripted(monkeypatch, *[0.5] * 9)
     run = stage("grpo", "--grpo.soft_punish_cache=4")
-    result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(8)])
+    result = run.algorithm.sample({i: i for i in range(8)})
     lengths = [{max(len(c.ids), 2) for c in group} for group in result.completions]  # 2 tokens and fewer are free
     live, dead = run.algorithm.split(result)
     assert live == [i for i in range(8) if len(lengths[i]) > 1]
@@ -385,7 +385,7 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(4)])
+        result = run.algorithm.sample({i: i for i in range(4)})
         assert len(run.algorithm.split(result)[0]) == teaching
 
 
@@ -505,7 +505,7 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
         threshold = torch.quantile(entropies, 0.7).item()
         for batch in batches:
             assert batch.entropy_threshold == pytest.approx(threshold, rel=1e-6)
-            assert batch.num_entropy_tokens == (entropies > threshold).sum() < len(entropies) / 2
+            assert batch.num_entropy_tokens == (entropies > threshold - 1e-6).sum() < len(entropies) / 2
         thresholds.append(threshold)
     assert thresholds[0] != thresholds[1]
 
@@ -898,7 +898,7 @@ def test_what_the_first_epoch_sees_is_what_was_stored(stage, critic):
 
 def test_a_cut_completion_is_fined(stage, samples):
     run = stage("ppo", "--ppo.missing_eos_penalty=0.5")
-    result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(4)])
+    result = run.algorithm.sample({i: i for i in range(4)})
     stopped = torch.tensor([c.stopped for group in result.completions for c in group])
     assert 0 < stopped.sum() < len(stopped)
     combined = run.algorithm.combined(result)

@@ -680,12 +680,6 @@ def test_own_data_needs_own_weights(run, rows):
         run("--data.task=null", f"--data.train_file={rows}")
 
 
-def test_a_step_that_ranks_cannot_share_is_refused():
-    assert World(1, 2, torch.device("cpu")).share([1, 2, 3, 4]) == [3, 4]
-    with pytest.raises(ValueError, match="3 prompts cannot be shared equally by 2 ranks"):
-        World(0, 2, torch.device("cpu")).share([1, 2, 3])
-
-
 def test_no_rows_to_evaluate(run, plain):
     try:
         assert set(summary(run("--stages=[]", "--data.eval_rows=0"))) <= {"chance", "start", "seconds"}

@@ -73,6 +73,8 @@ def rollout(
         keys: B texts that the draws depend on: the same key, the same completions, whatever else is in rows.
         reward_model: who answers for the reward of this name.
     """
+    if not rows:
+        return Rollout([], [], [], torch.zeros(0, len(reward_names)))
     prompts = [processor(row.messages, row.images) for row in rows]
     numbers = uniforms(keys, num_generations, sampling.max_new_tokens)
     completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, uniforms=numbers)

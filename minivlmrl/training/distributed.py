@@ -2,12 +2,13 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 
 @dataclass
@@ -22,16 +23,9 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def share(self, items: list) -> list:
-        """This rank's part of a list that all ranks hold, equal parts in order.
-
-        Raises:
-            ValueError: the list cannot be cut into equal parts.
-        """
-        if len(items) % self.size:
-            raise ValueError(f"{len(items)} prompts cannot be shared equally by {self.size} ranks; use a multiple")
-        each = len(items) // self.size
-        return items[self.rank * each : (self.rank + 1) * each]
+    def share(self, items: Sequence) -> Sequence:
+        """This rank's part of a sequence that all ranks hold: parts in order, as equal as they can be, maybe empty."""
+        return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
 
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
@@ -41,13 +35,9 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """(n, ...) of every rank -> (ranks * n, ...), in rank order; n is the same everywhere."""
-        if self.size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts)
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        return max(self.gather_objects(number))
 
     def gather_objects(self, value) -> list:
         """One small Python value of every rank, in rank order."""

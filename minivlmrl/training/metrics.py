@@ -64,13 +64,15 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
     """Combine the figures of micro-batches, or of ranks.
 
     Args:
-        parts: (figures, what they weigh in a mean: the tokens, or pairs, that they are means of).
+        parts: (figures, what they weigh in a mean: the tokens, or pairs, that they are means of). A rank that had
+            nothing to learn from has no figures.
     Returns:
         Weighted means, but of PEAKS the maximum and of SUMS the sum; and all weights together.
     """
+    parts = [part for part in parts if part[0]]
     total = sum(weight for _, weight in parts)
     merged = {}
-    for name in parts[0][0]:
+    for name in parts[0][0] if parts else ():
         values = [(figures[name], weight) for figures, weight in parts]
         if name in PEAKS:
             merged[name] = max(value for value, _ in values)

@@ -6,14 +6,15 @@ loss(batch)   of one micro-batch, divided by the count of the whole step, with d
 What it keeps from one optimizer step to the next it gives to modules() and state_dict(), so that a run can be resumed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from minivlmrl.config import RunConfig
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.data.sources import Dataset, Row, shuffled
 from minivlmrl.model.batch import GroupBatch
 from minivlmrl.model.checkpoint import save_checkpoint
@@ -30,11 +31,12 @@ class MicroBatch:
     completion_mask: Tensor  # (R, T) float32, 1 for tokens that are learnt from
     num_sequences: float  # completions of the whole optimizer step, all ranks
     num_tokens: float  # their tokens that are learnt from
+    idle: bool = False  # nothing to learn from: this rank only keeps pace with the others, see Algorithm.in_step
 
     @property
     def weight(self) -> float:
         """How much this micro-batch's figures count in the step's: they are means over tokens that are learnt from."""
-        return float(self.completion_mask.sum())
+        return 0.0 if self.idle else float(self.completion_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
         """Mean of a flat (M,) tensor over the tokens that are learnt from."""
@@ -121,6 +123,27 @@ class Algorithm:
         """Share of held-out pairs whose chosen answer wins; None: there are none, or this algorithm cannot tell."""
         return None
 
+    def in_step(self, size: int, items: Sequence, spare) -> Iterator[tuple[Sequence, bool]]:
+        """Cut items into pieces of at most `size`, as many as the rank with most of them has.
+
+        A forward and backward of sharded weights is a joint work of all ranks, so all must do equally many: a rank with
+        fewer items gets pieces of one spare item each, from which nothing is learnt.
+
+        Returns:
+            (piece, whether it is a spare one) pairs.
+        """
+        pieces = [items[start : start + size] for start in range(0, len(items), size)]
+        yield from ((piece, False) for piece in pieces)
+        yield from (([spare], True) for _ in range(self.world.most(len(pieces)) - len(pieces)))
+
+    def spare_prompt(self) -> Prompt:
+        """A prompt for work whose result is not used."""
+        return self.processor([{"role": "user", "content": "-"}], [])
+
+    def spare_completion(self) -> Tensor:
+        """(1,) int64, to go with it."""
+        return torch.tensor([self.processor.special["<|im_end|>"]])
+
     def numbers(self, prompts_per_step: int) -> Iterator[list[int]]:
         """This rank's row numbers of each step."""
         for numbers in shuffled(len(self.dataset), prompts_per_step, self.run.seed, self.drawn):
@@ -131,9 +154,3 @@ class Algorithm:
         """This rank's rows of each step."""
         for numbers in self.numbers(prompts_per_step):
             yield [self.dataset[number] for number in numbers]
-
-
-def chunks(size: int, *sequences):
-    """Cut sequences of equal length into pieces of at most `size`, side by side."""
-    for start in range(0, len(sequences[0]), size):
-        yield tuple(sequence[start : start + size] for sequence in sequences)

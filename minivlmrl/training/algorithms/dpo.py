@@ -12,7 +12,7 @@ from minivlmrl.config import RunConfig
 from minivlmrl.model.batch import GroupBatch, pack
 from minivlmrl.model.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.training.algorithms.algorithm import Step, chunks
+from minivlmrl.training.algorithms.algorithm import Step
 from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch, learnt_mask
 from minivlmrl.training.losses.preference import check_dpo_options, dpo_loss
 from minivlmrl.training.reference import Reference
@@ -58,7 +58,8 @@ class DPO(PairAlgorithm):
             pairs = self.pairs(rows)
             chosen_tokens = sum(int(pair.learnt[0].sum()) for pair in pairs)
             counts = self.world.sum(2 * len(pairs), chosen_tokens)
-            yield Step([self.micro_batch(some, counts) for (some,) in chunks(config.micro_batch_size, pairs)])
+            pieces = self.in_step(config.micro_batch_size, pairs, self.spare_pair())
+            yield Step([self.micro_batch(some, counts, idle) for some, idle in pieces])
 
     def state_dict(self) -> dict:
         return super().state_dict() | {"precomputed": self.precomputed}
@@ -68,9 +69,10 @@ class DPO(PairAlgorithm):
         for part in parts:  # with another number of ranks this one meets other rows
             self.precomputed |= part["precomputed"]
 
-    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float]) -> PairBatch:
+    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float], idle: bool = False) -> PairBatch:
         group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
-        return PairBatch(group, learnt_mask(pairs, group), *counts, ref_per_token_logps=self.ref_logps(pairs, group))
+        ref_per_token_logps = self.ref_logps(pairs, group)
+        return PairBatch(group, learnt_mask(pairs, group), *counts, idle, ref_per_token_logps=ref_per_token_logps)
 
     @torch.no_grad()
     def ref_logps(self, pairs: Sequence[Pair], group: GroupBatch) -> Tensor | None:
@@ -94,17 +96,21 @@ class DPO(PairAlgorithm):
         config = self.config
         steps = itertools.islice(self.numbers(config.prompts_per_step), config.max_steps)
         numbers = sorted(set(itertools.chain.from_iterable(steps)))
-        rows = itertools.chain((self.dataset[number] for number in numbers), self.held_out_rows())
-        total = len(numbers) + len(range(self.world.rank, len(self.held_out or ()), self.world.size))
-        bar = tqdm(total=total, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
-        while some := list(itertools.islice(rows, config.micro_batch_size)):  # images are read as they are needed
-            pairs = self.pairs(some)
+        held_out = range(self.world.rank, len(self.held_out or ()), self.world.size)
+        places = [(self.dataset, number) for number in numbers] + [(self.held_out, number) for number in held_out]
+        bar = tqdm(total=len(places), desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
+        spare = self.spare_pair()
+        for some, idle in self.in_step(config.micro_batch_size, places, None):
+            rows = [] if idle else [dataset[number] for dataset, number in some]  # images are read as they are needed
+            pairs = self.pairs([row for row in rows if row.chosen is not None and row.rejected is not None]) or [spare]
             group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
             logps = group.split(per_token_logps(self.model, group)[0].cpu())
             for pair, two in zip(pairs, zip(logps[::2], logps[1::2], strict=True), strict=True):
                 self.precomputed[key(pair)] = torch.cat(two)
-            bar.update(len(some))
+            bar.update(len(rows))
         bar.close()
+        if self.world.size > 1:
+            self.precomputed[key(spare)] = torch.zeros(2)
         self.drawn = 0  # looking ahead has used nothing up
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:

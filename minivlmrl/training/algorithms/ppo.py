@@ -20,7 +20,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, save_scalar_model, scalar_head
 from minivlmrl.rollout.advantages import gae, token_rewards, whiten
 from minivlmrl.rollout.rollout import Rollout
-from minivlmrl.training.algorithms.algorithm import Step
+from minivlmrl.training.algorithms.buffer import Buffer
 from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
 from minivlmrl.training.losses.ppo import ppo_loss
 
@@ -42,7 +42,7 @@ class PPO(Online):
 
     def __init__(self, *args):
         run: RunConfig = args[0]
-        super().__init__(run.ppo, run.ppo.kl_coef, *args)
+        super().__init__(run.ppo, run.ppo.kl_coef, run.ppo.num_mini_batches, run.ppo.num_ppo_epochs, *args)
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.model, "critic": self.critic})
 
@@ -60,12 +60,12 @@ class PPO(Online):
         else:
             save_scalar_model(folder / "critic", self.critic, self.processor)
 
-    def batches(self) -> Iterator[Step]:
-        config = self.config
-        for rows in self.rollout_rows(config.num_mini_batches):
-            result = self.sample(rows)
-            steps, metrics = self.prepare(result)
-            yield from self.epochs(steps, metrics, config.num_ppo_epochs)
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"critic": self.critic}
+
+    def make(self, stream: Iterator[dict[int, int]]) -> Buffer:
+        result = self.sample(next(stream))
+        return Buffer(result, *self.prepare(result), self.times)
 
     @torch.no_grad()
     def prepare(self, result: Rollout) -> tuple[list[list[PPOBatch]], dict[str, float]]:
@@ -81,7 +81,7 @@ class PPO(Online):
                 logps = per_token_logps(self.reference.model, batch.group, self.run.sampling.temperature)[0]
                 batch.ref_per_token_logps = batch.group.pad(logps)
         scores = self.scores(result, combined)
-        rewards = [self.rewards(batch, scores[batch.rows]) for batch in flat]
+        rewards = [self.rewards(batch, batch.part(scores)) for batch in flat]
         masks = [batch.completion_mask for batch in flat]
         if self.config.whiten_rewards:
             rewards = self.whiten_all(rewards, masks, shift_mean=False)
