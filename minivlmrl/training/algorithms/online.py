@@ -91,11 +91,14 @@ class Online(Algorithm):
         if parts[0]["buffer"] is None:
             return
         saved = Saved.share([part["buffer"] for part in parts], self.world)
-        if (len(saved.values), self.times) != (self.steps, parts[0]["buffer"]["times"]):
+        prompts_in_all = sum(len(part["buffer"]["groups"]) for part in parts)
+        now = self.steps, self.times, self.steps * self.config.prompts_per_step
+        if (len(saved.values), saved.times, prompts_in_all) != now:
             raise ValueError(f"resume: the state is in the middle of a rollout; keep how {self.stage} goes through it")
-        rows = [self.dataset[number] for number in saved.rows]
+        places, numbers = ([group[name] for group in saved.groups] for name in ("place", "row"))
+        rows = [self.dataset[number] for number in numbers]
         prompts = [self.processor(row.messages, row.images) for row in rows]
-        result = Rollout(prompts, saved.completions, [""] * len(saved.kept), torch.zeros(0), rows=saved.rows)
+        result = Rollout(prompts, saved.completions, [], torch.zeros(0), [], places, numbers)
         steps = self.micro_batches(result, self.steps, saved.learnt)
         saved.fill(steps)
         self.buffer = Buffer(result, steps, saved.metrics, self.times, saved.done)
