@@ -21,7 +21,8 @@ ROWS = [
     "data/datasets model/checkpoint model/logprobs rollout/generate training/reference",
     "model/scalar training/algorithms/algorithm",
     "rollout/rollout training/algorithms/pairs training/algorithms/sft",
-    "training/algorithms/dpo training/algorithms/reward_model training/report training/state",
+    "training/algorithms/buffer training/algorithms/dpo training/algorithms/reward_model training/report "
+    "training/state",
     "training/algorithms/online",
     "training/algorithms/grpo training/algorithms/ppo",
     "train parity/notes",
