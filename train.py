@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
 from minivlmrl.data.datasets import CHANCE_NAMES, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.processor import Processor
-from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.rewards import required_columns
 from minivlmrl.rollout.rollout import Evaluation, evaluate
@@ -34,8 +34,10 @@ from minivlmrl.training.algorithms.ppo import PPO
 from minivlmrl.training.algorithms.reward_model import RewardModel
 from minivlmrl.training.algorithms.sft import SFT
 from minivlmrl.training.metrics import MetricsLog, merge
-from minivlmrl.training.optimizer import build_optimizer, learning_rate
+from minivlmrl.training.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.training.report import print_table, write_report
+from minivlmrl.training.saving import save_model
+from minivlmrl.training.sharding import Sharding, recompute_blocks
 from minivlmrl.training.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.training.state import Progress, State, States
 
@@ -51,7 +53,7 @@ def main(arguments: list[str]) -> int:
         if stage not in ALGORITHMS:
             raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
         ALGORITHMS[stage].check(config)
-    world = distributed.setup(config.num_threads, config.timeout)
+    world = distributed.setup(config.num_threads, config.timeout, config.sharding.enabled)
     code = 0
     try:
         with StopSignals(world) as signals:
@@ -85,7 +87,8 @@ def run(config: RunConfig, world: distributed.World, signals: StopSignals):
             return
         try:
             length, rewards = config.sampling.max_new_tokens, config.data.eval_rewards
-            result = evaluate(model, processor, datasets["eval"], length, world, rewards)
+            gather = config.rollout.gather_weights
+            result = evaluate(model, processor, datasets["eval"], length, world, rewards, gather)
             result.pairs = algorithm and algorithm.pair_accuracy()
             progress.results[name] = result
         except FloatingPointError as error:
@@ -98,8 +101,8 @@ def run(config: RunConfig, world: distributed.World, signals: StopSignals):
         train(stage, algorithm, log, folder, states, progress, state)
         measure(f"after_{stage}", algorithm)
         progress.stage, progress.step, state = number + 1, 0, None
+    save_model(folder / "checkpoint", model, processor, world)
     if world.is_main:
-        save_checkpoint(folder / "checkpoint", model, processor)
         summary = summarize(chance(config.data, datasets.get("eval")), progress.results, progress.seconds)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         name = CHANCE_NAMES.get(config.data.task, "chance")
@@ -144,14 +147,13 @@ def train(
                 f"Try a lower {stage}.learning_rate"
             ) from error
         log.step(step, metrics)
-        if algorithm.world.is_main and config.save_steps and (step + 1) % config.save_steps == 0:
+        if config.save_steps and (step + 1) % config.save_steps == 0:
             algorithm.save(folder)
         progress.step, progress.steps = step + 1, progress.steps + 1
         progress.seconds[stage] = log.seconds
         states.after_step(progress, algorithm, optimizer, log)
     progress.seconds[stage] = log.end_stage()
-    if algorithm.world.is_main:
-        algorithm.save(folder)
+    algorithm.save(folder)
     algorithm.world.barrier()  # a later stage may read what was saved
 
 
@@ -165,9 +167,8 @@ def optimizer_step(
         (loss * 0 if batch.idle else loss).backward()
         if not batch.idle:
             parts.append(({name: value.item() for name, value in {"loss": loss, **metrics}.items()}, batch.weight))
-    world.sum_gradients(model)
     metrics, _ = merge(world.gather_objects(merge(parts)))
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    grad_norm = finish_gradients(model, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")
     for group in optimizer.param_groups:
@@ -185,14 +186,30 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
         raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
     if section.dtype not in DTYPES:
         raise ValueError(f"model.dtype is {section.dtype!r}, it must be one of {', '.join(DTYPES)}")
+    sharding = build_sharding(config, world) if config.sharding.enabled else None
     if section.path:
-        model = load_model(section.path, DTYPES[section.dtype], world.device)
-        return model, load_processor(section.path, data.min_pixels, data.max_pixels)
-    if data.task is None:
+        model = load_model(section.path, DTYPES[section.dtype], world.device, sharding)
+        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
+    elif data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
-    tokenizer = TOKENIZERS[data.task]()
-    model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
-    return model.to(world.device, DTYPES[section.dtype]), processor
+    else:
+        tokenizer = TOKENIZERS[data.task]()
+        model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
+        model = model.to(world.device, DTYPES[section.dtype])
+        if sharding is not None:
+            sharding.shard(model)
+    if section.activation_checkpointing and sharding is None:
+        recompute_blocks(model)
+    return model, processor
+
+
+def build_sharding(config: RunConfig, world: distributed.World) -> Sharding:
+    """How the recipe's models are cut."""
+    compute = config.sharding.compute_dtype
+    if compute is not None and compute not in DTYPES:
+        raise ValueError(f"sharding.compute_dtype is {compute!r}, it must be one of {', '.join(DTYPES)}")
+    dtype, recompute = DTYPES[config.model.dtype], config.model.activation_checkpointing
+    return Sharding(config.sharding, world.size, world.device, dtype, DTYPES.get(compute), recompute)
 
 
 def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dict[str, float]) -> dict:
@@ -207,10 +224,15 @@ def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dic
     return {"chance": chance, **table, "seconds": seconds}
 
 
-if __name__ == "__main__":
+def start(arguments: list[str]):
+    """Be one rank of a run from beginning to end."""
     try:
-        exit_code = record(main)(sys.argv[1:])  # torchrun shows the traceback of the rank that failed first
+        exit_code = record(main)(arguments)  # torchrun shows the traceback of the rank that failed first
     except Exception:
         traceback.print_exc()
         exit_code = 1
     distributed.exit_rank(exit_code)
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])

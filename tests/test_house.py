@@ -14,13 +14,15 @@ ROWS = [
     "model/config model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
     "training/losses/preference training/losses/sft training/losses/ppo",
     "kernels/window_attention data/conversations data/processor model/rope rollout/box_rewards rollout/sampler "
-    "training/metrics training/optimizer training/signals",
-    "data/sources model/attention model/text model/vision",
+    "training/metrics training/sharding training/signals",
+    "data/sources model/attention model/text model/vision training/optimizer",
     "data/shapes model/batch",
     "data/localisation model/qwen2_5_vl",
     "data/datasets model/checkpoint model/logprobs rollout/generate training/reference",
-    "model/scalar training/algorithms/algorithm",
-    "rollout/rollout training/algorithms/pairs training/algorithms/sft",
+    "model/scalar",
+    "rollout/rollout training/saving",
+    "training/algorithms/algorithm",
+    "training/algorithms/pairs training/algorithms/sft",
     "training/algorithms/buffer training/algorithms/dpo training/algorithms/reward_model training/report "
     "training/state",
     "training/algorithms/online",

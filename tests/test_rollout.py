@@ -87,7 +87,7 @@ def test_parts_of_a_rollout_keep_their_extents():
 def scripted(monkeypatch):
     """A rollout that earns what a row's columns `sampled` and `greedy` say, and names its row."""
 
-    def rollout(model, processor, batch, num_generations, sampling, reward_names, keys):
+    def rollout(model, processor, batch, num_generations, sampling, reward_names, keys, reward_model, pace):
         assert num_generations == 1 and tuple(reward_names) == REWARDS and sampling.max_new_tokens == 20
         kind = {1.0: "sampled", 0.0: "greedy"}[sampling.temperature]
         texts = [f"{r.columns['name']} {kind}" for r in batch]
@@ -111,7 +111,7 @@ ROWS = [
 
 
 def ask(rows, rank=0, size=1, batch_size=64, world=World):
-    return evaluate(None, None, rows, 20, world(rank, size, torch.device("cpu")), REWARDS, batch_size)
+    return evaluate(None, None, rows, 20, world(rank, size, torch.device("cpu")), REWARDS, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [64, 2])

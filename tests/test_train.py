@@ -472,7 +472,7 @@ def lines_of(folder, own):
                 patch.setattr(generate, "sample", drifting)
             patch.setattr(train, "evaluate", lambda *_: train.Evaluation(0, 0, 0, []))
             for file in (train, algorithm_file):
-                patch.setattr(file, "save_checkpoint", lambda *_: None)
+                patch.setattr(file, "save_model", lambda *_: None)
             train.main([str(folder / "recipe.yaml"), f"--output_dir={folder / 'option'}", *overrides])
         return metrics(folder / "option")
 

@@ -15,6 +15,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.sharding import Sharding, assign
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -25,12 +26,15 @@ CONTROL_TOKENS = {
 }  # fmt: skip
 
 
-def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> Qwen2_5_VL:
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
+) -> Qwen2_5_VL:
     """Build the model that a folder describes and fill it with the folder's weights.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the parameters; by default the config's torch_dtype.
+        sharding: cuts the model; then each rank reads its own parts of the files alone, onto sharding.device.
     Raises:
         ValueError: a file is missing or unreadable, or a tensor is missing, unexpected or of another shape (named).
     """
@@ -39,11 +43,10 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
         raise ValueError(f"{folder}/config.json: torch_dtype {config.torch_dtype!r} is not one of {sorted(DTYPES)}")
     with torch.device("meta"):
         model = Qwen2_5_VL(config).to(dtype or DTYPES[config.torch_dtype])
-    model = model.to_empty(device=device)
-    if config.tie_word_embeddings:  # to_empty gave the head a tensor of its own
-        model.lm_head.weight = model.model.embed_tokens.weight
+    if sharding is not None:
+        sharding.shard(model)
     expected = {name: p for name, p in model.named_parameters(remove_duplicate=True)}
-    missing = set(expected)
+    weights = {}
     for file in _weight_files(Path(folder)):
         for name, tensor in read_tensors(file):
             if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -53,11 +56,12 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
             if tensor.shape != expected[name].shape:
                 found, wanted = tuple(tensor.shape), tuple(expected[name].shape)
                 raise ValueError(f"{file}: tensor {name} has shape {found}, config.json asks for {wanted}")
-            with torch.no_grad():
-                expected[name].copy_(tensor)
-            missing.discard(name)
-    if missing:
+            wanted = expected[name]
+            own = sharding.part(tensor, wanted) if sharding else tensor.to(device, wanted.dtype, copy=True)
+            weights[name] = own
+    if missing := expected.keys() - weights.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing from the safetensors, first {min(missing)}")
+    assign(model, weights)
     return model
 
 
@@ -103,7 +107,11 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 
 
 def save_checkpoint(
-    folder: str | Path, model: Qwen2_5_VL, processor: Processor, more: Callable[[Path], None] = lambda aside: None
+    folder: str | Path,
+    model: Qwen2_5_VL,
+    processor: Processor,
+    more: Callable[[Path], None] = lambda aside: None,
+    weights: dict[str, Tensor] | None = None,
 ):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing.
 
@@ -111,6 +119,7 @@ def save_checkpoint(
 
     Args:
         more: writes what else belongs into the folder, given the one aside.
+        weights: by name, where the model has only parts of them.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".partial")
@@ -119,8 +128,9 @@ def save_checkpoint(
     dtype = next(name for name, dtype in DTYPES.items() if dtype == model.lm_head.weight.dtype)
     _write_json(aside / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
     # named_parameters lists a tied head once, under the embedding's name, as the hub's checkpoints do
-    weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+    weights = dict(model.named_parameters()) if weights is None else weights
+    tensors = {name: weights[name].detach().cpu().contiguous() for name in weights}
+    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     processor.tokenizer.save(aside / "tokenizer.json")
     tokenizer_config = {
         "tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",

@@ -12,6 +12,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.batch import pack
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.sampler import sample
+from minivlmrl.training.distributed import World
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Completion:
     stopped: bool  # ended with a stop token; False: cut at max_new_tokens
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Qwen2_5_VL,
     prompts: Sequence[Prompt],
@@ -32,6 +33,7 @@ def generate(
     stop_token_ids: Sequence[int],
     generator: torch.Generator | None = None,
     uniforms: Tensor | None = None,
+    pace: World | None = None,
 ) -> list[list[Completion]]:
     """Sample completions.
 
@@ -42,6 +44,8 @@ def generate(
         generator: source of randomness, on the model's device; the same state gives the same completions.
         uniforms: (B, G, max_new_tokens) float64 in [0, 1), what each token is drawn by, instead of the generator:
             then a completion does not depend on what is generated beside it. See sampler.uniforms.
+        pace: the ranks, where weights are sharded and gathered layer by layer: all have to call this, and whose
+            completions have ended goes on with a token that means nothing until all have.
     Returns:
         B lists of G completions.
     Raises:
@@ -72,14 +76,26 @@ def generate(
             ids, seen = ids[rest], seen[rest] if seen is not None else None
         if seen is not None:
             seen[torch.arange(len(ids), device=device), ids] = True
+        if pace is not None:
+            pace.sum(1)  # this rank goes on
         position_ids = (next_position[owner[drawn.running]] + step).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)  # (running rows, hidden_size)
         decode.advance()
         logits = model.lm_head(hidden)
+    if pace is not None:
+        _keep_pace(model, pace)
     if not drawn.logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     completions = drawn.completions()
     return [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
+
+
+def _keep_pace(model: Qwen2_5_VL, pace: World):
+    """Run the decoder as long as any rank needs its weights."""
+    device = model.lm_head.weight.device
+    token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
+    while pace.sum(0)[0]:
+        model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
 
 
 class _Drawn:

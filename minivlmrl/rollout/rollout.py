@@ -17,7 +17,8 @@ from minivlmrl.rollout import box_rewards  # noqa: F401 (registers its rewards)
 from minivlmrl.rollout.generate import Completion, generate
 from minivlmrl.rollout.rewards import required_columns, score
 from minivlmrl.rollout.sampler import uniforms
-from minivlmrl.training.distributed import World
+from minivlmrl.training.distributed import SPARE, World
+from minivlmrl.training.sharding import gathered, is_sharded, layer_by_layer
 
 
 @dataclass
@@ -63,6 +64,7 @@ def rollout(
     reward_names: Sequence[str],
     keys: Sequence[str],
     reward_model: ScalarModel | None = None,
+    pace: World | None = None,
 ) -> Rollout:
     """Sample completions for rows and let the rewards judge them.
 
@@ -72,12 +74,14 @@ def rollout(
         reward_names: K registered rewards.
         keys: B texts that the draws depend on: the same key, the same completions, whatever else is in rows.
         reward_model: who answers for the reward of this name.
+        pace: where weights are sharded: None gathers them all first; else the ranks, which gather them layer by layer
+            and have to make their rollouts together.
     """
     if not rows:
+        _keep_pace(model, processor, reward_model, pace)
         return Rollout([], [], [], torch.zeros(0, len(reward_names)))
     prompts = [processor(row.messages, row.images) for row in rows]
-    numbers = uniforms(keys, num_generations, sampling.max_new_tokens)
-    completions = generate(model, prompts, num_generations, sampling, processor.stop_token_ids, uniforms=numbers)
+    completions = complete(model, processor, prompts, num_generations, sampling, keys, pace)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
@@ -85,9 +89,34 @@ def rollout(
     columns |= box_columns(rows, prompts, processor, num_generations)
     columns["completion_ids"] = [completion.ids.tolist() for group in completions for completion in group]
     if reward_model is not None:
-        columns["reward_model_scores"] = judge(reward_model, prompts, completions)
+        columns["reward_model_scores"] = judge(reward_model, prompts, completions, pace=pace)
     rewards = score(list(reward_names), texts, columns)
     return Rollout(prompts, completions, texts, rewards, columns["answer_extents"])
+
+
+def complete(
+    model: Qwen2_5_VL,
+    processor: Processor,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingConfig,
+    keys: Sequence[str],
+    pace: World | None,
+) -> list[list[Completion]]:
+    """generate, with the draws of the keys and the weights that pace says."""
+    draws = uniforms(keys, num_generations, sampling.max_new_tokens)
+    # what FSDP allocates in inference mode could not be trained with later
+    with layer_by_layer(model) if pace else gathered(model), torch.inference_mode(not is_sharded(model)):
+        stop = processor.stop_token_ids
+        return generate(model, prompts, num_generations, sampling, stop, uniforms=draws, pace=pace)
+
+
+def _keep_pace(model: Qwen2_5_VL, processor: Processor, reward_model: ScalarModel | None, pace: World | None):
+    """What a rank without rows does while others generate and judge: the same, and forget it."""
+    prompts = [processor(SPARE, [])]
+    completions = complete(model, processor, prompts, 1, SamplingConfig(max_new_tokens=1), [""], pace)
+    if reward_model is not None:
+        judge(reward_model, prompts, completions, pace=pace)
 
 
 def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, G: int) -> dict[str, list]:
@@ -112,15 +141,28 @@ def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Proce
 
 @torch.no_grad()
 def judge(
-    model: ScalarModel, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], batch_size: int = 16
+    model: ScalarModel,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    batch_size: int = 16,
+    pace: World | None = None,
 ) -> list[float]:
-    """Ask a reward model about every completion, batch_size prompts at a time: n numbers."""
-    numbers = []
-    for start in range(0, len(prompts), batch_size):
-        part = slice(start, start + batch_size)
-        ids = [[completion.ids for completion in group] for group in completions[part]]
-        batch = pack_to_end(prompts[part], ids, model.backbone.config, model.score.weight.device)
-        numbers += model.at_end(batch).tolist()
+    """Ask a reward model about every completion, batch_size prompts at a time: n numbers.
+
+    Args:
+        pace: see rollout.
+    """
+    numbers, device = [], model.score.weight.device
+    with layer_by_layer(model) if pace else gathered(model):
+        for start in range(0, len(prompts), batch_size):
+            part = slice(start, start + batch_size)
+            ids = [[completion.ids for completion in group] for group in completions[part]]
+            numbers += model.at_end(pack_to_end(prompts[part], ids, model.backbone.config, device)).tolist()
+        if pace is not None:
+            rounds = -(-len(prompts) // batch_size)
+            spare = pack_to_end(prompts[:1], [[completions[0][0].ids]], model.backbone.config, device)
+            for _ in range(pace.most(rounds) - rounds):
+                model.at_end(spare)
     return numbers
 
 
@@ -152,6 +194,7 @@ def evaluate(
     max_new_tokens: int,
     world: World,
     rewards: Sequence[str] = ("accuracy", "format"),
+    gather_weights: bool = True,
     batch_size: int = 64,
 ) -> Evaluation:
     """Answer held-out rows, once sampled and once greedily.
@@ -159,6 +202,7 @@ def evaluate(
     Args:
         rows: all of them are used, each rank taking every size-th.
         rewards: what counts, the form, and what else is to be reported.
+        gather_weights: see RolloutSection.
         batch_size: rows generated together.
     """
     mine = range(world.rank, len(rows), world.size)
@@ -167,11 +211,13 @@ def evaluate(
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         sampling = SamplingConfig(temperature=temperature, max_new_tokens=max_new_tokens)
         values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
-        for start in range(0, len(mine), batch_size):
+        for start in range(0, world.most(len(mine)), batch_size):
             numbers = mine[start : start + batch_size]
             batch, keys = [rows[i] for i in numbers], [f"evaluation/{i}" for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            result = rollout(model, processor, batch, 1, sampling, rewards, keys)
+            result = rollout(
+                model, processor, batch, 1, sampling, rewards, keys, None, None if gather_weights else world
+            )
             values = torch.cat([values, result.rewards])
             unseen += [bool(row.columns.get("unseen")) for row in batch]
             if temperature == 0:

@@ -1,4 +1,4 @@
-"""Ranks: who am I, what is my share, and how sums are made over all of us. Parameters are replicated on every rank."""
+"""Ranks: who am I, what is my share, and how sums are made over all of us. Sharded weights: see sharding.py."""
 
 import os
 import sys
@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+
+SPARE = [{"role": "user", "content": "-"}]  # what a rank works on that only has to keep pace with others
 
 
 @dataclass
@@ -68,13 +70,14 @@ class World:
             parameter.grad.copy_(total.view_as(parameter))
 
 
-def setup(num_threads: int | None = None, timeout: float = 600.0) -> World:
-    """Join the process group if torchrun started us, and choose device and CPU threads.
+def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
+    """Join the process group if torchrun started several of us, and choose device and CPU threads.
 
     Args:
         num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
             thread that torchrun sets for several ranks.
         timeout: seconds that a rank waits for another before the run ends with an error.
+        sharded: weights are to be cut; then a single process needs a group too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -83,9 +86,24 @@ def setup(num_threads: int | None = None, timeout: float = 600.0) -> World:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    if size > 1 or sharded:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # objects and offloaded parts go by gloo
+        limit = timedelta(seconds=timeout)
+        store = attempt_store(limit) if size > 1 else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return World(rank, size, device)
+
+
+def attempt_store(limit: timedelta) -> dist.Store:
+    """Where ranks leave their addresses for each other, apart for each attempt of torchrun --max-restarts.
+
+    torchrun (2.13) keeps one store over all its attempts, in which a restarted rank would find the address of a dead one
+    (pytorch issue 135712). Only on a single host all ranks know the number of the attempt; for several hosts see
+    docs/many_gpus.md.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
 
 
 def shutdown():

@@ -17,10 +17,12 @@ from minivlmrl.config import RunConfig
 from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.data.sources import Dataset, Row, shuffled
 from minivlmrl.model.batch import GroupBatch
-from minivlmrl.model.checkpoint import save_checkpoint
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.training.distributed import World
+from minivlmrl.model.scalar import ScalarModel
+from minivlmrl.training.distributed import SPARE, World
 from minivlmrl.training.reference import Reference
+from minivlmrl.training.saving import save_model
+from minivlmrl.training.sharding import copy_model, is_sharded
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Algorithm:
         held_out: rows that are evaluated, if there are any.
     """
 
+    stage: str  # its name in a recipe
     needs = "prompts"
 
     @staticmethod
@@ -77,10 +80,28 @@ class Algorithm:
     ):
         self.run, self.model, self.processor, self.world = run, model, processor, world
         self.dataset, self.held_out = dataset, held_out
-        model.requires_grad_(True)  # an earlier stage may have frozen what it shared with its reference
+        self.train_all(model)
         self.trained: nn.Module = model  # what the optimizer updates
         self.reference: Reference | None = None  # made by those that measure from one
         self.drawn = 0  # rows of the data that steps have used so far, over all ranks
+
+    def train_all(self, model: Qwen2_5_VL):
+        """Have all weights trained, also those that an earlier stage has frozen, but for what this one freezes."""
+        model.requires_grad_(True)
+        model.visual.requires_grad_(not getattr(self.run, self.stage).freeze_vision_tower)
+
+    def scalar_model(self) -> ScalarModel:
+        """A copy of the policy that says a number, to be trained."""
+        backbone = copy_model(self.model)
+        self.train_all(backbone)
+        model = ScalarModel(backbone)
+        self.shard_like_policy(model.score)
+        return model
+
+    def shard_like_policy(self, head: nn.Module):
+        """Cut what works on the policy's states, if the policy is cut."""
+        if is_sharded(self.model):
+            self.model.sharding.shard_alone(head)
 
     def begin(self):
         """Compute what the first step needs. A resumed run has it in its state instead."""
@@ -116,14 +137,14 @@ class Algorithm:
             self.reference.steps = parts[0]["reference_steps"]
 
     def save(self, folder: Path):
-        """Write what is trained into the run's folder."""
-        save_checkpoint(folder / "checkpoint", self.model, self.processor)
+        """Write what is trained into the run's folder; all ranks call it."""
+        save_model(folder / "checkpoint", self.model, self.processor, self.world)
 
     def pair_accuracy(self) -> float | None:
         """Share of held-out pairs whose chosen answer wins; None: there are none, or this algorithm cannot tell."""
         return None
 
-    def in_step(self, size: int, items: Sequence, spare) -> Iterator[tuple[Sequence, bool]]:
+    def in_step(self, size: int, items: Sequence, spare) -> list[tuple[Sequence, bool]]:
         """Cut items into pieces of at most `size`, as many as the rank with most of them has.
 
         A forward and backward of sharded weights is a joint work of all ranks, so all must do equally many: a rank with
@@ -133,12 +154,12 @@ class Algorithm:
             (piece, whether it is a spare one) pairs.
         """
         pieces = [items[start : start + size] for start in range(0, len(items), size)]
-        yield from ((piece, False) for piece in pieces)
-        yield from (([spare], True) for _ in range(self.world.most(len(pieces)) - len(pieces)))
+        idle = self.world.most(len(pieces)) - len(pieces)
+        return [(piece, False) for piece in pieces] + [([spare], True)] * idle
 
     def spare_prompt(self) -> Prompt:
         """A prompt for work whose result is not used."""
-        return self.processor([{"role": "user", "content": "-"}], [])
+        return self.processor(SPARE, [])
 
     def spare_completion(self) -> Tensor:
         """(1,) int64, to go with it."""

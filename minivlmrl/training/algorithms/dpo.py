@@ -16,6 +16,7 @@ from minivlmrl.training.algorithms.algorithm import Step
 from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch, learnt_mask
 from minivlmrl.training.losses.preference import check_dpo_options, dpo_loss
 from minivlmrl.training.reference import Reference
+from minivlmrl.training.sharding import reshard
 
 
 class DPO(PairAlgorithm):
@@ -24,6 +25,8 @@ class DPO(PairAlgorithm):
     With precompute_ref_log_probs all rows that the stage will meet are scored before its first step, by the policy
     itself, which then still is the reference: no second model is kept.
     """
+
+    stage = "dpo"
 
     @staticmethod
     def check(run: RunConfig):
@@ -85,7 +88,11 @@ class DPO(PairAlgorithm):
                     "resume with the rows and dpo.max_steps that it began with"
                 )
             return group.pad(torch.cat(known).to(group.input_ids.device))
-        return self.score(self.reference.model, group) if self.reference is not None else None
+        if self.reference is None:
+            return None
+        logps = self.score(self.reference.model, group)
+        reshard(self.reference.model)
+        return logps
 
     def score(self, model: Qwen2_5_VL, group: GroupBatch) -> Tensor:
         return group.pad(per_token_logps(model, group)[0])

@@ -29,6 +29,7 @@ from minivlmrl.training.losses.policy import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -173,6 +174,8 @@ class GRPO(Online):
                     mode=config.rollout_correction, clip_max=config.rollout_correction_max,
                     clip_min=config.rollout_correction_min,
                 )  # fmt: skip
+        if self.reference is not None:
+            reshard(self.reference.model)
         if config.top_entropy_quantile < 1:
             for batches in steps:
                 self.find_threshold(batches)

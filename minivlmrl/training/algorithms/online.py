@@ -17,6 +17,7 @@ from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step
 from minivlmrl.training.algorithms.buffer import Buffer, Saved
 from minivlmrl.training.algorithms.reward_model import FOLDER
 from minivlmrl.training.reference import Reference
+from minivlmrl.training.sharding import is_sharded
 
 
 @dataclass
@@ -43,7 +44,6 @@ class Online(Algorithm):
         times: how often each rollout is gone through.
     """
 
-    stage: str  # its name in a recipe
     batch_type = RolloutBatch
 
     def __init__(self, config: GRPOConfig | PPOConfig, reference_weight: float, steps: int, times: int, *args):
@@ -60,7 +60,8 @@ class Online(Algorithm):
 
     def load_scalar(self, path: str | Path) -> ScalarModel:
         """A reward model or critic that reads what the policy writes."""
-        model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device)
+        sharding = self.model.sharding if is_sharded(self.model) else None
+        model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device, sharding)
         if model.backbone.config.vocab_size != self.model.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
         return model
@@ -118,6 +119,7 @@ class Online(Algorithm):
         result = rollout(
             self.model, self.processor, rows, self.config.num_generations, self.run.sampling,
             list(self.run.rewards), keys, self.reward_model,
+            None if self.run.rollout.gather_weights else self.world,
         )  # fmt: skip
         result.places, result.rows = list(numbers), list(numbers.values())
         self.rollouts += 1

@@ -9,6 +9,7 @@ from torch import Tensor
 from minivlmrl.data.processor import Prompt
 from minivlmrl.data.sources import Row
 from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -60,6 +61,7 @@ class PairAlgorithm(Algorithm):
         for some, idle in self.in_step(batch_size, rows, None):
             margins = self.margins([self.spare_pair()] if idle else self.pairs(some))
             right += 0 if idle else int((margins > 0).sum())
+        reshard(self.trained)
         right, count = self.world.sum(right, len(rows))
         return right / count if count else None
 

@@ -6,7 +6,6 @@ Different from TRL 1.12: the score stands on the last token (TRL: one place afte
 advantages are whitened over the whole rollout of all ranks. Left out: an adaptive KL weight, an entropy bonus.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 from minivlmrl.config import RunConfig
 from minivlmrl.model.batch import GroupBatch
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, save_scalar_model, scalar_head
+from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, scalar_head
 from minivlmrl.rollout.advantages import gae, token_rewards, whiten
 from minivlmrl.rollout.rollout import Rollout
 from minivlmrl.training.algorithms.buffer import Buffer
 from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
 from minivlmrl.training.losses.ppo import ppo_loss
+from minivlmrl.training.saving import save_scalar_model, whole
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -48,17 +49,23 @@ class PPO(Online):
 
     def build_critic(self) -> nn.Linear | ScalarModel:
         if self.config.critic == "shared":
-            return scalar_head(self.model)
+            head = scalar_head(self.model)
+            self.shard_like_policy(head)
+            return head
         if self.config.critic_path is None:
-            return ScalarModel(copy.deepcopy(self.model).requires_grad_(True))
-        return self.load_scalar(self.config.critic_path)
+            return self.scalar_model()
+        critic = self.load_scalar(self.config.critic_path)
+        critic.backbone.visual.requires_grad_(not self.config.freeze_vision_tower)
+        return critic
 
     def save(self, folder: Path):
         super().save(folder)
         if self.config.critic == "shared":
-            save_head(folder / "value_head.safetensors", self.critic)
+            weight = whole(self.critic)
+            if self.world.is_main:
+                save_head(folder / "value_head.safetensors", weight)
         else:
-            save_scalar_model(folder / "critic", self.critic, self.processor)
+            save_scalar_model(folder / "critic", self.critic, self.processor, self.world)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
@@ -80,6 +87,8 @@ class PPO(Online):
             if self.reference is not None:
                 logps = per_token_logps(self.reference.model, batch.group, self.run.sampling.temperature)[0]
                 batch.ref_per_token_logps = batch.group.pad(logps)
+        if self.reference is not None:
+            reshard(self.reference.model)
         scores = self.scores(result, combined)
         rewards = [self.rewards(batch, batch.part(scores)) for batch in flat]
         masks = [batch.completion_mask for batch in flat]

@@ -1,16 +1,16 @@
 """The reward model (InstructGPT, step 2): a copy of the policy that learns to number answers as people rank them."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.model.scalar import ScalarModel, pack_to_end, save_scalar_model
+from minivlmrl.model.scalar import pack_to_end
 from minivlmrl.training.algorithms.algorithm import Step
 from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch
 from minivlmrl.training.losses.preference import reward_loss
+from minivlmrl.training.saving import save_scalar_model
 
 FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it leaves in the run's folder
 
@@ -18,15 +18,17 @@ FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it 
 class RewardModel(PairAlgorithm):
     """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is better."""
 
+    stage = "reward_model"
+
     def __init__(self, *args):
         super().__init__(*args)
-        self.trained = ScalarModel(copy.deepcopy(self.model))
+        self.trained = self.scalar_model()
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}
 
     def save(self, folder: Path):
-        save_scalar_model(folder / FOLDER, self.trained, self.processor)
+        save_scalar_model(folder / FOLDER, self.trained, self.processor, self.world)
 
     def batches(self) -> Iterator[Step]:
         config = self.run.reward_model

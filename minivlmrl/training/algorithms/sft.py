@@ -16,7 +16,7 @@ from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
 class SFT(Algorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are learnt."""
 
-    needs = "demonstrations"
+    stage, needs = "sft", "demonstrations"
 
     @staticmethod
     def check(run: RunConfig):
