@@ -39,7 +39,8 @@ from minivlmrl.training.report import print_table, write_report
 from minivlmrl.training.saving import save_model
 from minivlmrl.training.sharding import Sharding, recompute_blocks
 from minivlmrl.training.signals import PREEMPTED, Preempted, StopSignals
-from minivlmrl.training.state import Progress, State, States
+from minivlmrl.training.state import Progress, State
+from minivlmrl.training.states import States
 
 ALGORITHMS = {"sft": SFT, "dpo": DPO, "reward_model": RewardModel, "grpo": GRPO, "ppo": PPO}
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "shapes.yaml"

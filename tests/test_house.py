@@ -25,7 +25,7 @@ ROWS = [
     "training/algorithms/pairs training/algorithms/sft",
     "training/algorithms/buffer training/algorithms/dpo training/algorithms/reward_model training/report "
     "training/state",
-    "training/algorithms/online",
+    "training/algorithms/online training/states",
     "training/algorithms/grpo training/algorithms/ppo",
     "train parity/notes",
     "parity/compare",

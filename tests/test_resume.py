@@ -23,6 +23,7 @@ from minivlmrl.rollout import generate
 from minivlmrl.rollout.rewards import REWARDS
 from minivlmrl.training import signals
 from minivlmrl.training import state as state_file
+from minivlmrl.training import states as states_file
 from minivlmrl.training.algorithms import dpo as dpo_file
 from minivlmrl.training.metrics import MetricsLog
 from minivlmrl.training.signals import PREEMPTED
@@ -106,7 +107,7 @@ PLACES = {
     "before the tensors of a state": (FileSystemWriter, "write_data", {"before": kill}),
     "after the tensors of a state": (FileSystemWriter, "finish", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
-    "between the rename and the cleanup": (state_file, "_sync", {"after": kill}),
+    "between the rename and the cleanup": (states_file, "_sync", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
     "while resuming": (state_file.State, "restore", {"after": kill}),
     "in the precomputing": (dpo_file, "per_token_logps", {"before": kill}),
@@ -201,26 +202,24 @@ def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, t
     assert outcome(tmp_path) == straight(*options)
 
 
-def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path):
-    for die, number in (("in backward", 5), ("before the tensors of a state", 1)):
-        codes = attempt(recipe, tmp_path, *STATES, ranks=2, die=die, number=number, rank=1)
-        assert codes[1] == -signal.SIGKILL
-        assert codes[0] != 0  # it notices
-    assert attempt(recipe, tmp_path, *STATES, ranks=2) == [0, 0]
-    assert outcome(tmp_path) == straight(ranks=2)
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path, sharded):
+    options = [f"--sharding.enabled={sharded}"]
+    codes = attempt(recipe, tmp_path, *options, *STATES, ranks=2, die="in backward", number=4, rank=1)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, -signal.SIGKILL)  # it notices
+    assert attempt(recipe, tmp_path, *options, *STATES, ranks=2) == [0, 0]
+    assert outcome(tmp_path) == straight(*options, ranks=2)
 
 
-@pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(2, 3)])])
+@pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(2, 3)]), ("ppo", [(2, 3)])])
 def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
-    """2 ranks in the first steps, then 4, then 1; killed in the middle of a rollout."""
+    """2 ranks that share the weights, then 4 with all of them each, then 1; killed in the middle of a rollout."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     for ranks, steps in attempts:
-        end = f"--{stages}.max_steps=6"
-        codes = attempt(
-            recipe, tmp_path, *options, end, "--state_steps=1", "--resume=auto", ranks=ranks,
-            die="when the figures are written", number=steps,
-        )  # fmt: skip
-        assert codes.count(-signal.SIGKILL) >= 1
+        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
+        die = "when the figures are written"
+        assert -signal.SIGKILL in attempt(recipe, tmp_path, *options, *more, ranks=ranks, die=die, number=steps)
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
     found, expected = outcome(tmp_path), straight(*options)
     for line, other in zip(*(map(json.loads, x["metrics"].splitlines()) for x in (found, expected)), strict=True):
@@ -309,7 +308,7 @@ def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
         resume(recipe, copy, "--resume=auto")
 
 
-@pytest.mark.parametrize("owner, name", [(state_file, "_write"), (FileSystemWriter, "write_data"), (Path, "rename")])
+@pytest.mark.parametrize("owner, name", [(states_file, "_write"), (FileSystemWriter, "write_data"), (Path, "rename")])
 def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, monkeypatch, owner, name):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))

@@ -15,7 +15,7 @@ limit=20 # seconds that a rank waits for another
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 options=(recipes/shapes.yaml --sft.max_steps=30 --grpo.max_steps=12 --grpo.num_iterations=2 --grpo.steps_per_generation=2
   --data.eval_rows=8 --num_threads=1 --state_steps=4 --timeout="$limit" --resume=auto)
-by_rank=(--master_addr=10.77.0.1 --master_port=29500)
+by_rank=(--node_rank=RANK --master_addr=10.77.0.1 --master_port=29500)
 elastic=(--rdzv_backend=c10d --rdzv_endpoint=10.77.0.1:29500 --rdzv_id=night --max-restarts=1)
 
 clean() {
@@ -36,14 +36,16 @@ for host in "$one:cable-one" "$two:cable-two"; do
   ip -n "${host%%:*}" link set "${host##*:}" up
 done
 
-# start OUTPUT LAUNCHER...: torchrun on both hosts, in the background as $first and $second
+# start OUTPUT LAUNCHER...: torchrun on both hosts, in the background as $first and $second; is_host says where the
+# rendezvous is, which torchrun otherwise tells by the hosts' names
 start() {
   local output=$1
   shift
   for host in "$one cable-one 0 10.77.0.1" "$two cable-two 1 10.77.0.2"; do
     read -r name cable rank address <<<"$host"
     ip netns exec "$name" env GLOO_SOCKET_IFNAME="$cable" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
-      "$python" -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --node_rank="$rank" --local_addr="$address" "$@" \
+      "$python" -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --local_addr="$address" \
+      "${@/RANK/$rank}" "--rdzv_conf=is_host=$((1 - rank))" \
       train.py "${options[@]}" --output_dir="$output" >"$output-$rank.log" 2>&1 &
     [ "$rank" = 0 ] && first=$! || second=$!
   done
@@ -52,7 +54,7 @@ start() {
 # reached OUTPUT STATE: wait until a state is written
 reached() {
   until [ -e "$1/states/$2" ]; do
-    kill -0 $first $second || { cat "$1"-*.log; exit 1; }
+    kill -0 $first 2>/dev/null && kill -0 $second 2>/dev/null || { cat "$1"-*.log; exit 1; }
     sleep 0.1
   done
 }

@@ -97,8 +97,8 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 def attempt_store(limit: timedelta) -> dist.Store:
     """Where ranks leave their addresses for each other, apart for each attempt of torchrun --max-restarts.
 
-    torchrun (2.13) keeps one store over all its attempts, in which a restarted rank would find the address of a dead one
-    (pytorch issue 135712). Only on a single host all ranks know the number of the attempt; for several hosts see
+    torchrun (2.13) keeps one store over all attempts, in which a restarted rank would find the address of a dead one
+    (pytorch issue 135712). Only on a single host do all ranks know the number of the attempt; for several hosts see
     docs/many_gpus.md.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
