@@ -18,6 +18,7 @@ class ModelSection:
     path: str | None = None
     config: str | None = None
     dtype: str = "float32"  # of the parameters
+    activation_checkpointing: bool = False  # keep only the inputs of blocks and compute the rest again in the backward
 
 
 @dataclass
@@ -152,6 +153,27 @@ class SamplingConfig:
 
 
 @dataclass
+class RolloutSection:
+    gather_weights: bool = True  # sharded: weights are whole on every rank during a rollout; False: layer by layer
+
+
+@dataclass
+class ShardingSection:
+    """Weights, gradients and optimizer state cut into one part a rank (FSDP2). Off: each rank has them all."""
+
+    enabled: bool = False
+    compute_dtype: str | None = None  # of gathered weights and activations; None: model.dtype, which the optimizer has
+    replicas: int = 1  # groups of ranks that hold a whole model each; one a node keeps gathering within nodes
+    cpu_offload: bool = False  # parts, gradients and optimizer state lie in host memory
+
+    def __post_init__(self):
+        _require(self.replicas >= 1, "replicas", self.replicas, "1 or more")
+        for name in ("compute_dtype", "replicas", "cpu_offload"):
+            value, left_out = getattr(self, name), getattr(type(self), name)
+            _require(self.enabled or value == left_out, name, value, f"{left_out!r} unless sharding is enabled")
+
+
+@dataclass
 class StageConfig:
     """What every stage has: its length, its batch and its optimizer (AdamW)."""
 
@@ -166,6 +188,7 @@ class StageConfig:
     adam_beta2: float = 0.99
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    freeze_vision_tower: bool = False  # merger included; the rest is trained
     save_steps: int = 0  # write the checkpoint every so many steps; 0: at the end of the run only
 
     def __post_init__(self):
@@ -330,15 +353,26 @@ class RunConfig:
     output_dir: str = "runs/default"
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
     num_threads: int | None = None  # CPU threads of this process; None: cores of the machine / its ranks
+    state_steps: int = 0  # save the state every so many optimizer steps and after each stage; 0: only when signalled
+    keep_states: int = 2  # the newest so many states; one more than 1, for the case that the newest is damaged
+    resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    timeout: float = 600.0  # seconds that a rank waits for another before the run ends with an error
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
     rewards: dict[str, float] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self):
+        _require(self.state_steps >= 0, "state_steps", self.state_steps, "0 or more")
+        _require(self.keep_states >= 1, "keep_states", self.keep_states, "1 or more")
+        _require(self.timeout > 0, "timeout", self.timeout, "over 0")
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:

@@ -76,11 +76,11 @@ class Second(World):
     def sum(self, *values):
         return [2 * value for value in values]
 
-    def gather(self, tensor):
-        return torch.cat([torch.full_like(tensor, 9.0), tensor])
-
     def gather_objects(self, value):
-        return [value, value]
+        if not isinstance(value, tuple):
+            return [value, value]
+        places, rewards = value
+        return [([place - len(places) for place in places], torch.full_like(rewards, 9.0)), value]
 
 
 SECOND = Second(1, 2, torch.device("cpu"))
@@ -101,6 +101,7 @@ class Stage:
         self.algorithm = train.ALGORITHMS[stage](config, self.model, processor, rows, world, held_out)
         self.config = getattr(config, stage)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config)
+        self.algorithm.begin()
         self.work = self.algorithm.batches()
         self.step = None
 
@@ -370,7 +371,7 @@ def test_overlong_completions_are_punished(stage, samples):
 def test_a_group_whose_lengths_are_punished_differently_teaches(stage, samples, monkeypatch):
     scripted(monkeypatch, *[0.5] * 9)
     run = stage("grpo", "--grpo.soft_punish_cache=4")
-    result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(8)])
+    result = run.algorithm.sample({i: i for i in range(8)})
     lengths = [{max(len(c.ids), 2) for c in group} for group in result.completions]  # 2 tokens and fewer are free
     live, dead = run.algorithm.split(result)
     assert live == [i for i in range(8) if len(lengths[i]) > 1]
@@ -384,7 +385,7 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(4)])
+        result = run.algorithm.sample({i: i for i in range(4)})
         assert len(run.algorithm.split(result)[0]) == teaching
 
 
@@ -504,7 +505,7 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
         threshold = torch.quantile(entropies, 0.7).item()
         for batch in batches:
             assert batch.entropy_threshold == pytest.approx(threshold, rel=1e-6)
-            assert batch.num_entropy_tokens == (entropies > threshold).sum() < len(entropies) / 2
+            assert batch.num_entropy_tokens == (entropies > threshold - 1e-6).sum() < len(entropies) / 2
         thresholds.append(threshold)
     assert thresholds[0] != thresholds[1]
 
@@ -531,12 +532,6 @@ def test_ppo_whitens_over_all_ranks(stage):
     found = torch.cat([b.advantages[mask] for b, mask in zip(batches, real, strict=True)])
     deviation = (torch.cat([plain, plain]).var() + 1e-8).sqrt()
     torch.testing.assert_close(found, (plain - plain.mean()) / deviation, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_ranks_draw_differently(stage, name):
-    seeds = [stage(name, world=world).algorithm.generator.initial_seed() for world in (ONE, SECOND)]
-    assert seeds[0] != seeds[1]
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -623,7 +618,7 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_chosen_answers_come_first(stage, name):
     run = stage(name)
-    rows = next(run.algorithm.rows(4))[:2]
+    rows = next(stage(name).algorithm.rows(4))[:2]
     [batch, _] = run.next()
     ids = batch.group.split(batch.group.completion_ids)
     expected = [answer for row in rows for answer in (row.chosen, row.rejected)]
@@ -903,7 +898,7 @@ def test_what_the_first_epoch_sees_is_what_was_stored(stage, critic):
 
 def test_a_cut_completion_is_fined(stage, samples):
     run = stage("ppo", "--ppo.missing_eos_penalty=0.5")
-    result = run.algorithm.sample([run.algorithm.dataset[i] for i in range(4)])
+    result = run.algorithm.sample({i: i for i in range(4)})
     stopped = torch.tensor([c.stopped for group in result.completions for c in group])
     assert 0 < stopped.sum() < len(stopped)
     combined = run.algorithm.combined(result)

@@ -1,6 +1,7 @@
 """Generation against transformers' generate, against our own scorer, and against itself."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rollout.generate import generate
+from minivlmrl.rollout.sampler import uniforms
 from minivlmrl.rollout.stop_strings import StopStrings
 
 import tiny
@@ -344,3 +346,30 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
     monkeypatch.setattr(model.model, "forward", lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1])
     generate(model, rows, 8, SamplingConfig(max_new_tokens=3), (), torch.Generator().manual_seed(0))
     assert seen == [sum(len(row.input_ids) for row in rows), 16, 16]
+
+
+def test_completions_by_numbers_do_not_depend_on_what_is_generated_beside_them():
+    model, rows = tiny.model(dtype=torch.float64), prompts(5)
+    params, numbers = SamplingConfig(max_new_tokens=10), uniforms(list("abcde"), 3, 10)
+
+    def draw(places):
+        out = generate(model, [rows[i] for i in places], 3, params, STOP, uniforms=numbers[places])
+        return [[c.ids.tolist() for c in group] for group in out]
+
+    together = draw([0, 1, 2, 3, 4])
+    assert draw([4, 2]) == [together[4], together[2]]
+    assert [draw([i])[0] for i in range(5)] == together
+    assert len({tuple(ids) for group in together for ids in group}) > 10
+
+
+def test_logits_that_are_not_finite_end_the_generation():
+    """Also where only a later token finds them so."""
+    model, params = tiny.model(), SamplingConfig(max_new_tokens=4)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3:] = float("nan")
+        model.model.embed_tokens.weight[290:294] = 0
+    row = prompts(1)[0]
+    row.input_ids.clamp_(max=2)
+    row = replace(row, pixel_values=row.pixel_values[:0], grid_thw=row.grid_thw[:0], second_per_grid_ts=None)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate(model, [row], 2, params, (), uniforms=uniforms(["a"], 2, 4))

@@ -354,6 +354,7 @@ def steps(folder, stage, *overrides, arrange=lambda work: work):
     algorithm = train.ALGORITHMS[stage](config, model, processor, Ragged(8, "rows"), ONE)
     section = getattr(config, stage)
     optimizer = build_optimizer(algorithm.trained, section)
+    algorithm.begin()
     work, lines = algorithm.batches(), []
     for _ in range(section.max_steps):
         lines.append(train.optimizer_step(algorithm, arrange(next(work)), optimizer, 3e-3, 1.0))
@@ -550,13 +551,12 @@ def record(*arguments):
     texts.append(rollout(*arguments))
     return texts[-1]
 
-def spy(stage, algorithm, log, folder):
-    seconds = original(stage, algorithm, log, folder)
+def spy(stage, algorithm, log, folder, *others):
+    original(stage, algorithm, log, folder, *others)
     weights = {name: p.detach() for name, p in algorithm.trained.named_parameters()}
     states[stage] = {"weights": weights, "texts": [text for result in texts for text in result.texts]}
     torch.save(states, folder / f"rank{algorithm.world.rank}.pt")
     texts.clear()
-    return seconds
 
 train.train, online.rollout = spy, record
 train.main(sys.argv[1:])

@@ -72,7 +72,7 @@ def test_the_first_image_counts():
 
 def test_parts_of_a_rollout_keep_their_extents():
     def one(name, extent):
-        return Rollout([name], [[None, None]], [f"{name}1", f"{name}2"], torch.zeros(2, 1), [extent] * 2)
+        return Rollout([name], [[None, None]], [f"{name}1", f"{name}2"], torch.zeros(2, 1), [extent] * 2, [0], [0])
 
     joined = one("a", (8, 8)).join(one("b", None)).join(one("c", (1, 1)))
     assert joined.answer_extents == [(8, 8), (8, 8), None, None, (1, 1), (1, 1)]
@@ -88,7 +88,7 @@ def test_parts_of_a_rollout_keep_their_extents():
 def scripted(monkeypatch):
     """A rollout that earns what a row's columns `sampled` and `greedy` say, and names its row."""
 
-    def rollout(model, processor, batch, num_generations, sampling, reward_names, generator):
+    def rollout(model, processor, batch, num_generations, sampling, reward_names, keys, reward_model, pace):
         assert num_generations == 1 and tuple(reward_names) == REWARDS
         kind = {1.0: "sampled", 0.0: "greedy"}[sampling.temperature]
         # answers end as in training, but are drawn without its filters
@@ -117,7 +117,8 @@ ROWS = [
 
 
 def ask(rows, rank=0, size=1, batch_size=64, world=World):
-    return evaluate(None, None, rows, SAMPLING, world(rank, size, torch.device("cpu")), REWARDS, batch_size)
+    world = world(rank, size, torch.device("cpu"))
+    return evaluate(None, None, rows, SAMPLING, world, REWARDS, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [64, 2])

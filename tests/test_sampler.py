@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.config import SamplingConfig
-from minivlmrl.rollout.sampler import filter_logits, sample
+from minivlmrl.rollout.sampler import draw, filter_logits, sample, uniforms
 
 SETTINGS = [
     dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
@@ -139,3 +139,44 @@ def test_min_p_is_a_share_of_the_likeliest_that_is_left():
 def test_settings_out_of_bounds_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingConfig(**bad)
+
+
+# draws by numbers
+
+
+def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probs, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
+def test_no_number_draws_a_dropped_token():
+    """The sums of 152k float32 probabilities are off by 1e-6: units that are whole add up without error."""
+    probs = torch.rand(1, 151_936, generator=torch.Generator().manual_seed(0))
+    probs[:, torch.arange(0, 151_936, 3)] = 0
+    probs[:, -1000:] = 0
+    probs = (probs / probs.sum()).expand(400, -1)
+    numbers = torch.linspace(0, 1 - 2**-53, 400, dtype=torch.float64)
+    ids = draw(probs, numbers)
+    assert (probs[0, ids] > 0).all()
+    exact = probs[0].double().cumsum(0) / probs[0].double().sum()
+    assert ((exact[ids] >= numbers - 1e-10) & (exact[ids] - probs[0, ids] <= numbers + 1e-10)).all()
+
+
+def test_draws_by_numbers_follow_the_filtered_distribution():
+    params = SamplingConfig(temperature=0.8, top_k=6)
+    one, n = logits(rows=1), 40_000
+    numbers = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids, logps = sample(one.expand(n, -1), params, None, uniform=numbers)
+    p = filter_logits(one, params).softmax(-1)[0]
+    frequency = ids.bincount(minlength=40) / n
+    assert ((frequency - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
+    torch.testing.assert_close(logps, (one[0] / 0.8).log_softmax(-1)[ids])
+
+
+def test_numbers_depend_on_their_key_alone():
+    three, one = uniforms(["a", "b", "c"], 2, 5), uniforms(["b"], 2, 5)
+    assert three.shape == (3, 2, 5) and three.dtype == torch.float64
+    assert torch.equal(three[1], one[0])
+    assert len(three.unique()) == 30 and three.min() >= 0 and three.max() < 1
+    assert uniforms([], 2, 5).shape == (0, 2, 5)

@@ -10,11 +10,15 @@ from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model, save_checkpoint
-from minivlmrl.model.scalar import ScalarModel, load_scalar_model, pack_to_end, save_scalar_model
+from minivlmrl.model.scalar import ScalarModel, load_scalar_model, pack_to_end
 from minivlmrl.rollout.generate import Completion
 from minivlmrl.rollout.rollout import judge
+from minivlmrl.training.distributed import World
+from minivlmrl.training.saving import save_scalar_model
 
 import tiny
+
+ONE = World(0, 1, torch.device("cpu"))
 
 
 def scalar_model(tied=False) -> ScalarModel:
@@ -102,7 +106,7 @@ def processor():
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
     model, (prompts, completions) = scalar_model(tied), groups
-    save_scalar_model(tmp_path / "judge", model, processor)
+    save_scalar_model(tmp_path / "judge", model, processor, ONE)
     loaded = load_scalar_model(tmp_path / "judge")
     batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
     assert torch.equal(loaded.at_end(batch), model.at_end(batch))
@@ -112,7 +116,7 @@ def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
 
 def test_its_folder_is_a_plain_model_too(processor, tmp_path):
     model = scalar_model()
-    save_scalar_model(tmp_path / "judge", model, processor)
+    save_scalar_model(tmp_path / "judge", model, processor, ONE)
     assert torch.equal(load_model(tmp_path / "judge").lm_head.weight, model.backbone.lm_head.weight)
 
 
@@ -131,7 +135,7 @@ def test_a_missing_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
 def test_another_head_is_refused(processor, tmp_path, change):
-    save_scalar_model(tmp_path / "judge", scalar_model(), processor)
+    save_scalar_model(tmp_path / "judge", scalar_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
     with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight of shape \(1, 64\)"):
@@ -139,7 +143,7 @@ def test_another_head_is_refused(processor, tmp_path, change):
 
 
 def test_a_head_that_was_cut_is_refused(processor, tmp_path):
-    save_scalar_model(tmp_path / "judge", scalar_model(), processor)
+    save_scalar_model(tmp_path / "judge", scalar_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):

@@ -462,12 +462,12 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 ]
 # these change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size, precompute_ref_log_probs), in test_algorithms.py (reward_model.path, ppo.critic_path) or in
-# test_media.py (allow_urls)
+# test_media.py (allow_urls) or test_resume.py (states, resume, timeout)
 OTHERS = {
     "sft.micro_batch_size", "reward_model.micro_batch_size", "ppo.micro_batch_size", "dpo.precompute_ref_log_probs",
     *(f"{stage}.save_steps" for stage in STAGES), "output_dir", "num_threads", "model.path", "model.config",
     "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path", "data.allow_urls",
-    "data.resize",
+    "data.resize", "state_steps", "keep_states", "resume", "timeout",
 }  # fmt: skip
 
 
@@ -488,7 +488,7 @@ def lines_of(folder, own):
                 patch.setattr(generate, "sample", drifting)
             patch.setattr(train, "evaluate", lambda *_: train.Evaluation(0, 0, 0, []))
             for file in (train, algorithm_file):
-                patch.setattr(file, "save_checkpoint", lambda *_: None)
+                patch.setattr(file, "save_model", lambda *_: None)
             train.main([str(folder / "recipe.yaml"), f"--output_dir={folder / 'option'}", *overrides])
         return metrics(folder / "option")
 
@@ -705,12 +705,6 @@ def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
 def test_own_data_needs_own_weights(run, rows):
     with pytest.raises(ValueError, match=r"with data\.train_file set model\.path"):
         run("--data.task=null", f"--data.train_file={rows}")
-
-
-def test_a_step_that_ranks_cannot_share_is_refused():
-    assert World(1, 2, torch.device("cpu")).share([1, 2, 3, 4]) == [3, 4]
-    with pytest.raises(ValueError, match="3 prompts cannot be shared equally by 2 ranks"):
-        World(0, 2, torch.device("cpu")).share([1, 2, 3])
 
 
 def test_no_rows_to_evaluate(run, plain):

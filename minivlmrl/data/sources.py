@@ -128,8 +128,12 @@ class JsonLines:
         return replace(row, images=images, videos=videos, columns=columns)
 
 
-def shuffled(size: int, per_step: int, seed: int) -> Iterator[list[int]]:
-    """Endless lists of per_step row numbers: every pass visits all rows once, in a new order."""
+def shuffled(size: int, per_step: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    """Endless lists of per_step row numbers: every pass visits all rows once, in a new order.
+
+    Args:
+        skip: leave out so many numbers at the beginning.
+    """
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)
@@ -137,5 +141,7 @@ def shuffled(size: int, per_step: int, seed: int) -> Iterator[list[int]]:
     while True:
         while len(waiting) < per_step:
             waiting += torch.randperm(size, generator=generator).tolist()
+            dropped = min(skip, len(waiting))
+            waiting, skip = waiting[dropped:], skip - dropped
         yield waiting[:per_step]
         waiting = waiting[per_step:]

@@ -16,6 +16,7 @@ from minivlmrl.model.folder import find_folder, read_carried, read_json, write_j
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.model.replacing import replacing
 from minivlmrl.model.weights import DTYPES, read_tensors, tensor_names, weight_files, write_weights
+from minivlmrl.training.sharding import Sharding, assign
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file, as on the hub
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -29,7 +30,9 @@ CONTROL_TOKENS = {
 }  # fmt: skip
 
 
-def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> Qwen2_5_VL:
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
+) -> Qwen2_5_VL:
     """Build the model that a folder describes and fill it with the folder's weights.
 
     The weights go one by one from the file to where they stay: memory never holds a second copy of more than one.
@@ -38,6 +41,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json; or the id of a
             repository that does, see find_folder.
         dtype: of the parameters; by default the config's torch_dtype.
+        sharding: cuts the model; then each rank reads its own parts of the files alone, onto sharding.device.
     Raises:
         ValueError: a file is missing or unreadable; a tensor is missing, unexpected, there twice or of another shape
             (named); the head is tied to the embedding, but another one is stored.
@@ -56,9 +60,10 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu
             model = Qwen2_5_VL(config).to(dtype or DTYPES[config.torch_dtype])
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"{folder}/config.json: there is no model of these sizes ({error})") from error
-    model.load_state_dict(_read_weights(folder, files, model, torch.device(device)), assign=True, strict=False)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    if sharding is not None:
+        sharding.shard(model)
+    place = sharding.part if sharding else lambda tensor, wanted: tensor.to(device, wanted.dtype, copy=True)
+    assign(model, _read_weights(folder, files, model, place))
     return model
 
 
@@ -70,8 +75,14 @@ def _read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{folder}/{error}") from error
 
 
-def _read_weights(folder: Path, files: list[Path], model: Qwen2_5_VL, device: torch.device) -> dict[str, Tensor]:
-    """A tensor for each parameter of a model on the meta device, of that parameter's dtype."""
+def _read_weights(
+    folder: Path, files: list[Path], model: Qwen2_5_VL, place: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """A tensor for each parameter of a model on the meta device.
+
+    Args:
+        place: makes it of a view of the file and the parameter that it is for.
+    """
     expected = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
     tied_head = {HEAD: expected[EMBEDDING]} if model.config.tie_word_embeddings else {}  # some folders store it as well
     found: dict[str, Tensor] = {}
@@ -85,7 +96,7 @@ def _read_weights(folder: Path, files: list[Path], model: Qwen2_5_VL, device: to
             if tensor.shape != wanted.shape:
                 shapes = tuple(tensor.shape), tuple(wanted.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shapes[0]}, config.json asks for {shapes[1]}")
-            found[name] = tensor.to(device, wanted.dtype, copy=True)
+            found[name] = place(tensor, wanted)
     missing = expected.keys() - found.keys()
     if missing:
         where = f"{files[0]}{' and its other shards' if len(files) > 1 else ''}"
@@ -171,6 +182,7 @@ def save_checkpoint(
     processor: Processor,
     more: Callable[[Path], None] = lambda aside: None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    weights: dict[str, Tensor] | None = None,
 ):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
 
@@ -180,6 +192,7 @@ def save_checkpoint(
     Args:
         more: writes what else belongs into the folder, given the one aside.
         max_shard_size: bytes of one file of weights.
+        weights: by name, where the model has only parts of them.
     Raises:
         ValueError: at `folder` is something else than a checkpoint.
         OSError: the disk is full or broken; an earlier checkpoint at `folder` stays.
@@ -188,7 +201,7 @@ def save_checkpoint(
     with replacing(folder) as aside:
         write_json(aside / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
         # named_parameters lists a tied head once, under the embedding's name, as the hub's checkpoints do
-        write_weights(aside, dict(model.named_parameters()), max_shard_size)
+        write_weights(aside, dict(model.named_parameters()) if weights is None else weights, max_shard_size)
         write_json(aside / "preprocessor_config.json", processor.image_processor.to_dict())
         processor.tokenizer.save(aside / "tokenizer.json")
         write_json(aside / "tokenizer_config.json", TOKENIZER_CONFIG)

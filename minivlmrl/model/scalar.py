@@ -7,12 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minivlmrl.data.processor import Processor, Prompt
+from minivlmrl.data.processor import Prompt
 from minivlmrl.model.batch import GroupBatch, pack
-from minivlmrl.model.checkpoint import load_model, read_tensors, save_checkpoint
+from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.sharding import Sharding
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
 
@@ -53,32 +54,33 @@ def scalar_head(model: Qwen2_5_VL) -> nn.Linear:
     return head
 
 
-def save_head(file: Path, head: nn.Linear):
+def save_head(file: Path, weight: Tensor):
     """Write a head's weight; through a file aside, so that an earlier one stays whole until then."""
     aside = file.with_suffix(".partial")
-    save_file({"score.weight": head.weight.detach().cpu()}, aside)
+    save_file({"score.weight": weight.detach().cpu()}, aside)
     aside.replace(file)
 
 
-def save_scalar_model(folder: Path, model: ScalarModel, processor: Processor):
-    """Write a folder that load_scalar_model reads: a checkpoint with score.safetensors in it."""
-    save_checkpoint(folder, model.backbone, processor, lambda aside: save_head(aside / HEAD_FILE, model.score))
-
-
-def load_scalar_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> ScalarModel:
+def load_scalar_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
+) -> ScalarModel:
     """Read what save_scalar_model wrote.
 
+    Args:
+        dtype, device, sharding: see load_model.
     Raises:
         ValueError: as load_model; or there is no such folder, or it holds a plain model without a head.
     """
     check_scalar_folder(folder)
     file = Path(folder) / HEAD_FILE
-    model = ScalarModel(load_model(folder, dtype, device))
+    model = ScalarModel(load_model(folder, dtype, device, sharding))
     tensors = dict(read_tensors(file))
     if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
         raise ValueError(f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}")
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
+    if sharding is not None:
+        sharding.shard_alone(model.score)
     return model
 
 

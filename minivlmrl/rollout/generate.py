@@ -14,6 +14,7 @@ from minivlmrl.model.batch import pack
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.sampler import sample
 from minivlmrl.rollout.stop_strings import StopStrings
+from minivlmrl.training.distributed import World
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Completion:
     stopped: bool  # ended with a stop token or a stop string; False: cut at max_new_tokens or max_length
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Qwen2_5_VL,
     prompts: Sequence[Prompt],
@@ -35,6 +36,8 @@ def generate(
     generator: torch.Generator | None = None,
     tokenizer: Tokenizer | None = None,
     on_tokens: Callable[[list[int], list[int]], None] | None = None,
+    uniforms: Tensor | None = None,
+    pace: World | None = None,
 ) -> list[list[Completion]]:
     """Sample completions.
 
@@ -46,6 +49,10 @@ def generate(
         tokenizer: needed for stop strings.
         on_tokens: is told at each step which completions still run, by number from 0 to B * G - 1, and what each of
             them has just drawn, to show answers while they are written.
+        uniforms: (B, G, max_new_tokens) float64 in [0, 1), what each token is drawn by, instead of the generator:
+            then a completion does not depend on what is generated beside it. See sampler.uniforms.
+        pace: the ranks, where weights are sharded and gathered layer by layer: all have to call this, and whose
+            completions have ended goes on with a token that means nothing until all have.
     Returns:
         B lists of G completions.
     Raises:
@@ -69,8 +76,11 @@ def generate(
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     seen = _seen(batch, owner, logits) if params.repetition_penalty != 1 else None
+    uniforms = None if uniforms is None else uniforms.flatten(0, 1).to(device)  # (R, max_new_tokens)
     for step in range(drawn.capacity):
-        ids, logps = sample(logits, params, generator, seen, stop if step < params.min_new_tokens else None)
+        banned = stop if step < params.min_new_tokens else None
+        uniform = None if uniforms is None else uniforms[drawn.running, step]
+        ids, logps = sample(logits, params, generator, seen, banned, uniform)
         if on_tokens is not None:
             on_tokens(drawn.running.tolist(), ids.tolist())
         rest = drawn.record(ids, logps)
@@ -81,12 +91,26 @@ def generate(
             ids, seen = ids[rest], seen[rest] if seen is not None else None
         if seen is not None:
             seen[torch.arange(len(ids), device=device), ids] = True
+        if pace is not None:
+            pace.sum(1)  # this rank goes on
         position_ids = (next_position[owner[drawn.running]] + step).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)  # (running rows, hidden_size)
         decode.advance()
         logits = model.lm_head(hidden)
+    if pace is not None:
+        _keep_pace(model, pace)
+    if not drawn.logps.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
     completions = drawn.completions()
     return [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
+
+
+def _keep_pace(model: Qwen2_5_VL, pace: World):
+    """Run the decoder as long as any rank needs its weights."""
+    device = model.lm_head.weight.device
+    token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
+    while pace.sum(0)[0]:
+        model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
 
 
 class _Drawn:

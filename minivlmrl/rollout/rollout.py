@@ -16,7 +16,9 @@ from minivlmrl.model.scalar import ScalarModel, pack_to_end
 from minivlmrl.rollout import box_rewards  # noqa: F401 (registers its rewards)
 from minivlmrl.rollout.generate import Completion, generate
 from minivlmrl.rollout.rewards import required_columns, score
-from minivlmrl.training.distributed import World
+from minivlmrl.rollout.sampler import uniforms
+from minivlmrl.training.distributed import SPARE, World
+from minivlmrl.training.sharding import gathered, is_sharded, layer_by_layer
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Rollout:
     texts: list[str]  # n
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
     answer_extents: list = field(default_factory=list)  # n, see box_columns
+    places: list[int] = field(default_factory=list)  # B, of each prompt among those of all ranks ...
+    rows: list[int] = field(default_factory=list)  # ... and in the dataset
 
     def select(self, groups: Sequence[int]) -> "Rollout":
         """Only these groups."""
@@ -38,6 +42,8 @@ class Rollout:
             [text for i in groups for text in self.texts[i * size : (i + 1) * size]],
             self.rewards.unflatten(0, (-1, size))[list(groups)].flatten(0, 1),
             [extent for i in groups for extent in self.answer_extents[i * size : (i + 1) * size]],
+            [self.places[i] for i in groups],
+            [self.rows[i] for i in groups],
         )
 
     def join(self, other: "Rollout") -> "Rollout":
@@ -45,6 +51,7 @@ class Rollout:
         return Rollout(
             self.prompts + other.prompts, self.completions + other.completions, self.texts + other.texts,
             torch.cat([self.rewards, other.rewards]), self.answer_extents + other.answer_extents,
+            self.places + other.places, self.rows + other.rows,
         )  # fmt: skip
 
 
@@ -55,8 +62,9 @@ def rollout(
     num_generations: int,
     sampling: SamplingConfig,
     reward_names: Sequence[str],
-    generator: torch.Generator | None,
+    keys: Sequence[str],
     reward_model: ScalarModel | None = None,
+    pace: World | None = None,
 ) -> Rollout:
     """Sample completions for rows and let the rewards judge them.
 
@@ -64,12 +72,16 @@ def rollout(
         rows: B of them.
         num_generations: completions for each row (G).
         reward_names: K registered rewards.
-        generator: see generate.
+        keys: B texts that the draws depend on: the same key, the same completions, whatever else is in rows.
         reward_model: who answers for the reward of this name.
+        pace: where weights are sharded: None gathers them all first; else the ranks, which gather them layer by layer
+            and have to make their rollouts together.
     """
+    if not rows:
+        _keep_pace(model, processor, reward_model, pace)
+        return Rollout([], [], [], torch.zeros(0, len(reward_names)))
     prompts = [processor(row.messages, row.images, row.videos) for row in rows]
-    stop, tokenizer = processor.stop_token_ids, processor.tokenizer
-    completions = generate(model, prompts, num_generations, sampling, stop, generator, tokenizer)
+    completions = complete(model, processor, prompts, num_generations, sampling, keys, pace)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(num_generations)] for name in names}
@@ -77,9 +89,34 @@ def rollout(
     columns |= box_columns(rows, prompts, processor, num_generations)
     columns["completion_ids"] = [completion.ids.tolist() for group in completions for completion in group]
     if reward_model is not None:
-        columns["reward_model_scores"] = judge(reward_model, prompts, completions)
+        columns["reward_model_scores"] = judge(reward_model, prompts, completions, pace=pace)
     rewards = score(list(reward_names), texts, columns)
     return Rollout(prompts, completions, texts, rewards, columns["answer_extents"])
+
+
+def complete(
+    model: Qwen2_5_VL,
+    processor: Processor,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    sampling: SamplingConfig,
+    keys: Sequence[str],
+    pace: World | None,
+) -> list[list[Completion]]:
+    """generate, with the draws of the keys and the weights that pace says."""
+    draws = uniforms(keys, num_generations, sampling.max_new_tokens)
+    # what FSDP allocates in inference mode could not be trained with later
+    with layer_by_layer(model) if pace else gathered(model), torch.inference_mode(not is_sharded(model)):
+        stop, tokenizer = processor.stop_token_ids, processor.tokenizer
+        return generate(model, prompts, num_generations, sampling, stop, None, tokenizer, uniforms=draws, pace=pace)
+
+
+def _keep_pace(model: Qwen2_5_VL, processor: Processor, reward_model: ScalarModel | None, pace: World | None):
+    """What a rank without rows does while others generate and judge: the same, and forget it."""
+    prompts = [processor(SPARE, [])]
+    completions = complete(model, processor, prompts, 1, SamplingConfig(max_new_tokens=1), [""], pace)
+    if reward_model is not None:
+        judge(reward_model, prompts, completions, pace=pace)
 
 
 def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, G: int) -> dict[str, list]:
@@ -105,15 +142,28 @@ def box_columns(rows: Sequence[Row], prompts: Sequence[Prompt], processor: Proce
 
 @torch.no_grad()
 def judge(
-    model: ScalarModel, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], batch_size: int = 16
+    model: ScalarModel,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    batch_size: int = 16,
+    pace: World | None = None,
 ) -> list[float]:
-    """Ask a reward model about every completion, batch_size prompts at a time: n numbers."""
-    numbers = []
-    for start in range(0, len(prompts), batch_size):
-        part = slice(start, start + batch_size)
-        ids = [[completion.ids for completion in group] for group in completions[part]]
-        batch = pack_to_end(prompts[part], ids, model.backbone.config, model.score.weight.device)
-        numbers += model.at_end(batch).tolist()
+    """Ask a reward model about every completion, batch_size prompts at a time: n numbers.
+
+    Args:
+        pace: see rollout.
+    """
+    numbers, device = [], model.score.weight.device
+    with layer_by_layer(model) if pace else gathered(model):
+        for start in range(0, len(prompts), batch_size):
+            part = slice(start, start + batch_size)
+            ids = [[completion.ids for completion in group] for group in completions[part]]
+            numbers += model.at_end(pack_to_end(prompts[part], ids, model.backbone.config, device)).tolist()
+        if pace is not None:
+            rounds = -(-len(prompts) // batch_size)
+            spare = pack_to_end(prompts[:1], [[completions[0][0].ids]], model.backbone.config, device)
+            for _ in range(pace.most(rounds) - rounds):
+                model.at_end(spare)
     return numbers
 
 
@@ -145,6 +195,7 @@ def evaluate(
     sampling: SamplingConfig,
     world: World,
     rewards: Sequence[str] = ("accuracy", "format"),
+    gather_weights: bool = True,
     batch_size: int = 64,
 ) -> Evaluation:
     """Answer held-out rows, once sampled and once greedily.
@@ -154,19 +205,20 @@ def evaluate(
         sampling: says where answers end. Temperature, filters and penalty are the evaluation's own: figures of runs
             that sample differently stay comparable.
         rewards: what counts, the form, and what else is to be reported.
+        gather_weights: see RolloutSection.
         batch_size: rows generated together.
     """
-    generator = torch.Generator(world.device).manual_seed(world.rank)  # its own: training's draws stay untouched
     mine = range(world.rank, len(rows), world.size)
     judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         drawn = replace(sampling, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
         values, unseen = torch.zeros(0, len(rewards)), []  # a rank may have no rows
-        for start in range(0, len(mine), batch_size):
-            batch = [rows[i] for i in mine[start : start + batch_size]]
+        for start in range(0, world.most(len(mine)), batch_size):
+            numbers = mine[start : start + batch_size]
+            batch, keys = [rows[i] for i in numbers], [f"evaluation/{i}" for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            result = rollout(model, processor, batch, 1, drawn, rewards, generator)
+            result = rollout(model, processor, batch, 1, drawn, rewards, keys, None, None if gather_weights else world)
             values = torch.cat([values, result.rewards])
             unseen += [bool(row.columns.get("unseen")) for row in batch]
             if temperature == 0:

@@ -1,12 +1,16 @@
-"""Ranks: who am I, what is my share, and how sums are made over all of us. Parameters are replicated on every rank."""
+"""Ranks: who am I, what is my share, and how sums are made over all of us. Sharded weights: see sharding.py."""
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+SPARE = [{"role": "user", "content": "-"}]  # what a rank works on that only has to keep pace with others
 
 
 @dataclass
@@ -21,16 +25,9 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def share(self, items: list) -> list:
-        """This rank's part of a list that all ranks hold, equal parts in order.
-
-        Raises:
-            ValueError: the list cannot be cut into equal parts.
-        """
-        if len(items) % self.size:
-            raise ValueError(f"{len(items)} prompts cannot be shared equally by {self.size} ranks; use a multiple")
-        each = len(items) // self.size
-        return items[self.rank * each : (self.rank + 1) * each]
+    def share(self, items: Sequence) -> Sequence:
+        """This rank's part of a sequence that all ranks hold: parts in order, as equal as they can be, maybe empty."""
+        return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
 
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
@@ -40,13 +37,9 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """(n, ...) of every rank -> (ranks * n, ...), in rank order; n is the same everywhere."""
-        if self.size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts)
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        return max(self.gather_objects(number))
 
     def gather_objects(self, value) -> list:
         """One small Python value of every rank, in rank order."""
@@ -77,12 +70,14 @@ class World:
             parameter.grad.copy_(total.view_as(parameter))
 
 
-def setup(num_threads: int | None = None) -> World:
-    """Join the process group if torchrun started us, and choose device and CPU threads.
+def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
+    """Join the process group if torchrun started several of us, and choose device and CPU threads.
 
     Args:
         num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
             thread that torchrun sets for several ranks.
+        timeout: seconds that a rank waits for another before the run ends with an error.
+        sharded: weights are to be cut; then a single process needs a group too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -91,9 +86,24 @@ def setup(num_threads: int | None = None) -> World:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if size > 1 or sharded:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # objects and offloaded parts go by gloo
+        limit = timedelta(seconds=timeout)
+        store = attempt_store(limit) if size > 1 else dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return World(rank, size, device)
+
+
+def attempt_store(limit: timedelta) -> dist.Store:
+    """Where ranks leave their addresses for each other, apart for each attempt of torchrun --max-restarts.
+
+    torchrun (2.13) keeps one store over all attempts, in which a restarted rank would find the address of a dead one
+    (pytorch issue 135712). Only on a single host do all ranks know the number of the attempt; for several hosts see
+    docs/many_gpus.md.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
 
 
 def shutdown():
@@ -103,8 +113,8 @@ def shutdown():
         dist.destroy_process_group()
 
 
-def exit_rank():
-    """End this process now if it is one of several ranks; call it last.
+def exit_rank(code: int = 0):
+    """End this process, at once if it is one of several ranks; call it last.
 
     A worker thread of gloo may still hold a tensor. If it lets go while Python shuts down, the process aborts although
     all its work is done, and torchrun reports a failure: seen in 3 of 30 runs on busy cores (pytorch pull request
@@ -113,4 +123,5 @@ def exit_rank():
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+    sys.exit(code)

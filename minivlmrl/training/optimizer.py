@@ -4,15 +4,31 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from minivlmrl.config import StageConfig
+from minivlmrl.training.distributed import World
+from minivlmrl.training.sharding import is_sharded, reshard
 
 
 def build_optimizer(model: nn.Module, config: StageConfig) -> torch.optim.AdamW:
     """AdamW over all parameters that want gradients, one fused update a step."""
+    reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True)
+
+
+def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
+    """Add up the gradients of all ranks (the backward of sharded weights has done so), and scale them down.
+
+    Returns:
+        Their norm before scaling, over all ranks' parts.
+    """
+    if not is_sharded(model):
+        world.sum_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def learning_rate(step: int, config: StageConfig) -> float:

@@ -6,6 +6,7 @@ import torch
 
 from minivlmrl.config import ReferenceConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.sharding import copy_model, is_sharded, reshard
 
 
 class Reference:
@@ -13,6 +14,7 @@ class Reference:
 
     With num_shared_layers = k the vision tower, the embeddings and the first k decoder layers are frozen in the policy
     and exist once for both; only the layers above are copied. (A head that is tied to the embeddings is frozen too.)
+    Of sharded models they are frozen just so, but each rank copies its parts of them: a unit belongs to one model.
 
     Args:
         policy: the model as it is now.
@@ -24,8 +26,11 @@ class Reference:
     def __init__(self, policy: Qwen2_5_VL, config: ReferenceConfig):
         self.policy, self.config = policy, config
         shared = shared_parameters(policy, config.num_shared_layers)
-        # what deepcopy finds in its memo it takes as it is; so this freezes the shared part of the policy as well
-        self.model = copy.deepcopy(policy, {id(p): p for p in shared}).requires_grad_(False)
+        for parameter in shared:
+            parameter.requires_grad_(False)
+        # what deepcopy finds in its memo it takes as it is
+        twin = copy_model(policy) if is_sharded(policy) else copy.deepcopy(policy, {id(p): p for p in shared})
+        self.model = twin.requires_grad_(False)
         self.steps = 0
 
     @torch.no_grad()
@@ -33,6 +38,7 @@ class Reference:
         """Call after every optimizer step: every ref_model_sync_steps the reference moves towards the policy."""
         self.steps += 1
         if self.config.sync_ref_model and self.steps % self.config.ref_model_sync_steps == 0:
+            reshard(self.model)
             for mine, theirs in zip(self.model.parameters(), self.policy.parameters(), strict=True):
                 mine.lerp_(theirs, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
 

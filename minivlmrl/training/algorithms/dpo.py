@@ -12,10 +12,11 @@ from minivlmrl.config import RunConfig
 from minivlmrl.model.batch import GroupBatch, pack
 from minivlmrl.model.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.training.algorithms.algorithm import Step, chunks
+from minivlmrl.training.algorithms.algorithm import Step
 from minivlmrl.training.algorithms.pairs import Pair, PairAlgorithm, PairBatch, learnt_mask
 from minivlmrl.training.losses.preference import check_dpo_options, dpo_loss
 from minivlmrl.training.reference import Reference
+from minivlmrl.training.sharding import reshard
 
 
 class DPO(PairAlgorithm):
@@ -24,6 +25,8 @@ class DPO(PairAlgorithm):
     With precompute_ref_log_probs all rows that the stage will meet are scored before its first step, by the policy
     itself, which then still is the reference: no second model is kept.
     """
+
+    stage = "dpo"
 
     @staticmethod
     def check(run: RunConfig):
@@ -44,12 +47,13 @@ class DPO(PairAlgorithm):
     def __init__(self, *args):
         super().__init__(*args)
         self.config = self.run.dpo
-        self.reference: Reference | None = None
         self.precomputed: dict[bytes, Tensor] = {}
+        if not self.config.precompute_ref_log_probs and not self.config.reference_free:
+            self.reference = Reference(self.model, self.config)
+
+    def begin(self):
         if self.config.precompute_ref_log_probs:
             self.precompute()
-        elif not self.config.reference_free:
-            self.reference = Reference(self.model, self.config)
 
     def batches(self) -> Iterator[Step]:
         config = self.config
@@ -57,20 +61,38 @@ class DPO(PairAlgorithm):
             pairs = self.pairs(rows)
             chosen_tokens = sum(int(pair.learnt[0].sum()) for pair in pairs)
             counts = self.world.sum(2 * len(pairs), chosen_tokens)
-            yield Step([self.micro_batch(some, counts) for (some,) in chunks(config.micro_batch_size, pairs)])
-            if self.reference is not None:
-                self.reference.after_step()
+            pieces = self.in_step(config.micro_batch_size, pairs, self.spare_pair())
+            yield Step([self.micro_batch(some, counts, idle) for some, idle in pieces])
 
-    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float]) -> PairBatch:
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"precomputed": self.precomputed}
+
+    def load_state_dict(self, parts: list[dict]):
+        super().load_state_dict(parts)
+        for part in parts:  # with another number of ranks this one meets other rows
+            self.precomputed |= part["precomputed"]
+
+    def micro_batch(self, pairs: Sequence[Pair], counts: Sequence[float], idle: bool = False) -> PairBatch:
         group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
-        return PairBatch(group, learnt_mask(pairs, group), *counts, ref_per_token_logps=self.ref_logps(pairs, group))
+        ref_per_token_logps = self.ref_logps(pairs, group)
+        return PairBatch(group, learnt_mask(pairs, group), *counts, idle, ref_per_token_logps=ref_per_token_logps)
 
     @torch.no_grad()
     def ref_logps(self, pairs: Sequence[Pair], group: GroupBatch) -> Tensor | None:
         """(R, T) of the reference, from memory where they were precomputed; None without a reference."""
         if self.precomputed:
-            return group.pad(torch.cat([self.precomputed[key(pair)] for pair in pairs]).to(group.input_ids.device))
-        return self.score(self.reference.model, group) if self.reference is not None else None
+            known = [self.precomputed.get(key(pair)) for pair in pairs]
+            if any(logps is None for logps in known):
+                raise ValueError(
+                    "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
+                    "resume with the rows and dpo.max_steps that it began with"
+                )
+            return group.pad(torch.cat(known).to(group.input_ids.device))
+        if self.reference is None:
+            return None
+        logps = self.score(self.reference.model, group)
+        reshard(self.reference.model)
+        return logps
 
     def score(self, model: Qwen2_5_VL, group: GroupBatch) -> Tensor:
         return group.pad(per_token_logps(model, group)[0])
@@ -81,17 +103,22 @@ class DPO(PairAlgorithm):
         config = self.config
         steps = itertools.islice(self.numbers(config.prompts_per_step), config.max_steps)
         numbers = sorted(set(itertools.chain.from_iterable(steps)))
-        rows = itertools.chain((self.dataset[number] for number in numbers), self.held_out_rows())
-        total = len(numbers) + len(range(self.world.rank, len(self.held_out or ()), self.world.size))
-        bar = tqdm(total=total, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
-        while some := list(itertools.islice(rows, config.micro_batch_size)):  # images are read as they are needed
-            pairs = self.pairs(some)
+        held_out = range(self.world.rank, len(self.held_out or ()), self.world.size)
+        places = [(self.dataset, number) for number in numbers] + [(self.held_out, number) for number in held_out]
+        bar = tqdm(total=len(places), desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True)
+        spare = self.spare_pair()
+        for some, idle in self.in_step(config.micro_batch_size, places, None):
+            rows = [] if idle else [dataset[number] for dataset, number in some]  # images are read as they are needed
+            pairs = self.pairs([row for row in rows if row.chosen is not None and row.rejected is not None]) or [spare]
             group = pack([p.prompt for p in pairs], [p.answers for p in pairs], self.model.config, self.world.device)
             logps = group.split(per_token_logps(self.model, group)[0].cpu())
             for pair, two in zip(pairs, zip(logps[::2], logps[1::2], strict=True), strict=True):
                 self.precomputed[key(pair)] = torch.cat(two)
-            bar.update(len(some))
+            bar.update(len(rows))
         bar.close()
+        if self.world.size > 1:
+            self.precomputed[key(spare)] = torch.zeros(2)
+        self.drawn = 0  # looking ahead has used nothing up
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config, group = self.config, batch.group

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config import RunConfig
-from minivlmrl.data.sources import Row
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.advantages import group_advantages, group_std, leave_one_out, normalize_then_sum
 from minivlmrl.rollout.rewards import soft_overlong_punishment
 from minivlmrl.rollout.rollout import Rollout
-from minivlmrl.training.algorithms.algorithm import Step
+from minivlmrl.rollout.sampler import random_numbers
+from minivlmrl.training.algorithms.buffer import Buffer
 from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
 from minivlmrl.training.losses.policy import (
     CORRECTION_MODES,
@@ -29,6 +29,7 @@ from minivlmrl.training.losses.policy import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -40,7 +41,7 @@ class GRPOBatch(RolloutBatch):
 
 
 class GRPO(Online):
-    batch_type = GRPOBatch
+    stage, batch_type = "grpo", GRPOBatch
 
     @staticmethod
     def check(run: RunConfig):
@@ -66,43 +67,40 @@ class GRPO(Online):
 
     def __init__(self, *args):
         run: RunConfig = args[0]
-        super().__init__(run.grpo, run.grpo.beta, *args)
+        super().__init__(run.grpo, run.grpo.beta, run.grpo.steps_per_generation, run.grpo.num_iterations, *args)
         config = self.config
         self.rloo = config.loss_type == "rloo"
         self.off_policy = config.num_iterations > 1 or config.steps_per_generation > 1
         kl_in_reward = self.rloo and config.beta
         self.needs_old = self.off_policy or config.rollout_correction or kl_in_reward or config.top_entropy_quantile < 1
 
-    def batches(self) -> Iterator[Step]:
-        config = self.config
-        stream = self.rollout_rows(config.steps_per_generation)
-        while True:
-            result, metrics = self.collect(stream)
-            steps = self.prepare(result)
-            metrics |= self.judge(result, steps)
-            yield from self.epochs(steps, metrics, config.num_iterations)
+    def make(self, stream: Iterator[dict[int, int]]) -> Buffer:
+        result, metrics = self.collect(stream)
+        steps = self.prepare(result)
+        return Buffer(result, steps, metrics | self.judge(result, steps), self.times)
 
-    def collect(self, stream: Iterator[list[Row]]) -> tuple[Rollout, dict[str, float]]:
+    def collect(self, stream: Iterator[dict[int, int]]) -> tuple[Rollout, dict[str, float]]:
         """A rollout. With max_num_gen_batches over 1, its groups with equal rewards are replaced by those of further
-        rollouts (DAPO's dynamic sampling), as far as these go."""
-        G, rounds = self.config.num_generations, 1
-        result = self.sample(next(stream))
-        wanted = len(result.prompts)
-        if self.config.max_num_gen_batches == 1:
+        rollouts (DAPO's dynamic sampling), as far as these go. The groups stay with the rank that made them."""
+        config, rounds = self.config, 1
+        result, wanted = self.sample(next(stream)), config.prompts_per_step * config.steps_per_generation
+        if config.max_num_gen_batches == 1:
             return result, {}
         live, dead = self.split(result)
-        while len(live) < wanted and rounds < self.config.max_num_gen_batches:
-            result, rounds = result.join(self.sample(next(stream))), rounds + 1
+        while len(live) < wanted and rounds < config.max_num_gen_batches:
+            more = self.sample(next(stream))
+            more.places = [place + rounds * wanted for place in more.places]
+            result, rounds = result.join(more), rounds + 1
             live, dead = self.split(result)
-        assert len(result.texts) == len(result.prompts) * G
-        all_rounds = self.world.gather_objects(rounds)
-        figures = {"num_gen_batches": sum(all_rounds) / len(all_rounds)}
-        return result.select((live + dead)[:wanted]), figures
+        kept = (live + dead)[:wanted]
+        result = result.select([result.places.index(place) for place in kept if place in result.places])
+        result.places = [kept.index(place) for place in result.places]
+        return result, {"num_gen_batches": float(rounds)}
 
     def split(self, result: Rollout) -> tuple[list[int], list[int]]:
-        """Numbers of the groups whose rewards differ, and of the others."""
+        """Places of the groups of all ranks whose rewards differ, and of the others."""
         size, gdpo = self.config.num_generations, self.config.multi_objective_aggregation == "normalize_then_sum"
-        judged = result.rewards if gdpo else self.shaped(result)[:, None]  # (n, K) or (n, 1)
+        judged = self.everyones(result, result.rewards if gdpo else self.shaped(result)[:, None])  # (n, K) or (n, 1)
         differs = torch.stack([group_std(column, size) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
         return differs.nonzero()[:, 0].tolist(), (~differs).nonzero()[:, 0].tolist()
 
@@ -117,25 +115,21 @@ class GRPO(Online):
 
     def judge(self, result: Rollout, steps: list[list[GRPOBatch]]) -> dict[str, float]:
         """Give the batches their advantages; returns what there is to report of all ranks."""
-        size, rewards, each = self.config.num_generations, self.shaped(result), result.rewards
+        size, rewards = self.config.num_generations, self.shaped(result)
         figures = self.figures(result, rewards)
+        rewards, each = self.everyones(result, rewards), self.everyones(result, result.rewards)
         if self.config.shuffle_rewards:
-            order = torch.randperm(len(rewards), generator=self.generator, device=self.generator.device).cpu()
+            order = random_numbers(f"{self.random_key()}/shuffle").permutation(len(rewards))
             rewards, each = rewards[order], each[order]
-        spread = group_std(self.gather(rewards), size)
+        spread = group_std(rewards, size)
         figures["reward_std"] = spread.nanmean().item()
         figures["frac_reward_zero_std"] = (spread < 1e-8).float().mean().item()  # groups that teach nothing
         if self.rloo:
-            rewards = self.clip_and_penalise(rewards, steps)
-        advantages = self.advantages(self.gather(rewards), self.gather(each))
-        mine = advantages[self.world.rank * len(rewards) :][: len(rewards)]
+            rewards = self.clip_and_penalise(rewards, result, steps)
+        advantages = self.mine(result, self.advantages(rewards, each))
         for batch in (batch for batches in steps for batch in batches):
-            batch.advantages = mine[batch.rows].to(self.world.device)
+            batch.advantages = batch.part(advantages).to(self.world.device)
         return figures
-
-    def gather(self, x: Tensor) -> Tensor:
-        """All ranks' rows of a CPU tensor."""
-        return self.world.gather(x.to(self.world.device)).cpu()
 
     def advantages(self, rewards: Tensor, each: Tensor) -> Tensor:
         """(n,) of all ranks' completions, from combined (n,) and single (n, K) rewards."""
@@ -146,7 +140,7 @@ class GRPO(Online):
             return normalize_then_sum(each, self.reward_weights, size)
         return group_advantages(rewards, size, config.scale_rewards)
 
-    def clip_and_penalise(self, rewards: Tensor, steps: list[list[GRPOBatch]]) -> Tensor:
+    def clip_and_penalise(self, rewards: Tensor, result: Rollout, steps: list[list[GRPOBatch]]) -> Tensor:
         """RLOO's rewards: clipped, then minus beta times the k1 estimate of the whole completion's KL."""
         config = self.config
         rewards = rewards if config.reward_clip_range is None else rewards.clamp(*config.reward_clip_range)
@@ -156,8 +150,9 @@ class GRPO(Online):
             ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.completion_mask).sum(1).cpu()
             for batches in steps
             for batch in batches
+            if not batch.idle
         ]
-        return rewards - config.beta * torch.cat(kl)
+        return rewards - config.beta * self.everyones(result, torch.cat([torch.zeros(0), *kl]))
 
     @torch.no_grad()
     def prepare(self, result: Rollout) -> list[list[GRPOBatch]]:
@@ -179,6 +174,8 @@ class GRPO(Online):
                     mode=config.rollout_correction, clip_max=config.rollout_correction_max,
                     clip_min=config.rollout_correction_min,
                 )  # fmt: skip
+        if self.reference is not None:
+            reshard(self.reference.model)
         if config.top_entropy_quantile < 1:
             for batches in steps:
                 self.find_threshold(batches)

@@ -8,37 +8,49 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config import GRPOConfig, PPOConfig, RunConfig
-from minivlmrl.data.sources import Row
+from minivlmrl.data.sources import shuffled
 from minivlmrl.model.batch import pack
 from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, load_scalar_model
 from minivlmrl.rollout.advantages import combine
 from minivlmrl.rollout.rollout import Rollout, rollout
-from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step, chunks
+from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step
+from minivlmrl.training.algorithms.buffer import Buffer, Saved
 from minivlmrl.training.algorithms.reward_model import FOLDER
 from minivlmrl.training.reference import Reference
+from minivlmrl.training.sharding import is_sharded
 
 
 @dataclass
 class RolloutBatch(MicroBatch):
     """Completions of a rollout, with what stays fixed while it is trained on."""
 
-    rows: slice | None = None  # which of this rank's completions
+    rows: slice | None = None  # which of this rank's completions; None: no one's, it is idle
     sampler_logps: Tensor | None = None  # (R, T) what the sampler recorded
     fresh: bool = True  # the policy is still the one that sampled
     advantages: Tensor | None = None  # (R,) or (R, T)
     old_per_token_logps: Tensor | None = None  # (R, T)
     ref_per_token_logps: Tensor | None = None  # (R, T)
 
+    def part(self, per_row: Tensor) -> Tensor:
+        """What belongs to this micro-batch of a (n,) tensor over the rank's completions."""
+        return per_row.new_zeros(1) if self.idle else per_row[self.rows]
+
 
 class Online(Algorithm):
-    """Samples completions. A subclass sets `config` before it calls sample or micro_batches."""
+    """Samples completions. What is drawn depends on the recipe alone, not on how many ranks draw it.
+
+    Args:
+        steps: optimizer steps whose prompts make one rollout.
+        times: how often each rollout is gone through.
+    """
 
     batch_type = RolloutBatch
 
-    def __init__(self, config: GRPOConfig | PPOConfig, reference_weight: float, *args):
+    def __init__(self, config: GRPOConfig | PPOConfig, reference_weight: float, steps: int, times: int, *args):
         super().__init__(*args)
-        self.config = config
-        self.generator = torch.Generator(self.world.device).manual_seed(self.run.seed * 1009 + self.world.rank)
+        self.config, self.steps, self.times = config, steps, times
+        self.buffer: Buffer | None = None  # the rollout that is being trained on
+        self.rollouts = 0  # made so far; further ones have other draws
         self.reference = Reference(self.model, config) if reference_weight else None
         self.reward_weights = torch.tensor(list(self.run.rewards.values()))
         self.reward_model: ScalarModel | None = None
@@ -48,21 +60,74 @@ class Online(Algorithm):
 
     def load_scalar(self, path: str | Path) -> ScalarModel:
         """A reward model or critic that reads what the policy writes."""
-        model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device)
+        sharding = self.model.sharding if is_sharded(self.model) else None
+        model = load_scalar_model(path, self.model.lm_head.weight.dtype, self.world.device, sharding)
         if model.backbone.config.vocab_size != self.model.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
         return model
 
-    def rollout_rows(self, steps: int) -> Iterator[list[Row]]:
-        """This rank's rows of each rollout, which feeds several optimizer steps."""
-        self.world.share(range(self.config.prompts_per_step))  # every single step must be shared equally
-        return self.rows(self.config.prompts_per_step * steps)
+    def batches(self) -> Iterator[Step]:
+        stream = self.rollout_rows()
+        while True:
+            if self.buffer is None:
+                self.buffer = self.make(stream)
+            yield from self.buffer.remaining()
+            self.buffer = None
 
-    def sample(self, rows: Sequence[Row]) -> Rollout:
-        return rollout(
-            self.model, self.processor, rows, self.config.num_generations, self.run.sampling, list(self.run.rewards),
-            self.generator, self.reward_model,
+    def make(self, stream: Iterator[dict[int, int]]) -> Buffer:
+        """A rollout with all that is computed before it is trained on."""
+        raise NotImplementedError
+
+    def after_step(self):
+        super().after_step()
+        self.buffer.after_step()
+
+    def state_dict(self) -> dict:
+        buffer = None if self.buffer is None else self.buffer.state_dict()
+        return super().state_dict() | {"rollouts": self.rollouts, "buffer": buffer}
+
+    def load_state_dict(self, parts: list[dict]):
+        super().load_state_dict(parts)
+        self.rollouts = parts[0]["rollouts"]
+        if parts[0]["buffer"] is None:
+            return
+        saved = Saved.share([part["buffer"] for part in parts], self.world)
+        prompts_in_all = sum(len(part["buffer"]["groups"]) for part in parts)
+        now = self.steps, self.times, self.steps * self.config.prompts_per_step
+        if (len(saved.values), saved.times, prompts_in_all) != now:
+            raise ValueError(f"resume: the state is in the middle of a rollout; keep how {self.stage} goes through it")
+        places, numbers = ([group[name] for group in saved.groups] for name in ("place", "row"))
+        rows = [self.dataset[number] for number in numbers]
+        prompts = [self.processor(row.messages, row.images, row.videos) for row in rows]
+        result = Rollout(prompts, saved.completions, [], torch.zeros(0), [], places, numbers)
+        steps = self.micro_batches(result, self.steps, saved.learnt)
+        saved.fill(steps)
+        self.buffer = Buffer(result, steps, saved.metrics, self.times, saved.done)
+
+    def rollout_rows(self) -> Iterator[dict[int, int]]:
+        """This rank's row numbers of each rollout, by their places in it; a rollout feeds several optimizer steps."""
+        size, steps = self.config.prompts_per_step, self.steps
+        places = [i for step in range(steps) for i in self.world.share(range(step * size, (step + 1) * size))]
+        for numbers in shuffled(len(self.dataset), size * steps, self.run.seed, self.drawn):
+            self.drawn += size * steps
+            yield {place: numbers[place] for place in places}
+
+    def sample(self, numbers: dict[int, int]) -> Rollout:
+        """A rollout of some rows, given by their places in it."""
+        keys = [f"{self.random_key()}/{place}" for place in numbers]
+        rows = [self.dataset[number] for number in numbers.values()]
+        result = rollout(
+            self.model, self.processor, rows, self.config.num_generations, self.run.sampling,
+            list(self.run.rewards), keys, self.reward_model,
+            None if self.run.rollout.gather_weights else self.world,
         )  # fmt: skip
+        result.places, result.rows = list(numbers), list(numbers.values())
+        self.rollouts += 1
+        return result
+
+    def random_key(self) -> str:
+        """What all randomness until the next rollout depends on."""
+        return f"{self.run.seed}/{self.stage}/{self.rollouts}"
 
     def combined(self, result: Rollout) -> Tensor:
         """(n,) the weighted sum of a rollout's rewards."""
@@ -74,35 +139,34 @@ class Online(Algorithm):
         Args:
             keep: (n,) bool, False for completions that are not learnt from; None: all are.
         """
-        config, G, device = self.config, self.config.num_generations, self.world.device
-        lengths = torch.tensor([len(c.ids) for group in result.completions for c in group])
+        config, G, packed = self.config, self.config.num_generations, []
+        lengths = torch.tensor([len(c.ids) for group in result.completions for c in group], dtype=torch.long)
         keep = torch.ones(len(lengths), dtype=torch.bool) if keep is None else keep
-        prompts_per_step, packed = len(result.prompts) // steps, []
+        step_of = [place // config.prompts_per_step for place in result.places]
         for step in range(steps):
-            groups = range(step * prompts_per_step, (step + 1) * prompts_per_step)
-            rows = slice(groups.start * G, groups.stop * G)
-            counts = self.world.sum(len(groups) * G, int((lengths * keep)[rows].sum()))
-            batches = []
-            for (some,) in chunks(config.micro_batch_size, groups):
-                rows = slice(some.start * G, some.stop * G)
-                completions = [result.completions[i] for i in some]
-                ids = [[c.ids for c in group] for group in completions]
-                group = pack([result.prompts[i] for i in some], ids, self.model.config, device)
-                mask = group.completion_mask * keep[rows].to(device)[:, None]
-                logps = torch.cat([c.logps for group in completions for c in group]).to(device)
-                batches.append(self.batch_type(group, mask, *counts, rows=rows, sampler_logps=group.pad(logps)))
-            packed.append(batches)
+            groups = range(step_of.index(step), step_of.index(step) + step_of.count(step)) if step in step_of else ()
+            learnt = sum(int((lengths * keep)[i * G : (i + 1) * G].sum()) for i in groups)
+            counts = self.world.sum(len(groups) * G, learnt)
+            pieces = self.in_step(config.micro_batch_size, groups, None)
+            packed.append([self.spare_batch(counts) if idle else self.batch(result, some, keep, counts)
+                           for some, idle in pieces])  # fmt: skip
         return packed
 
-    def epochs(self, steps: list[list[RolloutBatch]], metrics: dict[str, float], times: int) -> Iterator[Step]:
-        """The optimizer steps of a rollout, gone through several times."""
-        for _ in range(times):
-            for batches in steps:
-                yield Step(batches, metrics)
-                if self.reference is not None:
-                    self.reference.after_step()
-                for batch in (batch for batches in steps for batch in batches):
-                    batch.fresh = False  # from here on the policy is no longer the one that sampled
+    def batch(self, result: Rollout, groups: range, keep: Tensor, counts: Sequence[float]) -> RolloutBatch:
+        """Pack some groups of a rollout, given by their numbers in it."""
+        G, device = self.config.num_generations, self.world.device
+        rows = slice(groups.start * G, groups.stop * G)
+        completions = [result.completions[i] for i in groups]
+        ids = [[c.ids for c in group] for group in completions]
+        group = pack([result.prompts[i] for i in groups], ids, self.model.config, device)
+        mask = group.completion_mask * keep[rows].to(device)[:, None]
+        logps = torch.cat([c.logps for group in completions for c in group]).to(device)
+        return self.batch_type(group, mask, *counts, rows=rows, sampler_logps=group.pad(logps))
+
+    def spare_batch(self, counts: Sequence[float]) -> RolloutBatch:
+        group = pack([self.spare_prompt()], [[self.spare_completion()]], self.model.config, self.world.device)
+        zeros = torch.zeros_like(group.completion_mask)  # (1, 1)
+        return self.batch_type(group, zeros, *counts, idle=True, sampler_logps=zeros)
 
     def mismatch(self, batch: RolloutBatch, logps: Tensor) -> dict[str, Tensor]:
         """How far the sampler's log-probabilities are from the trainer's, while both are of the same policy."""
@@ -110,13 +174,24 @@ class Online(Algorithm):
             return {}
         return {"rollout/logp_mismatch": (batch.group.pad(logps.detach()) - batch.sampler_logps).abs().max()}
 
+    def everyones(self, result: Rollout, per_row: Tensor) -> Tensor:
+        """(n, ...) over this rank's completions -> the same over all ranks', in the order of the places."""
+        groups = per_row.reshape(len(result.places), -1, *per_row.shape[1:]) if len(per_row) else per_row
+        parts = [part for part in self.world.gather_objects((result.places, groups)) if part[0]]
+        order = torch.tensor([place for places, _ in parts for place in places]).argsort()
+        return torch.cat([groups for _, groups in parts])[order].flatten(0, 1)
+
+    def mine(self, result: Rollout, per_row: Tensor) -> Tensor:
+        """What everyones began with."""
+        groups = per_row.unflatten(0, (-1, self.config.num_generations))
+        return groups[torch.tensor(result.places, dtype=torch.long)].flatten(0, 1)
+
     def figures(self, result: Rollout, combined: Tensor) -> dict[str, float]:
         """What there is to report of all ranks' completions."""
-        each = self.world.gather(result.rewards.to(self.world.device)).cpu()
+        each, everyones = self.everyones(result, result.rewards), self.everyones(result, combined)
         lengths = [len(c.ids) for group in result.completions for c in group]
         cut = sum(not c.stopped for group in result.completions for c in group)
         length, cut, count = self.world.sum(sum(lengths), cut, len(lengths))
-        everyones = self.world.gather(combined.to(self.world.device)).cpu()
         return {
             "reward": everyones.nanmean().item(),
             **{f"rewards/{name}": each[:, k].nanmean().item() for k, name in enumerate(self.run.rewards)},

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Prompt
 from minivlmrl.data.sources import Row
-from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, chunks
+from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -30,7 +31,7 @@ class PairBatch(MicroBatch):
     @property
     def weight(self) -> float:
         """Figures are means over pairs."""
-        return len(self.completion_mask) // 2
+        return 0 if self.idle else len(self.completion_mask) // 2
 
 
 class PairAlgorithm(Algorithm):
@@ -51,11 +52,17 @@ class PairAlgorithm(Algorithm):
             pairs.append(Pair(prompt, [ids for ids, _ in encoded], [learnt for _, learnt in encoded]))
         return pairs
 
+    def spare_pair(self) -> Pair:
+        answer, learnt = self.spare_completion(), torch.ones(1, dtype=torch.bool)
+        return Pair(self.spare_prompt(), [answer, answer], [learnt, learnt])
+
     @torch.no_grad()
     def pair_accuracy(self, batch_size: int = 64) -> float | None:
         rows, right = list(self.held_out_rows()), 0
-        for (some,) in chunks(batch_size, rows):
-            right += int((self.margins(self.pairs(some)) > 0).sum())
+        for some, idle in self.in_step(batch_size, rows, None):
+            margins = self.margins([self.spare_pair()] if idle else self.pairs(some))
+            right += 0 if idle else int((margins > 0).sum())
+        reshard(self.trained)
         right, count = self.world.sum(right, len(rows))
         return right / count if count else None
 

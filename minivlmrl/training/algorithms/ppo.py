@@ -6,7 +6,6 @@ Different from TRL 1.12: the score stands on the last token (TRL: one place afte
 advantages are whitened over the whole rollout of all ranks. Left out: an adaptive KL weight, an entropy bonus.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 from minivlmrl.config import RunConfig
 from minivlmrl.model.batch import GroupBatch
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, save_scalar_model, scalar_head
+from minivlmrl.model.scalar import ScalarModel, check_scalar_folder, save_head, scalar_head
 from minivlmrl.rollout.advantages import gae, token_rewards, whiten
 from minivlmrl.rollout.rollout import Rollout
-from minivlmrl.training.algorithms.algorithm import Step
+from minivlmrl.training.algorithms.buffer import Buffer
 from minivlmrl.training.algorithms.online import Online, RolloutBatch, check_online
 from minivlmrl.training.losses.ppo import ppo_loss
+from minivlmrl.training.saving import save_scalar_model, whole
+from minivlmrl.training.sharding import reshard
 
 
 @dataclass
@@ -32,7 +33,7 @@ class PPOBatch(RolloutBatch):
 
 
 class PPO(Online):
-    batch_type = PPOBatch
+    stage, batch_type = "ppo", PPOBatch
 
     @staticmethod
     def check(run: RunConfig):
@@ -42,30 +43,36 @@ class PPO(Online):
 
     def __init__(self, *args):
         run: RunConfig = args[0]
-        super().__init__(run.ppo, run.ppo.kl_coef, *args)
+        super().__init__(run.ppo, run.ppo.kl_coef, run.ppo.num_mini_batches, run.ppo.num_ppo_epochs, *args)
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.model, "critic": self.critic})
 
     def build_critic(self) -> nn.Linear | ScalarModel:
         if self.config.critic == "shared":
-            return scalar_head(self.model)
+            head = scalar_head(self.model)
+            self.shard_like_policy(head)
+            return head
         if self.config.critic_path is None:
-            return ScalarModel(copy.deepcopy(self.model).requires_grad_(True))
-        return self.load_scalar(self.config.critic_path)
+            return self.scalar_model()
+        critic = self.load_scalar(self.config.critic_path)
+        critic.backbone.visual.requires_grad_(not self.config.freeze_vision_tower)
+        return critic
 
     def save(self, folder: Path):
         super().save(folder)
         if self.config.critic == "shared":
-            save_head(folder / "value_head.safetensors", self.critic)
+            weight = whole(self.critic)
+            if self.world.is_main:
+                save_head(folder / "value_head.safetensors", weight)
         else:
-            save_scalar_model(folder / "critic", self.critic, self.processor)
+            save_scalar_model(folder / "critic", self.critic, self.processor, self.world)
 
-    def batches(self) -> Iterator[Step]:
-        config = self.config
-        for rows in self.rollout_rows(config.num_mini_batches):
-            result = self.sample(rows)
-            steps, metrics = self.prepare(result)
-            yield from self.epochs(steps, metrics, config.num_ppo_epochs)
+    def modules(self) -> dict[str, nn.Module]:
+        return super().modules() | {"critic": self.critic}
+
+    def make(self, stream: Iterator[dict[int, int]]) -> Buffer:
+        result = self.sample(next(stream))
+        return Buffer(result, *self.prepare(result), self.times)
 
     @torch.no_grad()
     def prepare(self, result: Rollout) -> tuple[list[list[PPOBatch]], dict[str, float]]:
@@ -80,8 +87,10 @@ class PPO(Online):
             if self.reference is not None:
                 logps = per_token_logps(self.reference.model, batch.group, self.run.sampling.temperature)[0]
                 batch.ref_per_token_logps = batch.group.pad(logps)
+        if self.reference is not None:
+            reshard(self.reference.model)
         scores = self.scores(result, combined)
-        rewards = [self.rewards(batch, scores[batch.rows]) for batch in flat]
+        rewards = [self.rewards(batch, batch.part(scores)) for batch in flat]
         masks = [batch.completion_mask for batch in flat]
         if self.config.whiten_rewards:
             rewards = self.whiten_all(rewards, masks, shift_mean=False)

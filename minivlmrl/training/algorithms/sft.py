@@ -1,21 +1,22 @@
 """Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config import RunConfig
+from minivlmrl.data.processor import Prompt
 from minivlmrl.model.batch import pack
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step, chunks
+from minivlmrl.training.algorithms.algorithm import Algorithm, MicroBatch, Step
 from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
 
 
 class SFT(Algorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are learnt."""
 
-    needs = "demonstrations"
+    stage, needs = "sft", "demonstrations"
 
     @staticmethod
     def check(run: RunConfig):
@@ -25,15 +26,26 @@ class SFT(Algorithm):
     def batches(self) -> Iterator[Step]:
         config = self.run.sft
         for rows in self.rows(config.prompts_per_step):
-            prompts = [self.processor(row.messages, row.images, row.videos) for row in rows]
-            encoded = [self.processor.encode_completion(row.messages, row.completion) for row in rows]
-            counts = self.world.sum(len(rows), sum(int(learnt.sum()) for _, learnt in encoded))
-            batches = []
-            for some_prompts, some in chunks(config.micro_batch_size, prompts, encoded):
-                group = pack(some_prompts, [[ids] for ids, _ in some], self.model.config, self.world.device)
-                learnt = torch.cat([learnt for _, learnt in some]).to(self.world.device)
-                batches.append(MicroBatch(group, group.pad(learnt.float()), *counts))
-            yield Step(batches)
+            encoded = [
+                (
+                    self.processor(row.messages, row.images, row.videos),
+                    *self.processor.encode_completion(row.messages, row.completion),
+                )
+                for row in rows
+            ]
+            counts = self.world.sum(len(rows), sum(int(learnt.sum()) for _, _, learnt in encoded))
+            spare = self.spare_prompt(), self.spare_completion(), torch.zeros(1, dtype=torch.bool)
+            yield Step([
+                self.micro_batch(some, counts, idle)
+                for some, idle in self.in_step(config.micro_batch_size, encoded, spare)
+            ])  # fmt: skip
+
+    def micro_batch(
+        self, encoded: Sequence[tuple[Prompt, Tensor, Tensor]], counts: Sequence[float], idle: bool
+    ) -> MicroBatch:
+        prompts, answers, learnt = zip(*encoded, strict=True)
+        group = pack(prompts, [[ids] for ids in answers], self.model.config, self.world.device)
+        return MicroBatch(group, group.pad(torch.cat(learnt).float().to(self.world.device)), *counts, idle)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.model, batch.group)

@@ -1,0 +1,425 @@
+"""Runs that are killed and resumed end with the bytes of one that was not; states that are hurt are not trusted."""
+
+import errno
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import tqdm
+import yaml
+from safetensors.torch import load
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.sources import shuffled
+from minivlmrl.rollout import generate
+from minivlmrl.rollout.rewards import REWARDS
+from minivlmrl.training import signals
+from minivlmrl.training import state as state_file
+from minivlmrl.training import states as states_file
+from minivlmrl.training.algorithms import dpo as dpo_file
+from minivlmrl.training.metrics import MetricsLog
+from minivlmrl.training.signals import PREEMPTED
+
+import train
+from tiny import RUN_MODEL
+
+STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
+RECIPE = {
+    "stages": ["grpo"],
+    "num_threads": 1,
+    "timeout": 30,
+    "model": {"config": "model.json"},
+    "data": {"task": "shapes", "demonstrations": 10, "eval_rows": 2, "pairs": 10},
+    "sampling": {"max_new_tokens": 6},
+    "rewards": {"letters": 1.0},
+    "sft": STAGE,
+    "dpo": STAGE | {"precompute_ref_log_probs": True},
+    "reward_model": STAGE,
+    # rollouts of two steps that are gone through twice, whose reference has moved
+    "grpo": STAGE | {
+        "num_generations": 3, "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "sync_ref_model": True,
+        "ref_model_sync_steps": 3, "top_entropy_quantile": 0.5, "rollout_correction": "token_truncate",
+    },
+    "ppo": STAGE | {"num_generations": 2, "num_mini_batches": 2, "num_ppo_epochs": 2, "critic": "separate"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return folder / "recipe.yaml"
+
+
+def letters(completions, **columns):
+    return [sum(c.isalpha() for c in completion) / 6 for completion in completions]
+
+
+def noise(completions, **columns):
+    """What a reward of a user's own may do: draw from all generators that there are."""
+    return [torch.rand(()).item() + random.random() + np.random.random() for _ in completions]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lively():
+    """Let an untrained model earn different rewards at different lengths; leave out the picture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REWARDS, "letters", letters)
+        patch.setitem(REWARDS, "noise", noise)
+        patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
+        patch.setattr(train, "write_report", lambda *_: None)
+        patch.setattr(tqdm.tqdm, "monitor_interval", 0)  # its thread would not live on in a forked child
+        yield
+
+
+# where a process may die
+
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counted(owner, name, number, before=lambda *_: None, after=lambda *_: None):
+    """Do something around the number-th call of a function, counted from 1."""
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            before(*arguments)
+        result = original(*arguments, **options)
+        if len(calls) == number:
+            after(*arguments)
+        return result
+
+    setattr(owner, name, call)
+
+
+PLACES = {
+    "in a rollout": (generate, "sample", {"before": kill}),
+    "in backward": (torch.Tensor, "backward", {"after": kill}),
+    "in the optimizer": (torch.optim.AdamW, "step", {"after": kill}),
+    "when the figures are written": (MetricsLog, "step", {"after": kill}),
+    "before the tensors of a state": (FileSystemWriter, "write_data", {"before": kill}),
+    "after the tensors of a state": (FileSystemWriter, "finish", {"after": kill}),
+    "before the rename": (Path, "rename", {"before": kill}),
+    "between the rename and the cleanup": (states_file, "_sync", {"after": kill}),
+    "in the cleanup": (shutil, "rmtree", {"before": kill}),
+    "while resuming": (state_file.State, "restore", {"after": kill}),
+    "in the precomputing": (dpo_file, "per_token_logps", {"before": kill}),
+}
+
+
+def attempt(recipe, output, *options, ranks=1, die=None, number=1, after=None, rank=None):
+    """Train in forked children, one a rank; their exit codes, negative for signals.
+
+    Args:
+        die: the place where `rank`, by default all of them, is killed at the number-th time.
+        after: seconds after which all are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for me in range(ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                for seed in (random.seed, np.random.seed, torch.manual_seed):
+                    seed(0)
+                if die and rank in (None, me):
+                    owner, name, moment = PLACES[die]
+                    counted(owner, name, number, **moment)
+                code = train.main([str(recipe), f"--output_dir={output}", *options])
+            finally:
+                os._exit(code)
+        children.append(child)
+    if after is not None:
+        time.sleep(after)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def outcome(output):
+    """What a run leaves that must not depend on when it was killed."""
+    summary = json.loads((output / "summary.json").read_text())
+    summary.pop("seconds")
+    weights = {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("*/*.safetensors"))}
+    return {"metrics": (output / "metrics.jsonl").read_text(), "summary": summary} | weights
+
+
+@pytest.fixture(scope="module")
+def straight(recipe):
+    """The outcome of a run that is never stopped and writes no states, each made once."""
+
+    @functools.cache
+    def straight(*options, ranks=1):
+        output = recipe.parent / f"straight-{len(list(recipe.parent.iterdir()))}"
+        assert attempt(recipe, output, *options, ranks=ranks) == [0] * ranks
+        assert not (output / "states").exists()
+        return outcome(output)
+
+    return straight
+
+
+# killed and resumed
+
+STATES = ["--state_steps=2", "--resume=auto"]
+GRPO = ["--grpo.max_steps=12", "--rewards.noise=0.3"]
+KILLS = {  # in 12 steps: states after 2, 4, ...; a rollout every 4; two micro-batches a step
+    "grpo": (GRPO, [
+        ("in a rollout", 3), ("in backward", 7), ("before the tensors of a state", 2), ("in the optimizer", 2),
+        ("after the tensors of a state", 1), ("when the figures are written", 3), ("before the rename", 1),
+        ("between the rename and the cleanup", 1), ("while resuming", 1), ("in the cleanup", 1), ("in backward", 3),
+    ]),
+    "sft": ([], [("between the rename and the cleanup", 1), ("in backward", 7)]),
+    "dpo": ([], [("in the precomputing", 2), ("when the figures are written", 3), ("in backward", 3)]),
+    "ppo": ([], [("in backward", 5), ("in the optimizer", 3)]),
+    "sft, reward_model": ([], [("in backward", 20), ("before the rename", 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", KILLS)
+def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_path, stages):
+    options, kills = KILLS[stages]
+    options = [f"--stages=[{stages}]", *options]
+    for die, number in kills:
+        assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
+    assert attempt(recipe, tmp_path, *options, *STATES) == [0]
+    assert outcome(tmp_path) == straight(*options)
+    assert len(list((tmp_path / "states").iterdir())) == 2
+
+
+def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, tmp_path):
+    draw, options, kills = random.Random(), ["--stages=[grpo]", *GRPO], 0
+    while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) + 0.2 * kills) != [0]:
+        kills += 1
+    assert outcome(tmp_path) == straight(*options)
+
+
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path, sharded):
+    options = [f"--sharding.enabled={sharded}"]
+    codes = attempt(recipe, tmp_path, *options, *STATES, ranks=2, die="in backward", number=4, rank=1)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, -signal.SIGKILL)  # it notices
+    assert attempt(recipe, tmp_path, *options, *STATES, ranks=2) == [0, 0]
+    assert outcome(tmp_path) == straight(*options, ranks=2)
+
+
+@pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(2, 3)]), ("ppo", [(2, 3)])])
+def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
+    """2 ranks that share the weights, then 4 with all of them each, then 1; killed in the middle of a rollout."""
+    options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
+    for ranks, steps in attempts:
+        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
+        die = "when the figures are written"
+        assert -signal.SIGKILL in attempt(recipe, tmp_path, *options, *more, ranks=ranks, die=die, number=steps)
+    assert attempt(recipe, tmp_path, *options, *STATES) == [0]
+    found, expected = outcome(tmp_path), straight(*options)
+    for line, other in zip(*(map(json.loads, x["metrics"].splitlines()) for x in (found, expected)), strict=True):
+        assert line.pop("stage") == other.pop("stage")
+        assert line == pytest.approx(other, rel=1e-6, abs=1e-9)
+    weights = [load(result["checkpoint/model.safetensors"]) for result in (found, expected)]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-6, atol=1e-9)
+
+
+# signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_its_step_with_a_state(recipe, straight, tmp_path, number):
+    """Two ranks, one of them is signalled, twice within a second; without state_steps."""
+    PLACES["signal"] = (torch.Tensor, "backward", {"after": lambda *_: [os.kill(os.getpid(), number) for _ in "12"]})
+    assert attempt(recipe, tmp_path, ranks=2, die="signal", number=3, rank=1) == [PREEMPTED] * 2
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["000003"]
+    assert attempt(recipe, tmp_path, "--resume=auto", ranks=2) == [0, 0]
+    assert outcome(tmp_path) == straight(ranks=2)
+
+
+def test_a_second_signal_ends_the_run_at_once(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "SAME_REQUEST", 0.0)
+    PLACES["signal"] = (torch.Tensor, "backward", {"after": lambda *_: [os.kill(os.getpid(), 15) for _ in "12"]})
+    assert attempt(recipe, tmp_path, die="signal") == [-signal.SIGTERM]
+    assert not (tmp_path / "states").exists()
+
+
+def test_handlers_of_signals_are_given_back(recipe, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    train.main([str(recipe), f"--output_dir={tmp_path}", "--stages=[]"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# states that are hurt
+
+
+@pytest.fixture(scope="module")
+def finished(recipe):
+    """A short run with its states of steps 2 and 3."""
+    output = recipe.parent / "finished"
+    assert attempt(recipe, output, "--state_steps=1", "--grpo.max_steps=3") == [0]
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["000002", "000003"]
+    return output
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def resume(recipe, output, *options):
+    return train.main([str(recipe), f"--output_dir={output}", "--grpo.max_steps=3", *options])
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+HURT = {
+    "a bit flipped": flip,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "gone": Path.unlink,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HURT)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank_0.pt", "run.pt", "complete.json"])
+def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished, copy, capsys, monkeypatch, name, how):
+    HURT[how](copy / "states" / "000003" / name)
+    monkeypatch.setattr(train, "train", lambda *_: None)
+    resume(recipe, copy, "--resume=auto")
+    said = capsys.readouterr().out
+    assert "states/000003 is damaged and not used" in said
+    assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
+
+
+def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
+    for path in (copy / "states").iterdir():
+        flip(path / "rank_0.pt")
+    with pytest.raises(ValueError, match="no state is whole"):
+        resume(recipe, copy, "--resume=auto")
+
+
+@pytest.mark.parametrize("owner, name", [(states_file, "_write"), (FileSystemWriter, "write_data"), (Path, "rename")])
+def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, monkeypatch, owner, name):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
+
+    shutil.rmtree(copy / "states" / "000003")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(
+            ValueError, match=r"000003 could not be written .*No space left.*last whole state is .*000002"
+        ):
+            resume(recipe, copy, "--resume=auto", "--state_steps=1")
+    assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
+    resume(recipe, copy, "--resume=auto", "--state_steps=1")
+    assert outcome(copy) == outcome(finished)
+
+
+# what to resume
+
+
+def test_states_are_never_overwritten_unasked(recipe, copy):
+    before = (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds states of an earlier run, the newest 000003; --resume=auto"):
+        resume(recipe, copy)
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    resume(recipe, copy, "--resume=never")
+    assert not list((copy / "states").iterdir())
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_auto_begins_where_there_is_no_state(recipe, finished, tmp_path):
+    resume(recipe, tmp_path, "--resume=auto")
+    assert outcome(tmp_path) == outcome(finished)
+
+
+def test_a_restarted_rank_resumes_by_itself(recipe, copy, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    resume(recipe, copy, "--resume=never")
+    assert "states/000003: 3 steps of grpo are done" in capsys.readouterr().out
+
+
+def test_going_back_to_a_state_gives_up_the_later_ones(recipe, finished, copy):
+    resume(recipe, copy, f"--resume={copy / 'states' / '000002'}")
+    assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
+    assert outcome(copy) == outcome(finished)
+
+
+def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_path):
+    resume(recipe, tmp_path, f"--resume={finished / 'states' / '000002'}")
+    assert outcome(tmp_path) == outcome(finished)
+    assert len(list((finished / "states").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume=/gone"], "/gone: no such folder; give 'auto', 'never' or the folder of a state"),
+        (["--resume=auto", "--seed=1"], "of a run with seed 0, this one has 1"),
+        (["--resume=auto", "--stages=[sft, grpo]"], r"of a run with stages \['grpo'\], in grpo; keep them"),
+        (
+            ["--resume={copy}/states/000002", "--grpo.num_iterations=1"],
+            "in the middle of a rollout; keep how grpo",
+        ),
+        (["--resume={copy}/states/000002", "--grpo.prompts_per_step=2"], "in the middle of a rollout; keep how grpo"),
+        (
+            ["--resume=auto", "--grpo.beta=0", "--grpo.sync_ref_model=false"],
+            "of another model or recipe; only one of the two has reference/",
+        ),
+        (["--state_steps=-1"], "state_steps is -1"),
+        (["--keep_states=0"], "keep_states is 0"),
+        (["--timeout=0"], "timeout is 0"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
+    with pytest.raises(ValueError, match=message):
+        resume(recipe, copy, *(option.replace("{copy}", str(copy)) for option in options))
+
+
+def test_keep_states(recipe, tmp_path):
+    resume(recipe, tmp_path, "--state_steps=1", "--keep_states=1")
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["000003"]
+
+
+def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe, straight, tmp_path):
+    """Text rows come first: the vision tower's first update must be the same whenever the run was resumed."""
+    rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
+    red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
+    PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
+    order = next(shuffled(8, 8, 0))
+    numbered = {number: rows[place] if place < 4 else red for place, number in enumerate(order)}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(numbered[i]) for i in range(8)))
+    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
+    options = [
+        f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null", "--data.task=null", "--stages=sft",
+        f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
+    ]  # fmt: skip
+    codes = attempt(recipe, tmp_path / "run", *options, "--state_steps=1", die="in backward", number=3)
+    assert codes == [-signal.SIGKILL]
+    keys = FileSystemReader(tmp_path / "run" / "states" / "000002").read_metadata().state_dict_metadata
+    assert "optimizer/model.norm.weight/exp_avg" in keys
+    assert "policy/visual.merger.ln_q.weight" in keys
+    assert not any(key.startswith("optimizer/visual.") for key in keys)
+    assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [0]
+    assert outcome(tmp_path / "run") == straight(*options)
