@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 # Kernel files say `from minivlmrl.kernels.backend import tl, triton`. Where Triton is not installed (macOS, Windows)
-# its two names that are read while a file is imported have stand-ins, and kernels stay functions that nobody calls.
+# the two names that are read while a file is imported have stand-ins, and kernels stay functions that nobody calls.
 try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=lambda value: value)
 
 INSTALLED = hasattr(tl, "program_id")
 # Triton decides when it is first imported: a TRITON_INTERPRET=1 set later in the process has no effect

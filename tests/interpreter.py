@@ -1,7 +1,7 @@
 """Kernel tests run twice: on the torch path, and in Triton's interpreter, in a process of its own.
 
 Triton reads TRITON_INTERPRET when it is first imported, for the whole process, and an interpreting process can compile
-nothing. So a test file of a kernel is run again by one test of its own, in a child process where MINIVLMRL_KERNELS=triton
+nothing. So one test of each kernel file runs that file again, in a child process where MINIVLMRL_KERNELS=triton
 sends every public function of kernels/ through its Triton kernel.
 
 Importing this module in such a process also mends bfloat16, which the interpreter holds as uint16: it truncates instead
