@@ -13,14 +13,15 @@ of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
 
 so q, k and v are all that the backward needs: it makes S and P again, 64 x 64 numbers that never leave the chip.
 
-Nothing couples two segments. In torch, segments of equal length are one batched call and no mask is needed. In Triton
+Nothing couples two segments. In torch, consecutive segments of equal length are one batched call without a mask, and
+where these are too short to be worth a call the segments are sorted by length first. In Triton
 a program owns one segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of
 its inputs and one write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: powers of
 two are all that Triton knows, and the padded kernel needs half as many registers again.
 """
 
 import math
-from collections import defaultdict
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,13 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, Build, backend_for, tl, triton
 from minivlmrl.kernels.dense_attention import dense_attention
 
-# What a Triton program holds in registers. In float32 it does not: IEEE products spill 8 KB a thread, and three passes of
+# What a Triton program holds in registers. In float32 it does not: IEEE products spill 8 KB a thread, three passes of
 # tf32 still spill in the backward. So on a GPU float32 stays with torch; the interpreter has no registers and takes it.
 MOST_TOKENS, MOST_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
+
+# On CPU a call costs as much as sorting so many tokens: fewer of them in a call on average, and segments are sorted.
+TOKENS_PER_CALL = 128
 
 
 class Segments:
@@ -44,39 +48,36 @@ class Segments:
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
-        self.lengths, self.longest = lengths, max(lengths)
-        starts, begin = defaultdict(list), 0
-        for length in lengths:
-            starts[length].append(begin)
-            begin += length
-        # (length, rows (segments of that length, length)), one entry per distinct length
-        self.buckets = [
-            (length, (torch.tensor(first)[:, None] + torch.arange(length)).to(device))
-            for length, first in starts.items()
-        ]
-        order = torch.cat([rows.flatten() for _, rows in self.buckets])
-        self.inverse = order.argsort()
-        # (segments + 1,) int32, where each begins and where the last one ends
-        self.cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+        self.longest = max(lengths)
+        begins = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+        self.cu_seqlens = begins.to(device, torch.int32)  # (segments + 1,): where each begins, where the last one ends
+        # what batched_attention calls together: (length, tokens) of consecutive segments of one length
+        self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
+        self.order = self.inverse = None  # (T,), where the segments had to be sorted for that
+        if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
+            by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+            self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
+            self.order = torch.cat([torch.arange(begins[i], begins[i + 1]) for i in by_length]).to(device)
+            self.inverse = self.order.argsort()
 
 
 # ---- the torch path: CPU, segments of more than 64 tokens, and the oracle of the kernels --------------------------
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """window_attention, a batched call for each distinct length."""
-    if len(segments.buckets) == 1:  # all of one length: already in order, no copies
-        return _bucket(q, k, v, segments.buckets[0][0]).flatten(0, 1)
-    out = [
-        _bucket(*(gather_rows(x, rows.flatten()) for x in (q, k, v)), n).flatten(0, 1) for n, rows in segments.buckets
-    ]
-    return gather_rows(torch.cat(out), segments.inverse)
+    """window_attention, one batched call for consecutive segments of equal length."""
+    if segments.order is not None:
+        q, k, v = (gather_rows(x, segments.order) for x in (q, k, v))
+    tokens = [tokens for _, tokens in segments.runs]
+    pieces = zip(segments.runs, *(x.split(tokens) for x in (q, k, v)), strict=True)
+    out = torch.cat([_batched(*piece, length) for (length, _), *piece in pieces])
+    return out if segments.order is None else gather_rows(out, segments.inverse)
 
 
-def _bucket(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Batched attention over runs of equal length. (S*L, H, D) -> (S, L, H, D)."""
+def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    """Segments of equal length, (S*L, H, D) -> the same."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
-    return dense_attention(q, k, v).transpose(1, 2)
+    return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

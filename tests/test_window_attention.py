@@ -107,20 +107,26 @@ def test_what_no_tile_holds_goes_to_torch(lengths, head_dim, monkeypatch):
 def test_it_compiles_into_one_graph():
     inputs, segments = make([16, 5, 16], 2, 16, EXACT), Segments([16, 5, 16])
     out = torch.compile(window_attention, fullgraph=True, backend="aot_eager")(*inputs, segments)
-    expected, exact = masked_attention(*inputs, segments.lengths)
+    expected, exact = masked_attention(*inputs, [16, 5, 16])
     assert_close(out, expected, EXACT)
     for gradient, of_formula in zip(torch.autograd.grad(out.sum(), inputs), exact, strict=True):
         assert_close(gradient, of_formula, EXACT)
 
 
-def test_segments():
+def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
     segments = Segments([4, 2, 4])
     assert segments.cu_seqlens.tolist() == [0, 4, 6, 10] and segments.cu_seqlens.dtype == torch.int32
     assert segments.longest == 4
-    assert [(length, rows.tolist()) for length, rows in segments.buckets] == [
-        (4, [[0, 1, 2, 3], [6, 7, 8, 9]]), (2, [[4, 5]]),
-    ]  # fmt: skip
-    assert segments.inverse.tolist() == [0, 1, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert segments.runs == [(2, 2), (4, 8)]
+    assert segments.order.tolist() == [4, 5, 0, 1, 2, 3, 6, 7, 8, 9]
+    assert segments.order[segments.inverse].tolist() == list(range(10))
+    assert Segments([4, 4]).order is None and Segments([4, 2]).order is None  # nothing to gain
+    monkeypatch.setattr(module, "TOKENS_PER_CALL", 3)
+    segments = Segments([4, 2, 4])
+    assert segments.runs == [(4, 4), (2, 2), (4, 4)]
+    assert segments.order is None
+    inputs = make([4, 2, 4], 2, 8, EXACT)
+    assert_close(window_attention(*inputs, segments), masked_attention(*inputs, [4, 2, 4])[0], EXACT)
 
 
 def test_blocks_are_powers_of_two_and_hold_the_head():
