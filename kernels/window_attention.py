@@ -55,9 +55,9 @@ class Segments:
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         self.order = self.inverse = None  # (T,), where the segments had to be sorted for that
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
-            by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            self.order = torch.cat([torch.arange(begins[i], begins[i + 1]) for i in by_length]).to(device)
+            of_token = begins.diff().repeat_interleave(begins.diff())  # (T,) length of each token's segment
+            self.order = of_token.argsort(stable=True).to(device)
             self.inverse = self.order.argsort()
 
 
@@ -66,6 +66,8 @@ class Segments:
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """window_attention, one batched call for consecutive segments of equal length."""
+    if len(segments.runs) == 1:
+        return _batched(q, k, v, segments.longest)
     if segments.order is not None:
         q, k, v = (gather_rows(x, segments.order) for x in (q, k, v))
     tokens = [tokens for _, tokens in segments.runs]
