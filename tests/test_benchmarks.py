@@ -61,6 +61,14 @@ def test_localisation(tmp_path):
     assert table.rstrip().endswith(f"constant box: mean IoU {rows[0]['constant box']:.3f}")
 
 
+def test_vision_windows(tmp_path):
+    table, figures = run(tmp_path, "vision_windows.py", "--quick", "--heads", "1", "--depth", "1", "--repeats", "1")
+    assert len(table.splitlines()) == 6
+    assert list(figures["milliseconds"]) == ["batched", "split", "slices", "in place"]
+    assert all(spent > 0 for spent in figures["milliseconds"].values())
+    assert figures["float64_max_difference"] < 1e-12
+
+
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
