@@ -6,8 +6,8 @@ Derivation. For one row of logits z (V,), chosen token y and temperature T, with
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-so top, s and t are all that has to be known of a row. Two parts of a row, 1 and 2, are joined with top = max(top1, top2)
-and c1 = (top1 - top) / T, since exp(d + c1) = exp(d) exp(c1):
+so top, s and t are all that has to be known of a row. Two parts, 1 and 2, are joined with top = max(top1, top2) and
+c1 = (top1 - top) / T, since exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -40,53 +40,58 @@ CHUNK_BYTES = 16 * 2**20  # of float32 logits at a time on the torch path: more 
 def score_rows_(
     z: Tensor, ids: Tensor, temperature: float, spare: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, H, top and s, each (m,), of logits (m, V) in float32 or float64, which it overwrites.
+    """logp, H, top and s, each (m,), of logits z (m, V) in float32 or float64; leaves d in z.
 
     Args:
-        spare: memory for another (m, V), to reuse.
+        spare: memory of another (m, V) to use.
     """
     top = z.amax(-1)
-    d = _differences_(z, top, temperature)
-    chosen = d.gather(-1, ids[:, None])[:, 0]
-    p = torch.exp(d.clamp_(min=FLOOR * math.log(2)), out=spare)
-    total = p.sum(-1)
-    log_total = total.log()
-    return chosen - log_total, log_total - p.mul_(d).sum(-1) / total, top, total
+    chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
+    d = differences_(z, top, temperature)
+    p = torch.exp(d, out=spare)
+    s = p.sum(-1)
+    log_s = s.log()
+    return chosen - log_s, log_s - p.mul_(d).sum(-1) / s, top, s
 
 
 def differentiate_rows_(
-    z: Tensor,
+    d: Tensor,
     ids: Tensor,
-    entropies: Tensor,
-    top: Tensor,
-    total: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_logps: Tensor,
     grad_entropies: Tensor | None,
     temperature: float,
     spare: Tensor | None = None,
 ) -> Tensor:
-    """dz (m, V) from the logits again, which it overwrites, and from what score_rows_ returned."""
-    scale = -1 / (temperature * total)
-    d = _differences_(z, top, temperature).clamp_(min=FLOOR * math.log(2))
+    """dz (m, V) from d, which it overwrites.
+
+    Args:
+        saved: H, top and s of the rows.
+    """
+    entropies, _, s = saved
+    scale = -1 / (temperature * s)
     dz = torch.exp(d, out=spare)
     if grad_entropies is None:
         dz.mul_((scale * grad_logps)[:, None])
     else:
-        a = scale * (grad_logps + grad_entropies * (entropies - total.log()))
+        a = scale * (grad_logps + grad_entropies * (entropies - s.log()))
         dz.mul_(d.mul_((scale * grad_entropies)[:, None]).add_(a[:, None]))
     return dz.scatter_add_(-1, ids[:, None], (grad_logps / temperature)[:, None])
 
 
-def _differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
+def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
+    """d (m, V) in place of z."""
     z.sub_(top[:, None])
-    return z if temperature == 1 else z.div_(temperature)
+    if temperature != 1:
+        z.div_(temperature)
+    return z.clamp_(min=FLOOR * math.log(2))
 
 
 # ------------------------------------------------------------------------------------------------ kernels, in Triton
 
-# One program, one row. One turn of the forward's loop takes TURNS x COLUMNS logits, and every column keeps a top, an s and
-# a t of its own: a thread holds whole columns (8 neighbours, one 16-byte load of bfloat16, in each of the TURNS rows), so
-# threads exchange nothing before the end of the row.
+# One program, one row. One turn of the forward's loop takes TURNS x COLUMNS logits, and every column keeps a top, an s
+# and a t of its own: a thread holds whole columns (8 neighbours, one 16-byte load of bfloat16, in each of the TURNS
+# rows), so threads exchange nothing before the end of the row.
 TURNS, COLUMNS, FORWARD_WARPS = 8, 1024, 4
 BLOCK, BACKWARD_WARPS = 8192, 8
 LOWEST = tl.constexpr(-1e30)  # a top below all others, but finite: its difference to them is no NaN
@@ -177,7 +182,7 @@ def _backward(
     stride, out_stride, width, first_id, k, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz of one row of `width` logits, the ids first_id and up; out may be the logits. Zeros where both gradients are."""
+    """dz of one row of `width` logits, the ids first_id and up; out may be the logits. Zeros if both gradients are."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids_ptr + row)
     top = tl.load(tops_ptr + row)
@@ -289,9 +294,9 @@ def _gradient(out, logits, ids, saved, grad_logps, grad_entropies, temperature, 
     live = grad_logps != 0 if grad_entropies is None else (grad_logps != 0) | (grad_entropies != 0)
     live &= ids != ignore_index
     for rows in _chunks(live, logits):
-        parts = [None if x is None else x[rows] for x in (*saved, grad_logps, grad_entropies)]
-        z = logits[rows].to(grad_logps.dtype)
-        out[rows] = differentiate_rows_(z, ids[rows], *parts, temperature).to(out.dtype)
+        *own, g, e = (None if x is None else x[rows] for x in (*saved, grad_logps, grad_entropies))
+        d = differences_(logits[rows].to(grad_logps.dtype), own[1], temperature)
+        out[rows] = differentiate_rows_(d, ids[rows], own, g, e, temperature).to(out.dtype)
     out[~live] = 0
     return out
 

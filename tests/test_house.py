@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
-    "kernels/linear_log_softmax kernels/dense_attention config data/boxes data/chat data/image data/tokenizer "
+    "kernels/backend kernels/dense_attention config data/boxes data/chat data/image data/tokenizer "
     "model/config model/layers rollout/advantages rollout/rewards training/distributed training/losses/policy "
     "training/losses/preference training/losses/sft training/losses/ppo",
-    "kernels/window_attention data/conversations data/processor model/rope rollout/box_rewards rollout/sampler "
-    "training/metrics training/optimizer",
-    "data/sources model/attention model/text model/vision",
+    "kernels/selective_log_softmax kernels/window_attention data/conversations data/processor model/rope "
+    "rollout/box_rewards rollout/sampler training/metrics training/optimizer",
+    "kernels/linear_log_softmax kernels/aot data/sources model/attention model/text model/vision",
     "data/shapes model/batch",
     "data/localisation model/qwen2_5_vl",
     "data/datasets model/checkpoint model/logprobs rollout/generate training/reference",
