@@ -8,7 +8,6 @@ interpreter, which executes a kernel with numpy, one program after the other: sl
     MINIVLMRL_KERNELS=triton    Triton, or an error that says why it cannot run
 """
 
-import functools
 import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -75,7 +74,6 @@ def backend_for(tensor: Tensor) -> str:
     return "torch" if obstacle else "triton"
 
 
-@functools.cache
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton cannot run for such tensors, None if it can. ROCm's devices are called cuda too."""
     if not INSTALLED:

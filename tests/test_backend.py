@@ -21,15 +21,12 @@ class OnGPU:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """No wish, a compiling Triton, an H200 and an empty memory."""
+    """No wish, a compiling Triton and an H200."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    backend._obstacle.cache_clear()
-    yield
-    backend._obstacle.cache_clear()
 
 
 def test_the_device_decides():
