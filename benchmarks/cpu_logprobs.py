@@ -14,8 +14,8 @@ Each first says how far its results are from those of the naive way in float64 o
 
 `naive` makes all logits and lets autograd keep what it needs. Peers run where they can be imported, and the table says
 which could not: TRL's ChunkedLogProbFunction with the tile its trainer uses, Liger's LigerFusedLinearGRPOLoss (without
-entropies, and gradients in the forward), F.linear_cross_entropy (likewise). "Without entropy" its gradient
-is left out, and where a way can leave it out, itself.
+entropies, and gradients in the forward), F.linear_cross_entropy in chunks (without entropies). The ways "without
+entropy" leave out its gradient, and those that can also the entropy.
 """
 
 import argparse
@@ -167,11 +167,13 @@ def load_liger() -> Callable:
 
 
 def load_torch() -> Callable:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise ImportError("torch.nn.functional.linear_cross_entropy is not in this version")
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    options = LinearCrossEntropyOptions()  # in chunks, of a size that PyTorch chooses
 
     def linear_cross_entropy(hidden, weight, ids, upstream):
-        return backward(hidden, weight, upstream, -F.linear_cross_entropy(hidden, weight, ids, reduction="none"))
+        losses = F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
+        return backward(hidden, weight, upstream, -losses)
 
     return linear_cross_entropy
 
