@@ -46,18 +46,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, nargs=3, default=(2048, 32000, 256), metavar=("N", "V", "D"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="N=64, V=500, D=16, one repetition")
+    parser.add_argument("--quick", action="store_true", help="N=512, V=4000, D=32, one repetition")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="those alone, and the naive ones")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # what a child process is told
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # the way that this process is for
     options = parser.parse_args()
-    size, repeats = ((64, 500, 16), 1) if options.quick else (options.size, options.repeats)
-    if options.only:
-        print(json.dumps(measure(options.only, *size, repeats)))
+    size, repeats = ((512, 4000, 32), 1) if options.quick else (options.size, options.repeats)
+    if options.child:
+        print(json.dumps(measure(options.child, *size, repeats)))
         return
     print(f"torch {torch.__version__}, N={size[0]}, V={size[1]}, D={size[2]}, float32, one thread, median of {repeats}")
     print(f"{'':34} {'CPU s':>7} {'of naive':>8} {'peak MiB':>9} {'naive is':>8} {'max error':>9}")
     rows = {}
-    for name in WAYS:
+    for name in [name for name in WAYS if name in options.ways or name.startswith("naive")]:
         rows[name] = row = run_child(name, size, repeats)
         if "missing" in row:
             print(f"{name:34} not importable: {row['missing']}")
@@ -73,7 +74,7 @@ def main():
 
 
 def run_child(name: str, size: tuple[int, int, int], repeats: int) -> dict:
-    command = [sys.executable, __file__, "--only", name, "--repeats", str(repeats), "--size", *map(str, size)]
+    command = [sys.executable, __file__, "--child", name, "--repeats", str(repeats), "--size", *map(str, size)]
     result = subprocess.run(command, env=os.environ | THREADS, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{name}:\n{result.stderr}")

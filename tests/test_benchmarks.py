@@ -69,6 +69,25 @@ def test_vision_windows(tmp_path):
     assert figures["float64_max_difference"] < 1e-12
 
 
+def test_cpu_logprobs(tmp_path):
+    """Each way in a process of its own; a peer that is not installed is named and left out."""
+    table, figures = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")
+    ways = figures["ways"]
+    assert list(ways) == ["naive", "ours", "naive, without entropy", "Liger, without entropy"]
+    assert ways["ours"]["error"] < 1e-5 and ways["ours"]["seconds"] > 0
+    assert "missing" in ways["Liger, without entropy"] or ways["Liger, without entropy"]["error"] < 1e-5
+    assert "peak MiB" in table
+
+
+def test_gpu_kernels_at_toy_size(tmp_path):
+    """Every table runs without a GPU, and all of our ways are right."""
+    table, figures = run(tmp_path, "gpu_kernels.py", "--toy")
+    ours = [row for row in figures["rows"] if row["way"].startswith("ours")]
+    assert {row["table"].split()[0] for row in ours} >= {"logits", "states"}
+    assert not [row for row in ours if "skipped" in row]
+    assert "left out" in table and figures["ceilings"]["bytes"] > 0
+
+
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
