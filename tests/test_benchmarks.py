@@ -88,6 +88,18 @@ def test_gpu_kernels_at_toy_size(tmp_path):
     assert "left out" in table and figures["ceilings"]["bytes"] > 0
 
 
+def test_gpu_step_at_toy_size(tmp_path):
+    """Every way runs, and in float32 they agree (the script asserts it)."""
+    table, figures = run(tmp_path, "gpu_step.py", "--toy", "--repeats", "1", "--peer-rows", "1")
+    ways = ["ours", "ours, separate rows", "transformers"]
+    assert [(row["phase"], row["way"]) for row in figures["rows"]] == [
+        *(("rollout", way) for way in ways if way != "ours, separate rows"),
+        *((phase, way) for phase in ("scoring", "step") for way in ways),
+    ]
+    assert all(row["seconds"] > 0 for row in figures["rows"])
+    assert sum(line.startswith("| ") for line in table.splitlines()) == 9
+
+
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
