@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_policy_loss
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
+from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEMPERATURE = 0.9
@@ -368,7 +369,116 @@ def off_states(phase, got, expected, pick, some) -> float:
 
 # ------------------------------------------------------------------------------------------------ windows
 
-TABLES = {"logits": logits_table, "states": states_table}
+
+HEADS, HEAD_DIM = 16, 80  # of Qwen2.5-VL's vision tower
+
+
+def windows_table(run: Run) -> None:
+    """window_attention: 512 whole windows, and eight photographs of 58 x 70 patches with their narrow windows."""
+    photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]  # 8 x 8 patches, at the edges 8 x 6, 2 x 8 and 2 x 6
+    for lengths in [[64, 20, 64]] if run.toy else [512 * [64], 8 * photograph]:
+        T = sum(lengths)
+        torch.manual_seed(T)
+        # q and k as rotary leaves them, v as a slice of the projection
+        q, k, grad = (torch.randn(T, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
+        v = torch.randn(T, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
+        inputs, segments = [x.requires_grad_() for x in (q, k, v)], Segments(lengths, CARD)
+        ways = [
+            windows_way("ours", window_attention, inputs, segments, grad),
+            windows_way("ours, torch path", batched_attention, inputs, segments, grad),
+            windows_way("loop, as in transformers", split_loop, inputs, segments, grad),
+            windows_way("padded, one call", padded_attention, inputs, segments, grad),
+            *peers(load_varlen, load_flex, arguments=(inputs, segments, grad)),
+        ]
+        pick = sorted({0, len(lengths) - 1, *torch.randperm(len(lengths))[: CHECKED // 8].tolist()})
+        expected, rows = exact_windows(inputs, grad, segments.cu_seqlens.tolist(), pick)
+        size = q.numel() * q.element_size()
+        products = 2 * sum(n * n for n in lengths) * HEADS * HEAD_DIM
+        floors = {
+            "forward": run.ceilings.milliseconds(4 * size, 2 * products),
+            "both": run.ceilings.milliseconds(11 * size, 7 * products),
+        }
+        error = partial(off_windows, expected=expected, rows=rows)
+        run.table(f"windows {len(lengths)}, {T} patches", ways, error, 0.02, floors)
+
+
+def windows_way(name: str, function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> Way:
+    """function (q, k, v, segments) -> (T, H, D)."""
+
+    @torch.no_grad()
+    def forward():
+        return [function(*inputs, segments)]
+
+    return Way(name, forward, lambda: torch.autograd.grad(function(*inputs, segments), inputs, grad))
+
+
+def split_loop(q, k, v, segments):
+    windows = zip(*(x.split(segments.cu_seqlens.diff().tolist()) for x in (q, k, v)), strict=True)
+    return torch.cat([sdpa(*(x[None] for x in window))[0] for window in windows])
+
+
+def padded_attention(q, k, v, segments):
+    """All windows as long as the longest: zeros behind the others, which a mask hides."""
+    places = torch.arange(segments.longest, device=q.device)
+    inside = places < segments.cu_seqlens.diff()[:, None]  # (windows, longest)
+    index = torch.where(inside, segments.cu_seqlens[:-1, None] + places, 0)
+    mask = None if inside.all() else inside[:, None, None]
+    return sdpa(*(F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]) for x in (q, k, v)), mask)[inside]
+
+
+def sdpa(q, k, v, mask=None):
+    """(S, L, H, D) -> (S, L, H, D)."""
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
+
+
+def load_varlen(inputs, segments, grad) -> Way:
+    needs_gpu("varlen_attn")
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q, k, v, segments):
+        return varlen_attn(q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
+
+    return windows_way("torch's varlen_attn", attend, inputs, segments, grad)
+
+
+def load_flex(inputs, segments, grad) -> Way:
+    """The block mask is not timed: it is made once for all blocks of the tower."""
+    needs_gpu("FlexAttention's gradients")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    lengths = segments.cu_seqlens.diff()
+    window = torch.arange(len(lengths), device=CARD).repeat_interleave(lengths)
+    block_mask = create_block_mask(
+        lambda b, h, i, j: window[i] == window[j], None, None, len(window), len(window), CARD
+    )
+    call = compiled(flex_attention)
+
+    def attend(q, k, v, segments):
+        return call(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=block_mask)[0].transpose(0, 1)
+
+    return windows_way("FlexAttention, compiled", attend, inputs, segments, grad)
+
+
+def exact_windows(inputs: list[Tensor], grad: Tensor, ends: list[int], pick: list[int]) -> tuple[dict, Tensor]:
+    """Outputs and gradients of some windows in float64, by the formula, and their rows."""
+    rows = [torch.arange(ends[i], ends[i + 1], device=grad.device) for i in pick]
+    outputs, gradients = [], []
+    for index in rows:
+        q, k, v = (x.detach()[index].double().transpose(0, 1).requires_grad_() for x in inputs)  # (H, L, D)
+        out = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v
+        outputs.append(out.detach().transpose(0, 1))
+        of_window = torch.autograd.grad(out, (q, k, v), grad[index].double().transpose(0, 1))
+        gradients.append([x.transpose(0, 1) for x in of_window])
+    return {"forward": [torch.cat(outputs)], "both": [torch.cat(x) for x in zip(*gradients, strict=True)]}, torch.cat(
+        rows
+    )
+
+
+def off_windows(phase: str, got: list[Tensor], expected: dict[str, list[Tensor]], rows: Tensor) -> float:
+    return max(relative(a[rows], b) for a, b in zip(got, expected[phase], strict=True))
+
+
+TABLES = {"logits": logits_table, "states": states_table, "windows": windows_table}
 
 
 # ------------------------------------------------------------------------------------------------ shared
