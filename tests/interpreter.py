@@ -4,9 +4,10 @@ Triton reads TRITON_INTERPRET when it is first imported, for the whole process, 
 nothing. So one test of each kernel file runs that file again, in a child process where MINIVLMRL_KERNELS=triton
 sends every public function of kernels/ through its Triton kernel.
 
-Importing this module in such a process also mends bfloat16, which the interpreter holds as uint16: it truncates instead
-of rounding to nearest even, and multiplies the bit patterns in tl.dot (https://github.com/triton-lang/triton/issues/11584).
-Arithmetic on bfloat16 itself stays forbidden: our kernels convert to float32 as soon as they have loaded.
+Importing this module in such a process also mends two things in which the interpreter is not like a GPU. bfloat16, which
+it holds as uint16: it truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
+(https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 itself stays forbidden: our kernels convert
+to float32 as soon as they have loaded. And NaN, which tl.maximum and tl.minimum drop on a GPU unless told otherwise.
 """
 
 import os
@@ -80,5 +81,14 @@ def mend_bfloat16() -> None:
     Builder.create_dot, Builder.binary_op = mended_dot, mended_binary
 
 
+def mend_nan() -> None:
+    """max.f32 of a number and NaN is the number; max.NaN.f32, which propagate_nan asks for, is NaN."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
+    Builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+
+
 if INTERPRETED:
     mend_bfloat16()
+    mend_nan()
