@@ -276,8 +276,9 @@ def _loss_of_piece(loss_of_rows, logps, entropies, rows):
     inputs = [logps.detach().requires_grad_(), entropies.detach().requires_grad_()]
     with torch.enable_grad():
         loss = loss_of_rows(*inputs, rows).sum()
-    grad_logps, grad_entropies = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return loss.detach(), [torch.zeros_like(logps) if grad_logps is None else grad_logps.contiguous(), grad_entropies]
+    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    grad_logps, grad_entropies = (g if g is None else g.contiguous() for g in grads)
+    return loss.detach(), [torch.zeros_like(logps) if grad_logps is None else grad_logps, grad_entropies]
 
 
 def _live(grad_logps: Tensor, grad_entropies: Tensor | None) -> Tensor:
@@ -303,7 +304,7 @@ def linear_log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor, temperature:
     Source: equals TRL's selective_log_softmax and entropy_from_logits applied to logits / temperature.
     """
     _check(hidden, weight, ids, temperature)
-    logps, entropies, *_ = _op(hidden, weight, ids, temperature)
+    logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), temperature)
     return logps, entropies
 
 
@@ -326,7 +327,7 @@ def linear_policy_loss(
         its graph here: loss_of_rows is differentiated on the spot.
     """
     _check(hidden, weight, ids, temperature)
-    return _LinearPolicyLoss.apply(hidden, weight, ids, loss_of_rows, temperature)
+    return _LinearPolicyLoss.apply(hidden, weight, ids.contiguous(), loss_of_rows, temperature)
 
 
 @torch.no_grad()

@@ -55,14 +55,9 @@ def score_rows_(
 
 
 def differentiate_rows_(
-    d: Tensor,
-    ids: Tensor,
-    saved: tuple[Tensor, Tensor, Tensor],
-    grad_logps: Tensor,
-    grad_entropies: Tensor | None,
-    temperature: float,
-    spare: Tensor | None = None,
-) -> Tensor:
+    d: Tensor, ids: Tensor, saved: list[Tensor], grad_logps: Tensor, grad_entropies: Tensor | None,
+    temperature: float, spare: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """dz (m, V) from d, which it overwrites.
 
     Args:
@@ -209,10 +204,13 @@ def _backward(
     for start in range(0, width, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         z = tl.load(z_ptr + offsets, mask=offsets < read, other=float("-inf")).to(tl.float32)
-        d = tl.maximum(z * k - top, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        d = tl.maximum(z * k - top, LEAST)  # a NaN among the logits is in s, and so in a and b
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(offsets == own, dz + one, dz)
         tl.store(dz_ptr + offsets, dz.to(out_ptr.dtype.element_ty), mask=offsets < width)
+
+
+LOG2E = 1 / math.log(2)
 
 
 def fold_(
@@ -237,20 +235,13 @@ def fold_(
 
 
 def differentiate_part_(
-    logits: Tensor,
-    ids: Tensor,
-    saved: tuple[Tensor, Tensor, Tensor],
-    grad_logps: Tensor,
-    grad_entropies: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-    out: Tensor,
-    first_id: int = 0,
-) -> Tensor:
+    logits: Tensor, ids: Tensor, saved: list[Tensor], grad_logps: Tensor, grad_entropies: Tensor | None,
+    temperature: float, ignore_index: int, out: Tensor, first_id: int = 0,
+) -> Tensor:  # fmt: skip
     """Write dz of logits (N, width), the ids first_id and up of each row, to out, which may be the logits.
 
     Args:
-        saved: H, top and s that fold_ returned.
+        saved: H, top (in base 2) and s that fold_ returned.
     """
     rows, width = logits.shape
     if rows:
@@ -263,8 +254,6 @@ def differentiate_part_(
 
 
 # ------------------------------------------------------------------------------------------------ autograd
-
-LOG2E = 1 / math.log(2)
 
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax", mutates_args=())
@@ -303,14 +292,9 @@ def _gradient(out, logits, ids, saved, grad_logps, grad_entropies, temperature, 
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax_backward", mutates_args=())
 def _backward_op(
-    logits: Tensor,
-    ids: Tensor,
-    saved: list[Tensor],
-    grad_logps: Tensor,
-    grad_entropies: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-) -> Tensor:
+    logits: Tensor, ids: Tensor, saved: list[Tensor], grad_logps: Tensor, grad_entropies: Tensor | None,
+    temperature: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return _gradient(out, logits, ids, saved, grad_logps, grad_entropies, temperature, ignore_index)
 
@@ -322,14 +306,9 @@ def _(logits, ids, saved, grad_logps, grad_entropies, temperature, ignore_index)
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax_backward_", mutates_args=("logits",))
 def _backward_inplace_op(
-    logits: Tensor,
-    ids: Tensor,
-    saved: list[Tensor],
-    grad_logps: Tensor,
-    grad_entropies: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-) -> None:
+    logits: Tensor, ids: Tensor, saved: list[Tensor], grad_logps: Tensor, grad_entropies: Tensor | None,
+    temperature: float, ignore_index: int,
+) -> None:  # fmt: skip
     _gradient(logits, logits, ids, saved, grad_logps, grad_entropies, temperature, ignore_index)
 
 
@@ -397,59 +376,37 @@ def selective_log_softmax(
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[None]
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    logps, entropies, *_ = _op(rows, ids.flatten(), temperature, ignore_index, inplace_backward)
+    logps, entropies, *_ = _op(rows, ids.flatten().contiguous(), temperature, ignore_index, inplace_backward)
     return logps.view(ids.shape), entropies.view(ids.shape) if entropy else None
 
 
 # ------------------------------------------------------------------------------------------------ real sizes
 
+LOOSE = ("ignore_index",)  # -100 is not divisible by 16
+
 
 def _builds() -> list[Build]:
-    """Vocabulary of Qwen2.5-VL, whole rows and the parts that linear_log_softmax makes of them."""
-    common = {"stride": "i32", "width": "i32", "first_id": "i32", "k": "fp32", "ignore_index": "i32"}
-    forward = {
-        "logits_ptr": "*bf16", "ids_ptr": "*i64", "parts_ptr": "*fp32", "logps_ptr": "*fp32", "entropies_ptr": "*fp32",
-        "tops_ptr": "*fp32", "totals_ptr": "*fp32", "rows": "i32", **common,
-    }  # fmt: skip
-    backward = {
-        "logits_ptr": "*bf16", "ids_ptr": "*i64", "entropies_ptr": "*fp32", "tops_ptr": "*fp32",
-        "totals_ptr": "*fp32", "grad_logps_ptr": "*fp32", "grad_entropies_ptr": "*fp32", "out_ptr": "*bf16",
-        "out_stride": "i32", **common,
-    }  # fmt: skip
-    unaligned = ("ignore_index",)
+    """Rows of the hub's vocabularies, whole and as the tiles that linear_log_softmax makes of them."""
+    loose = {"stride": "i32", "width": "i32", "first_id": "i32", "k": "fp32", "ignore_index": "i32", "ids_ptr": "*i64"}
+    results = dict.fromkeys(["logps_ptr", "entropies_ptr", "tops_ptr", "totals_ptr"], "*fp32")
+    parts, sizes = {"parts_ptr": "*fp32"}, {"TURNS": TURNS, "COLUMNS": COLUMNS}
     builds = []
-    for name, first, last in (("forward", True, True), ("forward, middle part", False, False)):
-        absent = {
-            n: None
-            for n in (["parts_ptr"] if first and last else ["logps_ptr", "entropies_ptr", "tops_ptr", "totals_ptr"])
-        }
-        for dtype in ("bf16", "fp32"):
-            signature = {n: t for n, t in forward.items() if n not in absent} | {"logits_ptr": f"*{dtype}"}
-            constexprs = absent | {"FIRST": first, "LAST": last, "TURNS": TURNS, "COLUMNS": COLUMNS}
-            builds.append(
-                Build(
-                    f"log-softmax {name} {dtype}",
-                    _forward,
-                    signature,
-                    constexprs,
-                    FORWARD_WARPS,
-                    elements=TURNS * COLUMNS,
-                    unaligned=unaligned,
-                )
-            )
-    for name, absent in (("backward", {"grad_entropies_ptr": None}), ("backward with entropy", {})):
-        signature = {n: t for n, t in backward.items() if n not in absent}
-        builds.append(
-            Build(
-                f"log-softmax {name} bf16",
-                _backward,
-                signature,
-                absent | {"BLOCK": BLOCK},
-                BACKWARD_WARPS,
-                elements=BLOCK,
-                unaligned=unaligned,
-            )
-        )
+    for dtype in ("bf16", "fp32"):
+        given = loose | {"logits_ptr": f"*{dtype}", "rows": "i32"}
+        whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True} | sizes
+        middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False} | sizes
+        for name, signature, constants in (
+            ("forward", given | results, whole),
+            ("forward, middle part", given | parts, middle),
+        ):
+            name = f"log-softmax {name} {dtype}"
+            builds.append(Build(name, _forward, signature, constants, FORWARD_WARPS, 1, TURNS * COLUMNS, LOOSE))
+    given = loose | {"logits_ptr": "*bf16", "out_ptr": "*bf16", "out_stride": "i32", "grad_logps_ptr": "*fp32"}
+    given |= {name: kind for name, kind in results.items() if name != "logps_ptr"}
+    upstream = {"grad_entropies_ptr": "*fp32"}
+    for name, signature, absent in (("", given, dict.fromkeys(upstream)), (" with entropy", given | upstream, {})):
+        name, constants = f"log-softmax backward{name} bf16", absent | {"BLOCK": BLOCK}
+        builds.append(Build(name, _backward, signature, constants, BACKWARD_WARPS, 1, BLOCK, LOOSE))
     return builds
 
 

@@ -4,10 +4,11 @@ Triton reads TRITON_INTERPRET when it is first imported, for the whole process, 
 nothing. So one test of each kernel file runs that file again, in a child process where MINIVLMRL_KERNELS=triton
 sends every public function of kernels/ through its Triton kernel.
 
-Importing this module in such a process also mends two things in which the interpreter is not like a GPU. bfloat16, which
-it holds as uint16: it truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
-(https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 itself stays forbidden: our kernels convert
-to float32 as soon as they have loaded. And NaN, which tl.maximum and tl.minimum drop on a GPU unless told otherwise.
+Importing this module in such a process also mends two things in which the interpreter is not like a GPU. It holds
+bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
+(https://github.com/triton-lang/triton/issues/11584); arithmetic on bfloat16 itself stays forbidden, as our kernels
+convert to float32 as soon as they have loaded. And NaN, which tl.maximum and tl.minimum drop on a GPU unless told not
+to, they keep here.
 """
 
 import os
