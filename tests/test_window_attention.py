@@ -11,6 +11,8 @@ from minivlmrl.kernels import window_attention as module
 from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
 from minivlmrl.kernels.window_attention import Segments, blocks, gather_rows, window_attention
 
+import tiny
+
 # of the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 if not INTERPRETED:
@@ -169,6 +171,36 @@ def test_rows_may_lie_beyond_2_to_the_31():
     gradients = torch.ops.minivlmrl.window_attention_backward(grad, q, k, v, cu_seqlens, 8)
     for gradient, of_formula in zip(gradients, exact, strict=True):
         assert_close(gradient[-8:], of_formula, torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+def test_the_vision_tower_computes_the_same_through_the_kernels(monkeypatch):
+    """Both ways in one process: windows through the kernels, frames of more than 64 patches through torch in both."""
+    tower, generator = tiny.model().visual, torch.Generator().manual_seed(0)
+    image, grid = torch.randn(164, 1176, generator=generator), torch.tensor([[1, 10, 14], [1, 4, 6]])
+    results = {}
+    for kernels in ("triton", "torch"):
+        monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
+        tower.zero_grad()
+        out = tower(image, grid)
+        out.square().mean().backward()
+        results[kernels] = [out.detach(), *(p.grad.clone() for p in tower.parameters())]
+    for a, b in zip(*results.values(), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
+def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
+    inputs = make(lengths, heads, head_dim, dtype)
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected, exact = masked_attention(*inputs, lengths, upstream)
+    there = [x.cuda().detach().requires_grad_() for x in inputs]
+    actual = window_attention(*there, Segments(lengths, "cuda"))
+    gradients = torch.autograd.grad(actual, there, upstream.cuda())
+    for ours, of_formula in zip((actual, *gradients), (expected, *exact), strict=True):
+        assert (ours.cpu().double() - of_formula).norm() <= 3e-3 * of_formula.norm()
 
 
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="the child itself, or no Triton")
