@@ -3,6 +3,7 @@
 python -m minivlmrl.kernels.aot                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
 python -m minivlmrl.kernels.aot --arch 90 --only "log-softmax forward"
 python -m minivlmrl.kernels.aot --json FILE       # and the figures
+python -m minivlmrl.kernels.aot --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
 
 The compiler, the assembler and the disassembler are all inside the triton package. Figures of one build:
 
@@ -28,42 +29,47 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minivlmrl.kernels import backend, selective_log_softmax, window_attention
+from minivlmrl.kernels import backend as installed
+from minivlmrl.kernels import selective_log_softmax, window_attention
 from minivlmrl.kernels.backend import Build, triton
 
 BUILDS = [*selective_log_softmax.BUILDS, *window_attention.BUILDS]
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = ("80", "90", "100")
+AMD_NOTES = ("vgpr_count", "vgpr_spill_count")
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities times ten")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten, or gfx...")
     parser.add_argument("--only", default="", help="builds whose name begins so")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", type=Path, help="put the figures into this file, under the version of Triton")
     options = parser.parse_args()
-    if not backend.INSTALLED or backend.INTERPRETED:
+    if not installed.INSTALLED or installed.INTERPRETED:
         sys.exit("compiling needs Triton (pip install triton) and no TRITON_INTERPRET")
-    print(f"Triton {triton.__version__}\n{'':44} {'arch':>5}" + "".join(f" {name:>12}" for name in COLUMNS))
+    print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     figures = {}
     for build in BUILDS:
         for arch in options.arch:
             if build.name.startswith(options.only):
-                figures[f"{build.name}, sm_{arch}"] = row = inspect(build, arch)
-                cells = ("" if row[name] is None else row[name] for name in COLUMNS)
-                print(f"{build.name:44} {arch:5}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
+                gfx = arch.startswith("gfx")
+                row = inspect_amd(build, arch) if gfx else inspect(build, arch)
+                figures[f"{build.name}, {arch if gfx else 'sm_' + arch}"] = row
+                cells = ("" if row.get(name) is None else row[name] for name in COLUMNS)
+                print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"triton": triton.__version__, "builds": figures}, indent=1) + "\n")
     if options.record:
         known = json.loads(options.record.read_text()) if options.record.exists() else {}
-        options.record.write_text(json.dumps(known | {triton.__version__: figures}, indent=1) + "\n")
+        known[triton.__version__] = known.get(triton.__version__, {}) | figures
+        options.record.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def inspect(build: Build, arch: int) -> dict[str, int | float | None]:
+def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
     """Compile for one architecture and read the figures off the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        compiled = compile_ahead(build, arch)
+        compiled = compile_ahead(build, "cuda", int(arch), 32)
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = disassemble("--dump-resource-usage", file.name)
@@ -83,8 +89,15 @@ def inspect(build: Build, arch: int) -> dict[str, int | float | None]:
     }
 
 
-def compile_ahead(build: Build, arch: int):
-    """The kernel for one architecture of NVIDIA's."""
+def inspect_amd(build: Build, arch: str) -> dict[str, int]:
+    """The same of AMD's compiler, which notes its figures in the assembly; nothing of ROCm has to be installed."""
+    compiled = compile_ahead(build, "hip", arch, 64)
+    registers, spills = (re.search(rf"\.{n}:\s+(\d+)", compiled.asm["amdgcn"])[1] for n in AMD_NOTES)
+    return {"registers": int(registers), "spills": int(spills), "shared": compiled.metadata.shared}
+
+
+def compile_ahead(build: Build, backend: str, arch: int | str, warp_size: int):
+    """The kernel, compiled for one architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -98,7 +111,7 @@ def compile_ahead(build: Build, arch: int):
     attributes = {(parameters.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=build.constexprs, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=options)
 
 
 def disassemble(flag: str, cubin: str) -> str:

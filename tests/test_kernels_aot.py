@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_budgets.json").read_text())
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,8 @@ def compiled(tmp_path_factory):
     """(version of Triton, figures of all builds), from the command, in a process that does not interpret."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("aot") / "figures.json"
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
     command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--json", str(out)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads(out.read_text())
     return figures["triton"], figures["builds"]
@@ -39,6 +39,15 @@ def assert_good(builds):
 
 def test_the_installed_compiler_reaches_the_bars(compiled):
     assert_good(compiled[1])
+
+
+def test_amd_compiles_the_log_softmax_too():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--arch", "gfx942", "--only", "log-softmax"]
+    result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split("gfx942")[1].split() for line in result.stdout.splitlines() if "gfx942" in line]
+    assert len(rows) == 6 and all(spills == "0" for _, spills, _ in rows)
 
 
 def test_the_installed_compiler_keeps_to_its_budgets(compiled):
