@@ -35,6 +35,7 @@ from minivlmrl.kernels.selective_log_softmax import (
 )
 
 CHUNK_BYTES = 16 * 2**20  # of float32 logits of one piece on the torch path, but 32 to 256 rows
+GPU_ROWS = 512  # of one piece on the torch path of a GPU
 TILE = 4096  # rows, and ids, of one piece on the Triton path: 34 MB of bfloat16
 LOSS_ROWS = 2048  # of one piece of linear_policy_loss on the Triton path, all ids: 0.6 GB at Qwen2.5-VL's vocabulary
 NONE_IGNORED = -100  # ids of linear_log_softmax are all meant
@@ -71,8 +72,8 @@ def _differentiate_by_rows(
 
 def _buffers(hidden: Tensor, weight: Tensor) -> Tensor:
     """Memory for two pieces of logits, (2, rows, V), used again and again: fresh memory costs a page fault a page."""
-    rows = min(max(CHUNK_BYTES // (4 * len(weight)), 32), 256, max(len(hidden), 1))
-    return torch.empty(2, rows, len(weight), dtype=_sum_dtype(hidden), device=hidden.device)
+    rows = min(max(CHUNK_BYTES // (4 * len(weight)), 32), 256) if hidden.device.type == "cpu" else GPU_ROWS
+    return torch.empty(2, min(rows, max(len(hidden), 1)), len(weight), dtype=_sum_dtype(hidden), device=hidden.device)
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from minivlmrl.kernels.backend import Build, backend_for, tl, triton
 
 FLOOR = -126.0  # of d', base 2
 CHUNK_BYTES = 16 * 2**20  # of float32 logits at a time on the torch path: more leaves the CPU's caches
+GPU_ROWS = 512  # at a time on the torch path of a GPU
 
 # ------------------------------------------------------------------------------------------------ reference, in torch
 
@@ -338,7 +339,7 @@ _op.register_autograd(_differentiate, setup_context=_setup_context)
 
 def _chunks(wanted: Tensor, logits: Tensor):
     """Indices of the wanted rows, a chunk at a time."""
-    size = max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+    size = max(CHUNK_BYTES // (4 * logits.shape[-1]), 1) if logits.device.type == "cpu" else GPU_ROWS
     return wanted.nonzero()[:, 0].split(size) if wanted.any() else []
 
 
