@@ -66,20 +66,25 @@ def main():
     parser.add_argument("--heads", type=int, default=2, help="heads of 80 numbers; the hub's tower has 16")
     parser.add_argument("--depth", type=int, default=4, help="blocks")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each way")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--quick", action="store_true", help="an image of 192 patches")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = (1, 16, 12) if options.quick else GRID
-    tower, image = make(options.heads, options.depth, grid)
+    tower, (pixel_values, grid_thw) = make(options.heads, options.depth, grid)
+    dtype = getattr(torch, options.dtype)
+    tower, image = tower.to(dtype), (pixel_values.to(dtype), grid_thw)
     difference = compare(*make(1, 2, (1, 16, 12)))
-    print(f"{grid[1] * grid[2]} patches, {options.heads} heads, {options.depth} blocks, torch {torch.__version__}")
+    size = f"{grid[1] * grid[2]} patches, {options.heads} heads, {options.depth} blocks"
+    print(f"{size}, {options.dtype}, torch {torch.__version__}")
     print(f"float64, largest difference of output and gradients over the ways: {difference:.1e}")
     milliseconds = measure(tower, image, options.repeats)
     for way, spent in milliseconds.items():
         print(f"{way:9} {spent:9.1f} ms   {spent / milliseconds['batched']:5.2f}")
     if options.json:
-        about = {"patches": grid[1] * grid[2], "heads": options.heads, "depth": options.depth, "threads": 1}
+        about = {"patches": grid[1] * grid[2], "heads": options.heads, "depth": options.depth}
+        about |= {"dtype": options.dtype, "threads": 1}
         about |= {"float64_max_difference": difference, "repeats": options.repeats, "torch": torch.__version__}
         about |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
         options.json.write_text(json.dumps({"milliseconds": milliseconds, **about}, indent=2) + "\n")

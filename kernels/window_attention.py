@@ -14,10 +14,10 @@ of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
 so q, k and v are all that the backward needs: it makes S and P again, 64 x 64 numbers that never leave the chip.
 
 Nothing couples two segments. In torch, consecutive segments of equal length are one batched call without a mask, and
-where these are too short to be worth a call the segments are sorted by length first. In Triton
-a program owns one segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of
-its inputs and one write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: powers of
-two are all that Triton knows, and the padded kernel needs half as many registers again.
+where these are too short to be worth a call the segments are sorted by length first. In Triton a program owns one
+segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one
+write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: Triton's blocks are powers of
+two, and padded to 128 the backward needs a third more registers and shared memory (sm_90).
 """
 
 import math
@@ -108,9 +108,9 @@ def _store(x, tile, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr,
 
 
 @triton.jit
-def _dot(a, b, sum):
-    """a b + sum, summed in float32."""
-    return tl.dot(a, b, sum, input_precision="ieee")
+def _dot(a, b, acc):
+    """acc + a b, summed in float32."""
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _backward_kernel(
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
     """Block sizes L, D0, D1 for segments of at most `longest` tokens: 64, 64, 16 for 60 tokens of head size 80.
 
-    At least 16, the smallest a matrix instruction takes; D0 + D1 is less than twice what is needed.
+    At least 16, the smallest that a matrix instruction takes.
     """
     D0 = max(16, 1 << head_dim.bit_length() - 1)
     D1 = 0 if head_dim <= D0 else max(16, 1 << (head_dim - D0 - 1).bit_length())
