@@ -16,7 +16,7 @@ so q, k and v are all that the backward needs: it makes S and P again, 64 x 64 n
 Nothing couples two segments. In torch, consecutive segments of equal length are one batched call without a mask, and
 where these are too short to be worth a call the segments are sorted by length first. In Triton a program owns one
 segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one
-write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: Triton's blocks are powers of
+write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of
 two, and padded to 128 the backward needs a third more registers and shared memory (sm_90).
 """
 
