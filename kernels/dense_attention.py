@@ -1,41 +1,40 @@
 """Softmax attention with grouped heads, the one call that every attention rule of this project ends in.
 
-    S = q k^T D^-1/2, -inf where the mask says no       P = softmax(S)       out = P v
+    S = q k^T D^-1/2, -inf where a query does not see a key       P = softmax(S)       out = P v
 
-Query head i reads key head i // (H / K). The query heads of one key head are laid end to end, as if they were more
-queries: fewer and larger products, and no copies of the keys.
+Query head i reads key head i // (H / K). Where all of it is written out, the query heads of one key head are laid end
+to end, as if they were more queries: fewer and larger products, and no copies of the keys.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On CPU and up to so many keys, the formula written out beats the fused kernel: with 16 to 110 keys, forward and
-# backward on two threads took about half as long. With more, the score matrices no longer fit the caches.
-SHORT = 128
+# On CPU, up to so many keys and for heads this narrow, the formula written out beats the fused kernel: with 16 to 110
+# keys, forward and backward on two threads took about half as long. With more keys the score matrices no longer fit the
+# caches, and with wider heads (80 and 128 were tried) the fused kernel is as fast or faster.
+MOST_KEYS, MOST_HEAD_DIM = 128, 64
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """Attend, scale D^-1/2.
 
     Args:
         q: (S, H, L, D).
         k, v: (S, K, T, D), K divides H.
-        mask: (L, T) bool, True where a query sees a key; the same for all S and H.
-        is_causal: instead of a mask, with L = T: query i sees keys 0..i.
+        is_causal: the last query sees all keys, each one before it a key less: query i sees keys 0..T-L+i, L <= T.
     Returns:
         (S, H, L, D).
-    Source: torch's scaled_dot_product_attention with enable_gqa.
+    Source: torch's scaled_dot_product_attention with enable_gqa, and with causal_lower_right as its mask.
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    short = q.device.type == "cpu" and T <= SHORT
-    if is_causal and not short:
+    short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
+    if is_causal and q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
+        return flash_attention(q, k, v)
+    if is_causal and L == T and not short:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    if is_causal:
-        mask = torch.ones(L, T, dtype=torch.bool, device=q.device).tril()
     q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
-    if mask is not None:
-        mask = torch.zeros(L, T, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf")).repeat(repeat, 1)
+    mask = _lower_right(L, T, q).repeat(repeat, 1) if is_causal else None
     if not short:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     else:
@@ -43,3 +42,16 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
         scores = scores if mask is None else scores + mask
         out = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The causal dense_attention as a GPU's flash kernels do it: no mask in memory, unseen blocks of keys left out."""
+    from torch.nn.attention.bias import causal_lower_right  # takes seconds, for torch.compile's sake
+
+    bias = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+def _lower_right(L: int, T: int, like: Tensor) -> Tensor:
+    """(L, T): 0 where a query sees a key, else -inf."""
+    return torch.full((L, T), float("-inf"), dtype=like.dtype, device=like.device).triu(T - L + 1)

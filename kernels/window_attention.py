@@ -1,22 +1,42 @@
 """Attention inside segments: each token attends to all tokens of its own window (or of its own frame).
 
-Derivation. For segment s with rows q_s, k_s, v_s (L_s, H, D) and scale D^-1/2:
+Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head for itself:
 
-    S = q_s k_s^T D^-1/2        (H, L_s, L_s)
-    P = softmax(S)              over the last axis
-    o_s = P v_s                 (L_s, H, D)
+    S = c q_s k_s^T      (L, L)        P = softmax(S) over the last axis        o_s = P v_s      (L, D)
 
-Nothing couples two segments, so segments of equal length are one batched call and no mask is needed. The torch path
-below does just that; it is also the reference for a fused kernel behind the same signature (not written yet).
+Softmax is the same for 2^(S log2 e) as for e^S, with the row's largest entry taken off first. With do_s the gradient
+of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
+
+    dv_s = P^T do_s              dP = do_s v_s^T
+    dS = P * (dP - sum_j P_ij dP_ij)
+    dq_s = c dS k_s              dk_s = c dS^T q_s
+
+so q, k and v are all that the backward needs: it makes S and P again, 64 x 64 numbers that never leave the chip.
+
+Nothing couples two segments. In torch, consecutive segments of equal length are one batched call without a mask, and
+where these are too short to be worth a call the segments are sorted by length first. In Triton a program owns one
+segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one
+write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of
+two, and padded to 128 the backward needs a third more registers and shared memory (sm_90).
 """
 
-from collections import defaultdict
+import math
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivlmrl.kernels.backend import INTERPRETED, Build, backend_for, tl, triton
 from minivlmrl.kernels.dense_attention import dense_attention
+
+# What a Triton program holds in registers. In float32 it does not: IEEE products spill 8 KB a thread, three passes of
+# tf32 still spill in the backward. So on a GPU float32 stays with torch; the interpreter has no registers and takes it.
+MOST_TOKENS, MOST_HEAD_DIM = 64, 128
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
+
+# On CPU a call costs as much as sorting so many tokens: fewer of them in a call on average, and segments are sorted.
+TOKENS_PER_CALL = 128
 
 
 class Segments:
@@ -28,42 +48,38 @@ class Segments:
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
-        self.lengths = lengths
-        starts, begin = defaultdict(list), 0
-        for length in lengths:
-            starts[length].append(begin)
-            begin += length
-        # (length, rows (segments of that length, length)), one entry per distinct length
-        self.buckets = [
-            (length, (torch.tensor(first)[:, None] + torch.arange(length)).to(device))
-            for length, first in starts.items()
-        ]
-        order = torch.cat([rows.flatten() for _, rows in self.buckets])
-        self.inverse = order.argsort()
+        self.longest = max(lengths)
+        begins = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+        self.cu_seqlens = begins.to(device, torch.int32)  # (segments + 1,): where each begins, where the last one ends
+        # what batched_attention calls together: (length, tokens) of consecutive segments of one length
+        self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
+        self.order = self.inverse = None  # (T,), where the segments had to be sorted for that
+        if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
+            self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
+            of_token = begins.diff().repeat_interleave(begins.diff())  # (T,) length of each token's segment
+            self.order = of_token.argsort(stable=True).to(device)
+            self.inverse = self.order.argsort()
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Attend within each segment, scale D^-1/2.
-
-    Args:
-        q, k, v: (T, H, D), one dtype.
-        segments: which rows belong together.
-    Returns:
-        (T, H, D).
-    Source: what transformers' Qwen2_5_VLVisionAttention computes with cu_seqlens.
-    """
-    if len(segments.buckets) == 1:  # all of one length: already in order, no copies
-        return _bucket(q, k, v, segments.buckets[0][0]).flatten(0, 1)
-    out = [
-        _bucket(*(gather_rows(x, rows.flatten()) for x in (q, k, v)), n).flatten(0, 1) for n, rows in segments.buckets
-    ]
-    return gather_rows(torch.cat(out), segments.inverse)
+# ---- the torch path: CPU, segments of more than 64 tokens, and the oracle of the kernels --------------------------
 
 
-def _bucket(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Batched attention over runs of equal length. (S*L, H, D) -> (S, L, H, D)."""
+def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    """window_attention, one batched call for consecutive segments of equal length."""
+    if len(segments.runs) == 1:
+        return _batched(q, k, v, segments.longest)
+    if segments.order is not None:
+        q, k, v = (gather_rows(x, segments.order) for x in (q, k, v))
+    tokens = [tokens for _, tokens in segments.runs]
+    pieces = zip(segments.runs, *(x.split(tokens) for x in (q, k, v)), strict=True)
+    out = torch.cat([_batched(*piece, length) for (length, _), *piece in pieces])
+    return out if segments.order is None else gather_rows(out, segments.inverse)
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    """Segments of equal length, (S*L, H, D) -> the same."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
-    return dense_attention(q, k, v).transpose(1, 2)
+    return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -72,3 +88,222 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     An embedding look-up: its backward adds whole rows, measured 17 times faster on CPU than that of x[index].
     """
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
+
+
+# ---- the kernels: L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough ----------
+
+
+@triton.jit
+def _load(x, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns FIRST, FIRST + 1, ... of a segment's rows, (L, COLUMNS); zeros outside of it."""
+    rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
+
+
+@triton.jit
+def _store(x, tile, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
+    inside = (rows < length) & (columns < D)
+    tl.store(x + rows * row_stride + columns, tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """acc + a b, summed in float32."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _softmax(scores, length, log2_scale, L: tl.constexpr):
+    """P from q k^T. Rows outside of the segment get weights too, but nothing reads them."""
+    scores = tl.where(tl.arange(0, L)[None, :] < length, scores * log2_scale, float("-inf"))
+    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+    return weights / tl.sum(weights, 1)[:, None]
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, out, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, log2_scale,
+    H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+):  # fmt: skip
+    """One segment, one head: out = softmax(q k^T) v."""
+    segment, head = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(cu_seqlens + segment)
+    length = tl.load(cu_seqlens + segment + 1) - start
+    first = start.to(tl.int64)  # times a stride it may pass 2^31
+    q += first * q_row + head * q_head
+    k += first * k_row + head * k_head
+    v += first * v_row + head * v_head
+    out += first * H * D + head * D
+
+    scores = tl.zeros((L, L), tl.float32)
+    scores = _dot(_load(q, q_row, length, D, 0, L, D0), tl.trans(_load(k, k_row, length, D, 0, L, D0)), scores)
+    if D1 > 0:
+        scores = _dot(_load(q, q_row, length, D, D0, L, D1), tl.trans(_load(k, k_row, length, D, D0, L, D1)), scores)
+    P = _softmax(scores, length, log2_scale, L).to(v.dtype.element_ty)
+    o0 = _dot(P, _load(v, v_row, length, D, 0, L, D0), tl.zeros((L, D0), tl.float32))
+    _store(out, o0, H * D, length, D, 0, L, D0)
+    if D1 > 0:
+        o1 = _dot(P, _load(v, v_row, length, D, D0, L, D1), tl.zeros((L, D1), tl.float32))
+        _store(out, o1, H * D, length, D, D0, L, D1)
+
+
+@triton.jit
+def _backward_kernel(
+    grad, q, k, v, grad_q, grad_k, grad_v, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, scale, log2_scale,
+    H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+):  # fmt: skip
+    """One segment, one head: the lines of the derivation."""
+    segment, head = tl.program_id(0) // H, tl.program_id(0) % H
+    start = tl.load(cu_seqlens + segment)
+    length = tl.load(cu_seqlens + segment + 1) - start
+    first = start.to(tl.int64)
+    q += first * q_row + head * q_head
+    k += first * k_row + head * k_head
+    v += first * v_row + head * v_head
+    own = first * H * D + head * D  # where grad and the three outputs, all of one layout, begin
+
+    q0, k0 = _load(q, q_row, length, D, 0, L, D0), _load(k, k_row, length, D, 0, L, D0)
+    do0, v0 = _load(grad + own, H * D, length, D, 0, L, D0), _load(v, v_row, length, D, 0, L, D0)
+    scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
+    dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
+    if D1 > 0:
+        q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
+        do1, v1 = _load(grad + own, H * D, length, D, D0, L, D1), _load(v, v_row, length, D, D0, L, D1)
+        scores = _dot(q1, tl.trans(k1), scores)
+        dP = _dot(do1, tl.trans(v1), dP)
+    P = _softmax(scores, length, log2_scale, L)
+    dS = scale * P * (dP - tl.sum(P * dP, 1)[:, None])  # rows outside of the segment: dP = 0, so dS = 0
+    P_t, dS = tl.trans(P.to(v0.dtype)), dS.to(v0.dtype)
+    dS_t = tl.trans(dS)
+
+    _store(grad_v + own, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(grad_q + own, _dot(dS, k0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(grad_k + own, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    if D1 > 0:
+        _store(grad_v + own, _dot(P_t, do1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(grad_q + own, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(grad_k + own, _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+
+
+def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
+    """Block sizes L, D0, D1 for segments of at most `longest` tokens: 64, 64, 16 for 60 tokens of head size 80.
+
+    At least 16, the smallest that a matrix instruction takes.
+    """
+    D0 = max(16, 1 << head_dim.bit_length() - 1)
+    D1 = 0 if head_dim <= D0 else max(16, 1 << (head_dim - D0 - 1).bit_length())
+    return max(16, 1 << (longest - 1).bit_length()), D0, D1
+
+
+def warps(L: int) -> int:
+    """Warps of a program: 4 make one group of Hopper's matrix unit, and shorter segments have no work for as many."""
+    return 4 if L == 64 else 2 if L == 32 else 1
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    (_, H, D), (q, k, v) = q.shape, (_rows(x) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    L, D0, D1 = blocks(longest, D)
+    log2_scale = D**-0.5 * math.log2(math.e)
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        _forward_kernel[((len(cu_seqlens) - 1) * H,)](
+            q, k, v, out, cu_seqlens, *strides, log2_scale,
+            H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("minivlmrl::window_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    (_, H, D), (q, k, v) = q.shape, (_rows(x) for x in (q, k, v))
+    grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    L, D0, D1 = blocks(longest, D)
+    scale = D**-0.5
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
+    with torch.cuda.device_of(q):
+        _backward_kernel[((len(cu_seqlens) - 1) * H,)](
+            grad.contiguous(), q, k, v, *grads, cu_seqlens, *strides, scale, scale * math.log2(math.e),
+            H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1,
+        )  # fmt: skip
+    return grads
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels step over rows and heads by any strides, but over a head's numbers one by one."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+@_forward.register_fake
+def _(q, k, v, cu_seqlens, longest):
+    return q.new_empty(q.shape)
+
+
+@_backward.register_fake
+def _(grad, q, k, v, cu_seqlens, longest):
+    return tuple(q.new_empty(q.shape) for _ in range(3))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.longest = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx, grad):
+    return *_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+# ---- the public function --------------------------------------------------------------------------------------------
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    """Attend within each segment, scale D^-1/2.
+
+    Triton where backend_for chooses it and a segment fits into one program: at most 64 tokens, D <= 128, 16 bits a
+    number; else torch, whose attention over whole frames is scaled_dot_product_attention.
+
+    Args:
+        q, k, v: (T, H, D), one dtype.
+        segments: which rows belong together.
+    Returns:
+        (T, H, D).
+    Source: what transformers' Qwen2_5_VLVisionAttention computes with cu_seqlens.
+    """
+    fits = segments.longest <= MOST_TOKENS and q.shape[-1] <= MOST_HEAD_DIM and q.dtype in DTYPES
+    if fits and backend_for(q) == "triton":
+        return _forward(q, k, v, segments.cu_seqlens, segments.longest)
+    return batched_attention(q, k, v, segments)
+
+
+# ---- what `python -m minivlmrl.kernels.aot` compiles without a GPU ---------------------------------------------------
+
+
+def _builds(dtype: str, longest: int, head_dim: int, heads: int = 16) -> list[Build]:
+    L, D0, D1 = blocks(longest, head_dim)
+    sizes = {"H": heads, "D": head_dim, "L": L, "D0": D0, "D1": D1}
+    inputs, results = dict.fromkeys("qkv", f"*{dtype}"), ["grad_q", "grad_k", "grad_v"]
+    strides = {"cu_seqlens": "*i32"} | dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
+    forward = inputs | {"out": f"*{dtype}"} | strides | {"log2_scale": "fp32"}
+    backward = {"grad": f"*{dtype}"} | inputs | dict.fromkeys(results, f"*{dtype}") | strides
+    backward |= {"scale": "fp32", "log2_scale": "fp32"}
+    about = f"{dtype} {longest}x{head_dim}"
+    return [
+        Build(f"window_attention forward {about}", _forward_kernel, forward, sizes, warps(L)),
+        Build(f"window_attention backward {about}", _backward_kernel, backward, sizes, warps(L)),
+    ]
+
+
+# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types and the ends of what the kernels take
+CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]
+CASES += [("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128)]
+BUILDS = [build for case in CASES for build in _builds(*case)]

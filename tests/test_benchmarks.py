@@ -61,6 +61,45 @@ def test_localisation(tmp_path):
     assert table.rstrip().endswith(f"constant box: mean IoU {rows[0]['constant box']:.3f}")
 
 
+def test_vision_windows(tmp_path):
+    table, figures = run(tmp_path, "vision_windows.py", "--quick", "--heads", "1", "--depth", "1", "--repeats", "1")
+    assert len(table.splitlines()) == 6
+    assert list(figures["milliseconds"]) == ["batched", "split", "slices", "in place"]
+    assert all(spent > 0 for spent in figures["milliseconds"].values())
+    assert figures["float64_max_difference"] < 1e-12
+
+
+def test_cpu_logprobs(tmp_path):
+    """Each way in a process of its own; a peer that is not installed is named and left out."""
+    table, figures = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")
+    ways = figures["ways"]
+    assert list(ways) == ["naive", "ours", "naive, without entropy", "Liger, without entropy"]
+    assert ways["ours"]["error"] < 1e-5 and ways["ours"]["seconds"] > 0
+    assert "missing" in ways["Liger, without entropy"] or ways["Liger, without entropy"]["error"] < 1e-5
+    assert "peak MiB" in table
+
+
+def test_gpu_kernels_at_toy_size(tmp_path):
+    """Every table runs without a GPU, and all of our ways are right."""
+    table, figures = run(tmp_path, "gpu_kernels.py", "--toy")
+    ours = [row for row in figures["rows"] if row["way"].startswith("ours")]
+    assert {row["table"].split()[0] for row in ours} == {"logits", "states", "windows"}
+    assert not [row for row in ours if "skipped" in row]
+    assert "left out" in table and figures["ceilings"]["bytes"] > 0
+
+
+def test_gpu_step_at_toy_size(tmp_path):
+    """Every way runs, and in float32 they agree (the script asserts it)."""
+    table, figures = run(tmp_path, "gpu_step.py", "--toy", "--repeats", "1", "--peer-rows", "1")
+    ways = ["ours", "ours, separate rows", "transformers"]
+    assert [(row["phase"], row["way"]) for row in figures["rows"]] == [
+        *(("rollout", way) for way in ways if way != "ours, separate rows"),
+        *((phase, way) for phase in ("scoring", "step") for way in ways),
+    ]
+    assert all(row["seconds"] > 0 for row in figures["rows"])
+    assert sum(line.startswith("| ") for line in table.splitlines()) == 9
+
+
 def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN

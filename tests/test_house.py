@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A file imports only from rows above its own, so the flow never turns back and no circle can close.
 ROWS = [
-    "kernels/linear_log_softmax kernels/dense_attention config data/boxes data/chat data/fetch data/frames "
-    "data/sandbox data/tokenizer model/config model/layers model/replacing rollout/advantages rollout/rewards "
+    "kernels/backend kernels/dense_attention config data/boxes data/chat data/fetch data/frames data/sandbox "
+    "data/tokenizer model/config model/layers model/replacing rollout/advantages rollout/rewards "
     "training/distributed training/losses/policy training/losses/preference training/losses/sft training/losses/ppo",
-    "kernels/window_attention data/image data/template model/folder model/rope rollout/box_rewards rollout/sampler "
-    "rollout/stop_strings training/metrics training/sharding training/signals",
-    "data/video model/attention model/text model/vision model/weights training/optimizer",
+    "kernels/selective_log_softmax kernels/window_attention data/image data/template model/folder model/rope "
+    "rollout/box_rewards rollout/sampler rollout/stop_strings training/metrics training/sharding training/signals",
+    "kernels/linear_log_softmax kernels/aot data/video model/attention model/text model/vision model/weights "
+    "training/optimizer",
     "data/media",
     "data/conversations data/processor",
     "data/sources model/batch",

@@ -1,29 +1,143 @@
-"""Attention inside segments against one masked attention over everything."""
+"""Attention inside segments against one masked attention over everything, in float64.
+
+The same tests run on the torch path and, in a child process, through the Triton kernels in the interpreter.
+"""
 
 import pytest
 import torch
+from interpreter import run_interpreted
 
-from minivlmrl.kernels.window_attention import Segments, gather_rows, window_attention
+from minivlmrl.kernels import window_attention as module
+from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
+from minivlmrl.kernels.window_attention import Segments, blocks, gather_rows, window_attention
+
+import tiny
+
+# of the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
+if not INTERPRETED:
+    TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
+EXACT = torch.float32 if INTERPRETED else torch.float64  # the kernels take no float64
+CASES = [
+    ([4, 4, 4], 3, 8),
+    ([16, 4, 16, 8, 1, 4], 3, 8),
+    ([7], 3, 8),
+    ([4, 9, 16], 2, 16),
+    ([24, 32], 2, 64),
+    ([64, 48, 17, 4], 2, 80),
+    ([64, 64], 1, 80),
+    ([64, 60], 1, 128),
+    ([33, 5], 2, 72),  # columns of the second block that no head has
+]
 
 
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [16, 4, 16, 8, 1, 4], [7]], ids=str)
-def test_equals_a_block_diagonal_mask(lengths):
+def make(lengths, heads, head_dim, dtype):
+    """q, k, v whose every neighbour in memory is NaN, and of which no two have the same strides."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(sum(lengths), 3, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)
-    )
+    tensors = []
+    for gap in (1, 2, 3):
+        room = torch.full((sum(lengths) + 128, heads + gap, head_dim + 16 * gap), torch.nan, dtype=dtype)
+        inside = room[64:-64, gap:, :head_dim]
+        tensors.append(inside.copy_(torch.randn(inside.shape, generator=generator, dtype=torch.float64)))
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def masked_attention(q, k, v, lengths, upstream=None):
+    """softmax(q k^T D^-1/2) v in float64 with a block-diagonal mask over all T tokens, and the three gradients."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     block = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
-    scores = torch.einsum("ihd,jhd->hij", q, k) * 8**-0.5
-    expected = torch.einsum("hij,jhd->ihd", scores.masked_fill(~block, float("-inf")).softmax(-1), v)
-    actual = window_attention(q, k, v, Segments(lengths))
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
-    upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
-    for a, b in zip(
-        torch.autograd.grad((actual * upstream).sum(), (q, k, v)),
-        torch.autograd.grad((expected * upstream).sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~block, float("-inf")).softmax(-1), v)
+    upstream = torch.ones_like(out) if upstream is None else upstream.double()
+    return out.detach(), torch.autograd.grad(out, (q, k, v), upstream)
+
+
+def assert_close(actual, expected, dtype):
+    assert actual.dtype == dtype
+    difference = (actual.double() - expected).norm() / expected.norm()
+    assert difference <= TOLERANCE[dtype], f"{difference:.1e}"  # false for NaN too
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
+def test_equals_a_block_diagonal_mask(lengths, heads, head_dim, dtype, poisoned):
+    inputs = make(lengths, heads, head_dim, dtype)
+    actual = window_attention(*inputs, Segments(lengths))
+    upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    expected, exact = masked_attention(*inputs, lengths, upstream)
+    assert_close(actual, expected, dtype)
+    for gradient, of_formula in zip(torch.autograd.grad(actual, inputs, upstream), exact, strict=True):
+        assert_close(gradient, of_formula, dtype)
+
+
+def test_half_precision():
+    inputs = make([20, 6], 2, 80, torch.float16)
+    assert_close(window_attention(*inputs, Segments([20, 6])), masked_attention(*inputs, [20, 6])[0], torch.float16)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 60.0])
+def test_flat_and_one_hot_weights(scale):
+    """All scores alike, and scores up to several hundred, where e^S itself is too large for float32."""
+    q, k, v = make([16, 30], 2, 16, EXACT)
+    q = q.detach() * scale
+    assert_close(window_attention(q, k, v, Segments([16, 30])), masked_attention(q, k, v, [16, 30])[0], EXACT)
+
+
+def test_a_gradient_without_strides():
+    """The gradient of a sum is one number for all: expanded, not contiguous."""
+    inputs = make([8, 5], 2, 16, EXACT)
+    gradients = torch.autograd.grad(window_attention(*inputs, Segments([8, 5])).sum(), inputs)
+    for gradient, exact in zip(gradients, masked_attention(*inputs, [8, 5])[1], strict=True):
+        assert_close(gradient, exact, EXACT)
+
+
+@pytest.mark.parametrize(("lengths", "head_dim"), [([65, 4], 16), ([4, 4], 144)], ids=str)
+def test_what_no_tile_holds_goes_to_torch(lengths, head_dim, monkeypatch):
+    monkeypatch.setattr(module, "_forward", None)
+    inputs = make(lengths, 1, head_dim, EXACT)
+    assert_close(window_attention(*inputs, Segments(lengths)), masked_attention(*inputs, lengths)[0], EXACT)
+
+
+def test_it_compiles_into_one_graph():
+    inputs, segments = make([16, 5, 16], 2, 16, EXACT), Segments([16, 5, 16])
+    out = torch.compile(window_attention, fullgraph=True, backend="aot_eager")(*inputs, segments)
+    expected, exact = masked_attention(*inputs, [16, 5, 16])
+    assert_close(out, expected, EXACT)
+    for gradient, of_formula in zip(torch.autograd.grad(out.sum(), inputs), exact, strict=True):
+        assert_close(gradient, of_formula, EXACT)
+
+
+def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
+    segments = Segments([4, 2, 4])
+    assert segments.cu_seqlens.tolist() == [0, 4, 6, 10] and segments.cu_seqlens.dtype == torch.int32
+    assert segments.longest == 4
+    assert segments.runs == [(2, 2), (4, 8)]
+    assert segments.order.tolist() == [4, 5, 0, 1, 2, 3, 6, 7, 8, 9]
+    assert segments.order[segments.inverse].tolist() == list(range(10))
+    assert Segments([4, 4]).order is None and Segments([4, 2]).order is None  # nothing to gain
+    monkeypatch.setattr(module, "TOKENS_PER_CALL", 3)
+    segments = Segments([4, 2, 4])
+    assert segments.runs == [(4, 4), (2, 2), (4, 4)]
+    assert segments.order is None
+    inputs = make([4, 2, 4], 2, 8, EXACT)
+    assert_close(window_attention(*inputs, segments), masked_attention(*inputs, [4, 2, 4])[0], EXACT)
+
+
+def test_blocks_are_powers_of_two_and_hold_the_head():
+    assert blocks(60, 80) == (64, 64, 16)
+    assert blocks(1, 1) == (16, 16, 0)
+    for head_dim in range(1, module.MOST_HEAD_DIM + 1):
+        _, first, second = blocks(64, head_dim)
+        assert first + second >= head_dim and first.bit_count() == 1 and second.bit_count() <= 1
+        assert min(first, second or 16) >= 16
 
 
 def test_gather_rows_is_indexing():
@@ -31,3 +145,64 @@ def test_gather_rows_is_indexing():
     index = torch.tensor([[4, 0], [4, 2]])
     assert torch.equal(gather_rows(x, index), x[index])
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, index), (x,))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+def test_the_operator_keeps_its_promises():
+    """Schema, fake tensors, autograd registration and tracing, by torch's own checks."""
+    inputs = make([16, 3], 2, 16, torch.float32)
+    cu_seqlens = Segments([16, 3]).cu_seqlens
+    torch.library.opcheck(torch.ops.minivlmrl.window_attention.default, (*inputs, cu_seqlens, 16))
+    inputs = [x.detach() for x in inputs]
+    grad = torch.randn_like(inputs[0])
+    torch.library.opcheck(torch.ops.minivlmrl.window_attention_backward.default, (grad, *inputs, cu_seqlens, 16))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+def test_rows_may_lie_beyond_2_to_the_31():
+    """The last rows of 2^27 of 16 numbers each. Nothing touches the others, so 4 GiB tensors cost no memory."""
+    T = 2**27 + 8
+    cu_seqlens = torch.tensor([T - 8, T], dtype=torch.int32)
+    q, k, v, grad = (torch.empty(T, 1, 16, dtype=torch.bfloat16) for _ in range(4))
+    for x, values in zip((q, k, v, grad), make([8] * 4, 1, 16, torch.bfloat16)[0].split(8), strict=True):
+        x[-8:] = values.detach()
+    expected, exact = masked_attention(q[-8:], k[-8:], v[-8:], [8], grad[-8:])
+    assert_close(torch.ops.minivlmrl.window_attention(q, k, v, cu_seqlens, 8)[-8:], expected, torch.bfloat16)
+    gradients = torch.ops.minivlmrl.window_attention_backward(grad, q, k, v, cu_seqlens, 8)
+    for gradient, of_formula in zip(gradients, exact, strict=True):
+        assert_close(gradient[-8:], of_formula, torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+def test_the_vision_tower_computes_the_same_through_the_kernels(monkeypatch):
+    """Both ways in one process: windows through the kernels, frames of more than 64 patches through torch in both."""
+    tower, generator = tiny.model().visual, torch.Generator().manual_seed(0)
+    image, grid = torch.randn(164, 1176, generator=generator), torch.tensor([[1, 10, 14], [1, 4, 6]])
+    results = {}
+    for kernels in ("triton", "torch"):
+        monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
+        tower.zero_grad()
+        out = tower(image, grid)
+        out.square().mean().backward()
+        results[kernels] = [out.detach(), *(p.grad.clone() for p in tower.parameters())]
+    for a, b in zip(*results.values(), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
+def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
+    inputs = make(lengths, heads, head_dim, dtype)
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected, exact = masked_attention(*inputs, lengths, upstream)
+    there = [x.cuda().detach().requires_grad_() for x in inputs]
+    actual = window_attention(*there, Segments(lengths, "cuda"))
+    gradients = torch.autograd.grad(actual, there, upstream.cuda())
+    for ours, of_formula in zip((actual, *gradients), (expected, *exact), strict=True):
+        assert (ours.cpu().double() - of_formula).norm() <= 3e-3 * of_formula.norm()
+
+
+@pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="the child itself, or no Triton")
+def test_all_of_this_holds_for_the_kernels():
+    run_interpreted(__file__)

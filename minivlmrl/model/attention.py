@@ -6,18 +6,30 @@
 
 so a prompt is computed once for all its completions, and every number equals that of separate rows.
 
+The same rule is written twice. GroupAttention.two_calls, the usual one, says it by which keys it hands to torch's
+scaled_dot_product_attention: on every device, with gradients, nothing to compile. MINIVLMRL_ATTENTION=flex says it as
+a mask over the packed run for FlexAttention: one kernel without copies of the prompts' keys. That needs a GPU for
+gradients and a minute of torch.compile at first, and neither its gradients nor its speed have been checked here.
+
 Dimension letters: N tokens of the packed run, B groups, R completions of all groups, M their tokens, P length of a
 prompt, C of a completion's span, H query heads, K key/value heads, D head_dim. A "rule" is called as
 rule(layer_index, q, k, v) with q (N, H, D) and k, v (N, K, D), rotary already applied, and returns (N, H, D).
 """
 
+import functools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.window_attention import gather_rows
+
+if TYPE_CHECKING:  # importing it takes seconds, for torch.compile's sake
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass
@@ -27,7 +39,6 @@ class Bucket:
     prompts: Tensor  # (b, P) place of each prompt token in the run
     completions: Tensor  # (r, C) place of each completion token; the tail of a shorter row repeats place 0
     owner: Tensor  # (r,) which of the b prompts a completion continues
-    mask: Tensor  # (C, P + C) bool: completion token i sees the prompt and its own tokens 0..i
 
 
 class GroupLayout:
@@ -48,6 +59,7 @@ class GroupLayout:
             first token of a completion is the last token of its prompt.
         completion_group, completion_offset: (M,) which prompt a completion token continues, and how many tokens of its
             completion stand before it.
+        block_mask: for FlexAttention, if MINIVLMRL_ATTENTION asks for it, else None.
     """
 
     def __init__(self, prompt_lengths: list[int], completion_lengths: list[list[int]], device="cpu"):
@@ -76,6 +88,12 @@ class GroupLayout:
         # place 0, which fills up ragged completions, is a prompt's and comes first: so the first match is the token
         first = torch.full((self.num_tokens,), len(order), device=device)
         self.inverse = first.scatter_reduce(0, order, torch.arange(len(order), device=device), "amin")
+        self.block_mask = None
+        if _flex_wanted():
+            inside = offset > 0  # what predicts these is a completion's own token, what predicts the others a prompt's
+            row_of_token = torch.full((self.num_tokens,), -1).index_copy(0, predict[inside], token_row[inside])
+            group_of_token = torch.repeat_interleave(group_tokens)
+            self.block_mask = group_block_mask(group_of_token.to(device), row_of_token.to(device))
 
 
 def _bucket(P: int, prompt, prompt_starts, span, row_starts, owner, device) -> Bucket:
@@ -87,12 +105,11 @@ def _bucket(P: int, prompt, prompt_starts, span, row_starts, owner, device) -> B
     inside = torch.arange(C) < span[rows][:, None]  # (r, C)
     completions = torch.where(inside, row_starts[rows][:, None] + torch.arange(C), 0)
     local_owner = torch.searchsorted(groups, owner[rows])
-    mask = torch.ones(C, P + C, dtype=torch.bool).tril(P)
-    return Bucket(prompts.to(device), completions.to(device), local_owner.to(device), mask.to(device))
+    return Bucket(prompts.to(device), completions.to(device), local_owner.to(device))
 
 
 class GroupAttention:
-    """The rule for training, scoring and prefill: two attention calls a layer and bucket.
+    """The rule for training, scoring and prefill.
 
     Args:
         layout: the spans.
@@ -106,6 +123,12 @@ class GroupAttention:
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
             self.keys.append((k, v))
+        if self.layout.block_mask is not None:
+            return flex_group_attention(q, k, v, self.layout.block_mask)
+        return self.two_calls(q, k, v)
+
+    def two_calls(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Two attention calls for each length of prompts: prompts, and completions after their prompt's keys."""
         out = []
         for bucket in self.layout.buckets:
             # (b, P, heads, D) -> (b, heads, P, D)
@@ -116,8 +139,48 @@ class GroupAttention:
                 qc, kc, vc = (gather_rows(x, bucket.completions).transpose(1, 2) for x in (q, k, v))  # (r, heads, C, D)
                 kc = torch.cat([gather_rows(kp, bucket.owner), kc], dim=2)  # (r, K, P + C, D)
                 vc = torch.cat([gather_rows(vp, bucket.owner), vc], dim=2)
-                out.append(dense_attention(qc, kc, vc, bucket.mask).transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
+                o = dense_attention(qc, kc, vc, is_causal=True)  # its last token sees all, the one before one less, ...
+                out.append(o.transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
         return gather_rows(torch.cat(out), self.layout.inverse)
+
+
+def _flex_wanted() -> bool:
+    wish = os.environ.get("MINIVLMRL_ATTENTION", "sdpa")
+    if wish not in ("sdpa", "flex"):
+        raise ValueError(f"MINIVLMRL_ATTENTION={wish}: write sdpa or flex")
+    return wish == "flex"
+
+
+def group_block_mask(group: Tensor, row: Tensor) -> "BlockMask":
+    """The rule at the top of this file, for FlexAttention.
+
+    Args:
+        group: (N,) int64, the group of each token of the packed run.
+        row: (N,) int64, its completion, -1 in a prompt.
+    """
+
+    def sees(batch, head, query, key):
+        own = (row[key] < 0) | (row[key] == row[query])  # for a prompt's query both say: a prompt's key
+        return (group[key] == group[query]) & own & (key <= query)
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    N = len(group)
+    return create_block_mask(sees, None, None, N, N, device=group.device)
+
+
+def flex_group_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: "BlockMask") -> Tensor:
+    """GroupAttention in one call. On CPU it has no gradients, and torch writes all N x N scores out."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, heads, N, D)
+    return _flex(q.device.type)(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+@functools.cache
+def _flex(device_type: str) -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # N is another one in every batch
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
 class DecodeAttention:

@@ -1,0 +1,328 @@
+"""Seconds of rollout, scoring and a training step of Qwen2.5-VL-3B on one GPU, here and in transformers.
+
+python benchmarks/gpu_step.py --json FILE     # a table and its figures, under eight minutes
+python benchmarks/gpu_step.py --toy           # the whole script at toy size in float32, on a CPU too: that it runs
+
+Random weights in bfloat16, one prompt with an image of 1,000 tokens and 100 tokens of text, 8 completions of exactly
+256 tokens: nothing ends one earlier.
+
+    rollout     8 completions are drawn                 peer: transformers' generate, num_return_sequences=8
+    scoring     their log-probabilities, no gradient    peers: a row for each completion with a prompt and an image of
+    step        forward, GRPO loss, backward, AdamW         its own, by this project's model and by transformers'
+
+Both models share their parameters, so each is fed the same weights. The peers' rows of a step go through in pieces of
+--peer-rows with summed gradients, since 8 of them may not fit. First the log-probabilities and gradients of the three
+ways are compared: in float32 with two decoder layers and two vision blocks of the same widths, where they must agree,
+then in bfloat16 with the whole model, where the difference is printed. Times are medians with the shortest and longest,
+the ways in turn; memory is the peak of a call over what model and optimizer hold before it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from minivlmrl.config import SamplingConfig
+from minivlmrl.data.processor import Prompt
+from minivlmrl.model.batch import pack
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.rollout.generate import generate
+from minivlmrl.training.losses.policy import grpo_loss
+
+CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HUB_3B = {  # Qwen/Qwen2.5-VL-3B-Instruct
+    "model_type": "qwen2_5_vl", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008,
+    "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
+    },
+}  # fmt: skip
+TOY = {
+    "model_type": "qwen2_5_vl", "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": True, "image_token_id": 390, "video_token_id": 391, "vision_start_token_id": 392,
+    "vision_end_token_id": 393, "bos_token_id": 394, "eos_token_id": 395,
+    "vision_config": {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
+}  # fmt: skip
+TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm
+
+
+@dataclasses.dataclass
+class Case:
+    """What all ways are fed."""
+
+    config: ModelConfig
+    prompt: Prompt
+    completions: list[Tensor]  # G of C tokens
+    advantages: Tensor  # (G,)
+    peer_rows: int  # rows of a peer's step that go through at once
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The prompt for transformers, one row."""
+        ids = self.prompt.input_ids[None].to(CARD)
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == self.config.image_token_id).long(),
+            "pixel_values": self.prompt.pixel_values.to(CARD), "image_grid_thw": self.prompt.grid_thw.to(CARD),
+        }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way; a rollout gets half as many")
+    parser.add_argument("--peer-rows", type=int, default=4, help="rows of a peer's step that go through at once")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    if CARD.type == "cpu" and not options.toy:
+        sys.exit("no GPU here: --toy runs everything at toy size")
+    torch.backends.cudnn.allow_tf32 = (
+        False  # or the float32 comparison would be one of ten bits, in transformers' Conv3d
+    )
+    about = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "card": card(), "versions": versions()}
+    print(json.dumps(about))
+    case = make_case(options.toy, options.peer_rows)
+    cut = dataclasses.replace(case, config=shallow(case.config))
+    differences = {"float32, two layers": compare(*build(cut.config, torch.float32), cut)}
+    for way, (logps, gradients) in differences["float32, two layers"].items():
+        assert logps <= TOLERANCE and gradients <= TOLERANCE, f"{way}: {logps:.1e} nats, gradients {gradients:.1e}"
+    dtype = torch.float32 if options.toy else torch.bfloat16
+    ours, theirs = build(case.config, dtype)
+    differences[str(dtype)] = compare(ours, theirs, case)
+    for label, by_way in differences.items():
+        for way, (logps, gradients) in by_way.items():
+            print(f"{label}, {way}: log-probabilities differ by {logps:.1e} nats, gradients by {gradients:.1e}")
+    rows = measure(ours, theirs, case, options.repeats)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "differences": differences, **about}, indent=2) + "\n")
+
+
+def make_case(toy: bool, peer_rows: int) -> Case:
+    """A random image between random text, and random completions of text tokens."""
+    config = ModelConfig.from_dict(TOY if toy else HUB_3B)
+    (height, width), text, G, C = ((10, 12), 8, 2, 6) if toy else ((50, 80), 100, 8, 256)
+    generator = torch.Generator().manual_seed(0)
+    merged = height * width // config.vision_config.spatial_merge_size**2
+    image = [config.vision_start_token_id, *[config.image_token_id] * merged, config.vision_end_token_id]
+    before, after = torch.randint(300, (text,), generator=generator).chunk(2)  # ids below 300 are text in both
+    pixels = torch.randn(height * width, config.vision_config.patch_dim, generator=generator)
+    prompt = Prompt(torch.cat([before, torch.tensor(image), after]), pixels, torch.tensor([[1, height, width]]))
+    completions = list(torch.randint(300, (G, C), generator=generator).to(CARD))
+    return Case(config, prompt, completions, torch.randn(G, generator=generator).to(CARD), peer_rows)
+
+
+def shallow(config: ModelConfig) -> ModelConfig:
+    """Two layers and two vision blocks, one with windows and one without."""
+    vision = dataclasses.replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))
+    return dataclasses.replace(config, num_hidden_layers=2, vision_config=vision)
+
+
+def build(config: ModelConfig, dtype: torch.dtype):
+    """Our model with random weights, drawn on the card, and transformers' with the very same parameters."""
+    with torch.device("meta"):
+        ours = Qwen2_5_VL(config).to(dtype)
+    ours.to_empty(device=CARD)
+    if config.tie_word_embeddings:
+        ours.lm_head.weight = ours.model.embed_tokens.weight
+    ours.initialize(torch.Generator(CARD).manual_seed(0))
+    hub_config = transformers.Qwen2_5_VLConfig.from_dict(config.to_dict())
+    with CARD:
+        theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")
+    shared = {
+        ("model.visual." + name[7:]) if name.startswith("visual.")
+        else ("model.language_model." + name[6:]) if name.startswith("model.")
+        else name: parameter
+        for name, parameter in ours.state_dict(keep_vars=True).items()
+    }  # fmt: skip
+    theirs.load_state_dict(shared, assign=True)
+    assert {id(p) for p in theirs.parameters()} == {id(p) for p in ours.parameters()}
+    return ours, theirs
+
+
+# ---- the ways: each returns log-probabilities (G, C) ---------------------------------------------------------------
+
+
+def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
+    """One prompt, its completions behind it."""
+    batch = pack([case.prompt], [[case.completions[i] for i in rows]], case.config, CARD)
+    return batch.pad(per_token_logps(model, batch)[0])
+
+
+def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
+    """A prompt for each completion, through the same code."""
+    batch = pack([case.prompt] * len(rows), [[case.completions[i]] for i in rows], case.config, CARD)
+    return batch.pad(per_token_logps(model, batch)[0])
+
+
+def of_transformers(model: transformers.PreTrainedModel, case: Case, rows: range) -> Tensor:
+    """A row for each completion; logits of completions alone, as TRL asks for them."""
+    prompt, completions = case.inputs, torch.stack([case.completions[i] for i in rows])  # (rows, C)
+    repeated = {
+        name: x.repeat(len(rows), 1) for name, x in prompt.items() if name in ("pixel_values", "image_grid_thw")
+    }
+    for name, own in (
+        ("input_ids", completions), ("attention_mask", torch.ones_like(completions)),
+        ("mm_token_type_ids", torch.zeros_like(completions)),
+    ):  # fmt: skip
+        repeated[name] = torch.cat([prompt[name].expand(len(rows), -1), own], dim=1)
+    logits = model(**repeated, use_cache=False, logits_to_keep=completions.shape[1] + 1).logits[:, :-1]
+    return -F.cross_entropy(logits.flatten(0, 1).float(), completions.flatten(), reduction="none").view_as(completions)
+
+
+def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) -> Tensor:
+    """Gradients of the GRPO loss of all completions, `at_once` of them at a time."""
+    G, C = len(case.completions), len(case.completions[0])
+    logps = []
+    for start in range(0, G, at_once):
+        rows = range(start, min(start + at_once, G))
+        logps.append(way(model, case, rows))
+        advantages, mask = case.advantages[rows.start : rows.stop], torch.ones(len(rows), C, device=CARD)
+        grpo_loss(logps[-1], advantages, mask, num_sequences=G, num_tokens=G * C)[0].backward()
+    return torch.cat(logps).detach()
+
+
+def compare(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case) -> dict[str, tuple[float, float]]:
+    """How far each peer is from the grouped way: nats of log-probability at most, and share of the gradient's norm."""
+    results = {}
+    for name, way, model in (("grouped", grouped, ours), ("separate", separate, ours), ("hf", of_transformers, theirs)):
+        ours.zero_grad()
+        logps = backward(way, model, case, len(case.completions) if name == "grouped" else case.peer_rows)
+        results[name] = logps, [p.grad.clone() for p in ours.parameters()]
+    ours.zero_grad()
+    logps, gradients = results.pop("grouped")
+    norm = sum(g.float().square().sum() for g in gradients).sqrt()
+    differences = {}
+    for name, (other, their_gradients) in results.items():
+        squares = sum((a - b).float().square().sum() for a, b in zip(gradients, their_gradients, strict=True))
+        differences[name] = (logps - other).abs().max().item(), (squares.sqrt() / norm).item()
+    return differences
+
+
+def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, repeats: int) -> list[dict]:
+    """Time every phase and way, print the table."""
+    G, C = len(case.completions), len(case.completions[0])
+    every, optimizer = range(G), torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
+    sampling, generator = SamplingConfig(max_new_tokens=C), torch.Generator(CARD).manual_seed(0)
+    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": C, "min_new_tokens": C, "num_return_sequences": G}
+
+    def step(way, model, at_once):
+        backward(way, model, case, at_once)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rollout():
+        (group,) = generate(ours, [case.prompt], G, sampling, (), generator)
+        assert {len(completion.ids) for completion in group} == {C}
+
+    def rollout_of_transformers():
+        ids = theirs.generate(**case.inputs, **drawn)
+        assert ids.shape == (G, len(case.prompt.input_ids) + C)
+
+    theirs.generation_config.eos_token_id = None  # nothing ends a completion
+    no_grad = torch.no_grad()
+    phases = {
+        "rollout": {"ours": rollout, "transformers": rollout_of_transformers},
+        "scoring": {
+            "ours": no_grad(lambda: grouped(ours, case, every)),
+            "ours, separate rows": no_grad(lambda: separate(ours, case, every)),
+            "transformers": no_grad(lambda: of_transformers(theirs, case, every)),
+        },
+        "step": {
+            "ours": lambda: step(grouped, ours, G),
+            "ours, separate rows": lambda: step(separate, ours, case.peer_rows),
+            "transformers": lambda: step(of_transformers, theirs, case.peer_rows),
+        },
+    }
+    rows = []
+    print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
+    for phase, ways in phases.items():
+        results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
+        base = results["ours"].get("seconds")
+        for way, figures in results.items():
+            rows.append({"phase": phase, "way": way, **figures})
+            print(f"| {phase} | {way} | " + line(figures, base) + " |", flush=True)
+    return rows
+
+
+def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
+    """Each way twice to warm up and for its peak memory, then all in turn; one that runs out of memory is left out."""
+    results, seconds = {}, {}
+    for way, call in ways.items():
+        try:
+            call()
+            results[way] = {"peak_gib": peak_gib(call)}
+            seconds[way] = []
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            results[way] = {"skipped": "out of memory"}
+    for _ in range(repeats):
+        for way, spent in seconds.items():
+            synchronize()
+            begin = time.perf_counter()
+            ways[way]()
+            synchronize()
+            spent.append(time.perf_counter() - begin)
+    for way, spent in seconds.items():
+        results[way] |= {"seconds": statistics.median(spent), "shortest": min(spent), "longest": max(spent)}
+    return results
+
+
+def line(figures: dict, base: float | None) -> str:
+    if "skipped" in figures:
+        return f"{figures['skipped']} | | | |"
+    times = f"{figures['seconds'] / base:.2f}" if base else ""
+    peak = "" if figures["peak_gib"] is None else f"{figures['peak_gib']:.1f}"
+    return f"{figures['seconds']:.3f} | {figures['shortest']:.3f} | {figures['longest']:.3f} | {times} | {peak}"
+
+
+def peak_gib(call: Callable) -> float | None:
+    """Most memory of a call over what is held before it; None without a GPU."""
+    if CARD.type == "cpu":
+        call()
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def synchronize():
+    if CARD.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def card() -> str:
+    return torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    main()

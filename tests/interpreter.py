@@ -1,0 +1,95 @@
+"""Kernel tests run twice: on the torch path, and in Triton's interpreter, in a process of its own.
+
+Triton reads TRITON_INTERPRET when it is first imported, for the whole process, and an interpreting process can compile
+nothing. So one test of each kernel file runs that file again, in a child process where MINIVLMRL_KERNELS=triton
+sends every public function of kernels/ through its Triton kernel.
+
+Importing this module in such a process also mends two things in which the interpreter is not like a GPU. It holds
+bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
+(https://github.com/triton-lang/triton/issues/11584); arithmetic on bfloat16 itself stays forbidden, as our kernels
+convert to float32 as soon as they have loaded. And NaN, which tl.maximum and tl.minimum drop on a GPU unless told not
+to, they keep here.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from minivlmrl.kernels.backend import INTERPRETED, tl
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_interpreted(file: str, *arguments: str) -> None:
+    """Run a test file again in the interpreter; fail with its output when it fails."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file, *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bit patterns -> float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 -> bfloat16 bit patterns, to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    even = bits >> 16 & 1
+    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + even) >> 16).astype(np.uint16)
+
+
+def mend_bfloat16() -> None:
+    """Replace the four methods of the interpreter that a bfloat16 passes through."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+    from triton.runtime.interpreter import TensorHandle
+
+    cast, convert, dot, binary = Builder.cast_impl, Builder.create_fp_to_fp, Builder.create_dot, Builder.binary_op
+
+    def wide(handle):
+        if handle.dtype.scalar == tl.bfloat16:
+            return TensorHandle(widen(handle.data), tl.float32)
+        return handle
+
+    def mended_cast(self, source, target):
+        if tl.bfloat16 not in (source.dtype.scalar, target.scalar) or source.dtype.scalar == target.scalar:
+            return cast(self, source, target)
+        values = wide(source)
+        if target.scalar == tl.bfloat16:
+            return TensorHandle(narrow(values.data.astype(np.float32)), tl.bfloat16)
+        return cast(self, values, target)
+
+    def mended_convert(self, source, target, rounding):
+        if tl.bfloat16 in (source.dtype.scalar, target.scalar):
+            return mended_cast(self, source, target)
+        return convert(self, source, target, rounding)
+
+    def mended_dot(self, a, b, c, *rest):
+        return dot(self, wide(a), wide(b), c, *rest)
+
+    def mended_binary(self, left, right, operation):
+        if left.dtype.scalar == tl.bfloat16:
+            raise TypeError("arithmetic on bfloat16 in a kernel: .to(tl.float32) after the load")
+        return binary(self, left, right, operation)
+
+    Builder.cast_impl, Builder.create_fp_to_fp = mended_cast, mended_convert
+    Builder.create_dot, Builder.binary_op = mended_dot, mended_binary
+
+
+def mend_nan() -> None:
+    """max.f32 of a number and NaN is the number; max.NaN.f32, which propagate_nan asks for, is NaN."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
+    Builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+
+
+if INTERPRETED:
+    mend_bfloat16()
+    mend_nan()

@@ -1,0 +1,103 @@
+"""Which path runs where: with and without Triton, a GPU, the interpreter, and a wish."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minivlmrl.kernels import backend
+from minivlmrl.kernels.backend import backend_for
+
+CPU = torch.zeros(1)
+
+
+class OnGPU:
+    """What backend_for reads of a tensor, on a device that this machine may not have."""
+
+    def __init__(self, dtype=torch.bfloat16, device="cuda:0"):
+        self.device, self.dtype = torch.device(device), dtype
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """No wish, a compiling Triton and an H200."""
+    monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
+    monkeypatch.setattr(backend, "INSTALLED", True)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+
+
+def test_the_device_decides():
+    assert backend_for(CPU) == "torch"
+    assert backend_for(OnGPU()) == "triton"
+    assert backend_for(OnGPU(device="mps")) == "torch"
+
+
+def test_double_precision_stays_with_torch():
+    assert backend_for(OnGPU(torch.float64)) == "torch"
+
+
+def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert backend_for(OnGPU()) == "torch"
+    monkeypatch.setattr(backend, "INSTALLED", False)
+    assert backend_for(OnGPU(device="cuda:1")) == "torch"
+
+
+def test_the_variable_overrides(monkeypatch):
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
+    assert backend_for(OnGPU()) == "torch"
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    assert backend_for(CPU) == "triton"
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
+    assert backend_for(CPU) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "state", "message"),
+    [
+        (CPU, {}, "TRITON_INTERPRET=1"),
+        (CPU.double(), {"INTERPRETED": True}, "torch.float64"),
+        (OnGPU(), {"INSTALLED": False}, "pip install triton"),
+        (OnGPU(device="mps"), {}, "mps"),
+        (OnGPU(), {"CAPABILITY": (9, 9)}, "capability"),
+    ],
+)
+def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+    for name, value in state.items():
+        monkeypatch.setattr(backend, name, value)
+    with pytest.raises(ValueError, match=message):
+        backend_for(tensor)
+
+
+def test_another_wish_is_an_error(monkeypatch):
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="auto, torch or triton"):
+        backend_for(CPU)
+
+
+def test_the_model_computes_where_triton_is_not_installed():
+    """sys.modules["triton"] = None makes its import fail, as if it were not there."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from minivlmrl.kernels import backend, linear_log_softmax, selective_log_softmax, window_attention
+from minivlmrl.model import qwen2_5_vl
+assert not backend.INSTALLED and not backend.INTERPRETED
+logps, _ = linear_log_softmax.linear_log_softmax(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.long))
+assert torch.allclose(logps, -torch.tensor(4.0).log())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_interpreter_is_seen_when_triton_was_imported_under_it():
+    pytest.importorskip("triton")
+    code = "from minivlmrl.kernels import backend; raise SystemExit(0 if backend.INTERPRETED else 3)"
+    for flag, expected in (("1", 0), ("0", 3)):
+        environment = {"TRITON_INTERPRET": flag, "PYTHONPATH": ":".join(sys.path)}
+        assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == expected

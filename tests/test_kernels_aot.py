@@ -1,0 +1,73 @@
+"""What the compiler makes of the kernels at their real sizes, with the installed Triton and as recorded for two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORDED = json.loads((ROOT / "tests" / "recorded" / "kernel_budgets.json").read_text())
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MINIVLMRL_KERNELS")}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(version of Triton, figures of all builds), from the command, in a process that does not interpret."""
+    pytest.importorskip("triton")
+    out = tmp_path_factory.mktemp("aot") / "figures.json"
+    command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--json", str(out)]
+    result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(out.read_text())
+    return figures["triton"], figures["builds"]
+
+
+def assert_good(builds):
+    """The bars that hold for every version."""
+    assert {name.rpartition("_")[2] for name in builds} == {"80", "90", "100"}
+    for name, row in builds.items():
+        assert row["spills"] == 0, name
+        assert row["wide"] > 0, f"{name}: no access of 16 bytes"
+        if name.startswith("window_attention"):
+            assert row["matrix"] > 0, f"{name}: no matrix instruction"
+        if name.startswith("log-softmax forward"):
+            assert row["instructions"] <= 10 and row["barriers"] == 0, name
+
+
+def test_the_installed_compiler_reaches_the_bars(compiled):
+    assert_good(compiled[1])
+
+
+def test_amd_compiles_the_log_softmax_too():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--arch", "gfx942", "--only", "log-softmax"]
+    result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split("gfx942")[1].split() for line in result.stdout.splitlines() if "gfx942" in line]
+    assert len(rows) == 6 and all(spills == "0" for _, spills, _ in rows)
+
+
+def test_the_installed_compiler_keeps_to_its_budgets(compiled):
+    """A tenth more registers than recorded may pass, and the recorded shared memory."""
+    version, builds = compiled
+    if version not in RECORDED:
+        pytest.skip(f"no budgets for Triton {version}: kernels/aot.py says how to record them")
+    assert builds.keys() == RECORDED[version].keys()
+    for name, budget in RECORDED[version].items():
+        assert builds[name]["registers"] <= 1.1 * budget["registers"], name
+        assert builds[name]["shared"] <= budget["shared"], name
+        assert (builds[name]["instructions"] or 0) <= 1.1 * (budget["instructions"] or 0), name
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_what_was_recorded_reaches_the_bars_too(version):
+    """3.6.0 is what PyTorch 2.11 brings, 3.7.1 what 2.13 does."""
+    assert_good(RECORDED[version])
+    assert RECORDED[version].keys() == RECORDED["3.7.1"].keys()
+
+
+def test_the_pinned_triton_has_budgets():
+    assert f"triton=={max(RECORDED)}" in (ROOT / "constraints.txt").read_text()

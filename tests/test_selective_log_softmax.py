@@ -1,0 +1,261 @@
+"""Log-probabilities and entropies of logits against float64, on the torch path and (again) in Triton's interpreter."""
+
+import pytest
+import torch
+from interpreter import INTERPRETED, run_interpreted
+
+from minivlmrl.kernels import selective_log_softmax as kernel
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
+
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls the kernel itself")
+only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
+# relative to the norm of the float64 result; bfloat16 gradients are rounded once
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float64: 1e-14}
+DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float64])
+
+
+def inputs(rows, vocab, dtype=torch.float32, seed=0):
+    """Random logits of standard deviation 3, and ids that begin with the first and end with the last."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    ids = torch.randint(0, vocab, (rows,), generator=generator)
+    if rows:
+        ids[0], ids[-1] = 0, vocab - 1
+    return logits, ids, torch.randn(2, rows, generator=generator)
+
+
+def exact(logits, ids, temperature, upstream):
+    """Values and gradient in float64 from the formula."""
+    z = logits.detach().double().requires_grad_()
+    log_p = (z / temperature).log_softmax(-1)
+    kept = (ids != -100).double()
+    logps = log_p.gather(-1, ids.clamp(min=0)[:, None])[:, 0] * kept
+    entropies = -(log_p.exp() * log_p.clamp(min=-1e6)).sum(-1) * kept
+    [gradient] = torch.autograd.grad((upstream.double() * torch.stack([logps, entropies])).sum(), z)
+    return logps, entropies, gradient
+
+
+def ours(logits, ids, temperature, upstream, **options):
+    logps, entropies = selective_log_softmax(logits, ids, temperature=temperature, entropy=True, **options)
+    loss = (upstream.to(logps.dtype) * torch.stack([logps, entropies])).sum()
+    return logps, entropies, torch.autograd.grad(loss, logits)[0]
+
+
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "temperature"), [(5, 1000, 1.0), (5, 5003, 0.7), (2, 151936, 0.7), (3, 8192, 1.3), (1, 1, 1.0)]
+)
+def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtype):
+    logits, ids, upstream = inputs(rows, vocab, dtype)
+    actual = ours(logits, ids, temperature, upstream)
+    assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
+    assert actual[2].dtype == dtype
+    for mine, expected in zip(actual, exact(logits, ids, temperature, upstream), strict=True):
+        assert error(mine, expected) < TOLERANCE[dtype] or expected.norm() == 0
+    assert (actual[0] <= 0).all()
+
+
+@pytest.mark.parametrize("which", ["logps", "entropies"])
+def test_an_output_that_no_loss_uses_has_no_gradient(which):
+    logits, ids, upstream = inputs(3, 100)
+    upstream[1 if which == "logps" else 0] = 0
+    logps, entropies = selective_log_softmax(logits, ids, entropy=True)
+    used = (logps * upstream[0]) if which == "logps" else (entropies * upstream[1])
+    assert error(torch.autograd.grad(used.sum(), logits)[0], exact(logits, ids, 1.0, upstream)[2]) < 1e-6
+
+
+def test_ignored_rows_are_zero_in_everything():
+    logits, ids, upstream = inputs(4, 300)
+    ids[1] = ids[2] = -100
+    logits.data[1] = float("nan")  # whatever stands there
+    logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
+    assert not logps[1:3].any() and not entropies[1:3].any() and not gradient[1:3].any()
+    kept = [0, 3]
+    for mine, expected in zip(
+        (logps[kept], entropies[kept], gradient[kept]),
+        exact(logits[kept], ids[kept], 1.0, upstream[:, kept]),
+        strict=True,
+    ):
+        assert error(mine, expected) < 1e-6
+
+
+def test_all_rows_ignored_and_no_rows_at_all():
+    logits, ids, upstream = inputs(3, 50)
+    for mine in ours(logits, torch.full_like(ids, 7), 1.0, upstream, ignore_index=7):
+        assert not mine.any()
+    logits, ids, upstream = inputs(0, 50)
+    logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
+    assert logps.shape == entropies.shape == (0,) and gradient.shape == (0, 50)
+
+
+def test_forbidden_ids_have_no_probability_and_no_gradient():
+    """-inf, as samplers forbid ids; at the chosen id it makes the log-probability -inf."""
+    logits, ids, upstream = inputs(3, 9000)
+    logits.data[:, 10:9000:2] = float("-inf")
+    ids[:] = torch.tensor([3, 8999, 12])
+    logps, entropies, gradient = ours(logits, ids, 0.7, upstream)
+    expected = exact(logits[:2], ids[:2], 0.7, upstream[:, :2])
+    assert logps[2] == float("-inf")
+    for mine, reference in zip((logps[:2], entropies[:2]), expected[:2], strict=True):
+        assert error(mine, reference) < 1e-6
+    assert gradient[:2, 10:9000:2].abs().max() < 1e-30 and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("level", [-300.0, 300.0])
+def test_logits_far_from_zero_lose_no_digit(level):
+    logits, ids, upstream = inputs(2, 5003)
+    logits.data.fill_(level)
+    logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
+    for mine, expected in zip((logps, entropies, gradient), exact(logits, ids, 1.0, upstream), strict=True):
+        assert error(mine, expected) < 1e-6
+
+
+def test_a_certain_token_has_log_probability_zero_and_not_more():
+    logits, ids, _ = inputs(64, 40)
+    logits.data.scatter_(1, ids[:, None], 37.3)
+    logps, entropies = selective_log_softmax(logits, ids, temperature=0.37, entropy=True)
+    assert (logps <= 0).all() and (logps > -1e-5).all() and (entropies >= 0).all()
+
+
+def test_nan_is_not_hidden():
+    logits, ids, upstream = inputs(2, 2000)
+    logits.data[0, 1500] = float("nan")
+    logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
+    assert logps[0].isnan() and entropies[0].isnan() and gradient[0].isnan().all()
+    assert logps[1].isfinite() and gradient[1].isfinite().all()
+
+
+def test_rows_with_gradient_zero_get_zeros():
+    logits, ids, upstream = inputs(3, 300)
+    upstream[:, 1] = 0
+    gradient = ours(logits, ids, 1.0, upstream)[2]
+    assert not gradient[1].any() and error(gradient, exact(logits, ids, 1.0, upstream)[2]) < 1e-6
+
+
+def test_rows_need_not_be_neighbours():
+    """Every second row of a wider matrix, and columns that lie apart."""
+    wide, ids, upstream = inputs(6, 600)
+    for logits in (wide[::2, :500], wide[:3, ::2]):
+        ids = ids[:3].clamp(max=logits.shape[-1] - 1)
+        actual = ours(logits, ids, 1.0, upstream[:, :3])
+        for mine, expected in zip(actual, exact(logits, ids, 1.0, upstream[:, :3]), strict=True):
+            assert error(mine, expected) < 1e-6
+
+
+def test_ids_and_upstream_gradients_need_not_be_neighbours():
+    logits, ids, _ = inputs(4, 50)
+    apart = torch.stack([ids, ids + 1000], 1)[:, 0]
+    gradients = [torch.autograd.grad(selective_log_softmax(logits, y)[0].sum(), logits)[0] for y in (ids, apart)]
+    assert not apart.is_contiguous() and torch.equal(*gradients)
+    assert error(gradients[0], exact(logits, ids, 1.0, torch.tensor([[1.0], [0.0]]))[2]) < 1e-6
+
+
+def test_leading_dimensions_stay():
+    logits, ids, _ = inputs(6, 30)
+    expected, _ = selective_log_softmax(logits, ids)
+    logps, entropies = selective_log_softmax(logits.view(2, 3, 30), ids.view(2, 3), entropy=True)
+    assert logps.shape == entropies.shape == (2, 3) and torch.equal(logps.flatten(), expected)
+    assert torch.equal(selective_log_softmax(logits[0], ids[0])[0], expected[0])
+
+
+def test_every_output_is_written(monkeypatch):
+    """Uninitialised memory holds NaN here, so what a kernel leaves out would show."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        logits, ids, upstream = inputs(3, 700)
+        ids[1] = -100
+        assert all(mine.isfinite().all() for mine in ours(logits, ids, 0.7, upstream))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_in_place_the_gradient_lies_over_the_logits_and_can_be_made_once():
+    logits, ids, upstream = inputs(4, 300)
+    ids[2] = -100
+    expected = ours(logits, ids, 0.7, upstream)[2]
+    own = logits * 1
+    address = own.data_ptr()
+    logps, entropies = selective_log_softmax(own, ids, temperature=0.7, entropy=True, inplace_backward=True)
+    loss = (upstream * torch.stack([logps, entropies])).sum()
+    [gradient] = torch.autograd.grad(loss, own, retain_graph=True)
+    assert torch.equal(gradient, expected) and gradient.data_ptr() == address
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, own)
+
+
+def test_rows_beyond_32_bit_offsets():
+    """Three rows 2^30 + 8 elements apart: the last begins behind element 2^31. Nothing between them is touched."""
+    apart, vocab = 2**30 + 8, 600
+    memory = torch.empty(2 * apart + vocab, dtype=torch.bfloat16)  # 4 GB of addresses, not of memory
+    logits, ids, upstream = inputs(3, vocab, torch.bfloat16)
+    far = memory.as_strided((3, vocab), (apart, 1))
+    far.copy_(logits.detach())
+    far.requires_grad_()
+    expected = ours(logits, ids, 1.0, upstream)
+    for inplace in (False, True):
+        logps, entropies, gradient = ours(far, ids, 1.0, upstream, inplace_backward=inplace)
+        assert torch.equal(logps, expected[0]) and torch.equal(entropies, expected[1])
+        assert torch.equal(gradient, expected[2])
+
+
+@only_interpreted
+@pytest.mark.parametrize("widths", [[300], [128, 128, 44], [1, 299]], ids=str)
+def test_parts_of_a_row_join_to_the_whole(widths):
+    logits, ids, upstream = inputs(4, 300)
+    ids[2] = -100
+    whole = [x for x in kernel.fold_(logits.detach(), ids, None, 0.7, -100)]
+    parts, first = torch.full((4, 4), float("nan")), 0
+    gradient = torch.full((4, 300), float("nan"))
+    for width in widths:
+        piece = logits.detach()[:, first : first + width]
+        out = kernel.fold_(piece, ids, parts, 0.7, -100, first, first + width == 300)
+        target = gradient[:, first : first + width]
+        kernel.differentiate_part_(piece, ids, whole[1:], *upstream, 0.7, -100, target, first)
+        first += width
+    torch.testing.assert_close(torch.stack(out), torch.stack(whole), rtol=1e-6, atol=1e-6)
+    assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "temperature", "message"), [((3,), 1.0, r"need ids \(2,\)"), ((2,), 0.0, "temperature 0.0")]
+)
+def test_what_does_not_fit_is_said(shape, temperature, message):
+    with pytest.raises(ValueError, match=message):
+        selective_log_softmax(torch.zeros(2, 5), torch.zeros(shape, dtype=torch.long), temperature=temperature)
+
+
+@only_torch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_operators_keep_pytorchs_rules(dtype):
+    logits, ids, upstream = inputs(3, 20, dtype)
+    torch.library.opcheck(kernel._op, (logits, ids, 0.7, -100, False))
+    saved = list(kernel._op(logits.detach(), ids, 0.7, -100, False)[1:])
+    for entropies in (None, upstream[1]):
+        arguments = (logits.detach(), ids, saved, upstream[0], entropies, 0.7, -100)
+        torch.library.opcheck(kernel._backward_op, arguments)
+        torch.library.opcheck(kernel._backward_inplace_op, arguments)
+
+
+@only_torch
+def test_compiles_in_one_graph():
+    compiled = torch.compile(
+        lambda z, y: torch.stack(selective_log_softmax(z, y, temperature=0.7, entropy=True)),
+        backend="aot_eager", fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for rows in (3, 5):
+        logits, ids, upstream = inputs(rows, 40)
+        results = compiled(logits, ids)
+        [gradient] = torch.autograd.grad((results * upstream).sum(), logits)
+        expected = ours(logits, ids, 0.7, upstream)
+        assert torch.equal(results, torch.stack(expected[:2])) and torch.equal(gradient, expected[2])
+
+
+@only_torch
+def test_again_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
