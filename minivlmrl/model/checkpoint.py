@@ -170,13 +170,19 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of one safetensors file, by today's hub names (ValueError: it is missing or cut)."""
+    """(name, tensor) pairs of one safetensors file, by today's hub names (ValueError: it is missing or cut).
+
+    A tensor is a view of the file, which is opened anew for each: all that was touched of an open one counts as memory.
+    """
     if not file.is_file():
         raise ValueError(f"{file}: no such file; a Hugging Face folder has its weights there")
     try:
         with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
-                yield _hub_name(name), handle.get_tensor(name)
+            names = list(handle.keys())
+        for name in names:
+            with safe_open(file, framework="pt") as handle:
+                tensor = handle.get_tensor(name)
+            yield _hub_name(name), tensor
     except SafetensorError as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
