@@ -241,6 +241,13 @@ def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, att
         torch.testing.assert_close(value, weights[1][name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(("timeout", "code"), [(5, 1), (60, 0)])
+def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path, timeout, code):
+    PLACES["hanging"] = (torch.Tensor, "backward", {"before": lambda *_: time.sleep(8)})
+    options = ["--stages=[sft]", "--sft.max_steps=1", f"--timeout={timeout}"]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [code] * 2
+
+
 # signals
 
 

@@ -337,6 +337,7 @@ STAGE_OPTIONS = {
     "adam_beta2": (0.5, []),
     "weight_decay": (1.0, ["learning_rate=3e-2"]),
     "max_grad_norm": (0.01, ["max_grad_norm=1e9"]),
+    "freeze_vision_tower": ("true", []),
 }
 REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
@@ -462,12 +463,13 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 ]
 # these change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size, precompute_ref_log_probs), in test_algorithms.py (reward_model.path, ppo.critic_path) or in
-# test_media.py (allow_urls) or test_resume.py (states, resume, timeout)
+# test_media.py (allow_urls), test_resume.py (states, resume, timeout), test_sharding.py or test_ranks.py
 OTHERS = {
     "sft.micro_batch_size", "reward_model.micro_batch_size", "ppo.micro_batch_size", "dpo.precompute_ref_log_probs",
     *(f"{stage}.save_steps" for stage in STAGES), "output_dir", "num_threads", "model.path", "model.config",
     "data.eval_rows", "data.eval_file", "data.eval_rewards", "reward_model.path", "ppo.critic_path", "data.allow_urls",
-    "data.resize", "state_steps", "keep_states", "resume", "timeout",
+    "data.resize", "state_steps", "keep_states", "resume", "timeout", "model.activation_checkpointing",
+    "rollout.gather_weights", "sharding.enabled", "sharding.compute_dtype", "sharding.replicas", "sharding.cpu_offload",
 }  # fmt: skip
 
 

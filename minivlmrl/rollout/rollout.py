@@ -35,13 +35,14 @@ class Rollout:
 
     def select(self, groups: Sequence[int]) -> "Rollout":
         """Only these groups."""
-        size = len(self.texts) // len(self.prompts)
+        size = len(self.texts) // max(1, len(self.prompts))
+        rows = [i * size + j for i in groups for j in range(size)]
         return Rollout(
             [self.prompts[i] for i in groups],
             [self.completions[i] for i in groups],
-            [text for i in groups for text in self.texts[i * size : (i + 1) * size]],
-            self.rewards.unflatten(0, (-1, size))[list(groups)].flatten(0, 1),
-            [extent for i in groups for extent in self.answer_extents[i * size : (i + 1) * size]],
+            [self.texts[row] for row in rows],
+            self.rewards[torch.tensor(rows, dtype=torch.long)],
+            [self.answer_extents[row] for row in rows],
             [self.places[i] for i in groups],
             [self.rows[i] for i in groups],
         )

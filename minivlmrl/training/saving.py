@@ -32,7 +32,7 @@ def save_model(
     weights, failure = WholeWeights(model), None
     if world.is_main:
         try:
-            save_checkpoint(folder, model, processor, more, weights)
+            save_checkpoint(folder, model, processor, more, weights=weights)
         except (OSError, ValueError) as error:
             failure = error  # raised when no rank waits for this one any more
     weights.make_rest()

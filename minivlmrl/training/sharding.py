@@ -137,6 +137,8 @@ class _VisionPace:
 
 def _anyone(mine: bool, device: torch.device) -> bool:
     """Whether any rank says yes."""
+    if dist.get_world_size() == 1:
+        return mine
     flag = torch.tensor(int(mine), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

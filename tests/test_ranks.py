@@ -1,0 +1,116 @@
+"""One result for any number of processes: losses, gradient norms, figures, draws and every weight after five steps.
+
+The rows are as uneven as can be, see on_ranks.Uneven: ranks without images, without rows in a micro-batch, or without
+any row in a step. Replicated or sharded, weights whole or layer by layer in a rollout, with one model or two beside it.
+"""
+
+import json
+
+import pytest
+import torch
+import yaml
+from on_ranks import launch
+
+from tiny import RUN_MODEL
+
+STAGE = {
+    "max_steps": 5,
+    "prompts_per_step": 3,
+    "micro_batch_size": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+}
+RECIPE = {
+    "num_threads": 1,
+    "model": {"config": "model.json", "dtype": "float64"},
+    "data": {"task": "shapes"},
+    "sampling": {"max_new_tokens": 12},
+    "rewards": {"letters": 1.0},
+    "sft": STAGE,
+    "dpo": STAGE,
+    "reward_model": STAGE,
+    "grpo": STAGE | {"num_generations": 3},
+    "ppo": STAGE | {"num_generations": 2, "kl_coef": 0.1},
+}
+REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
+STAGES = {
+    "sft": ["--stages=[sft]"],
+    "grpo": ["--stages=[grpo]"],
+    "grpo with a reference": REFERENCE,
+    "dpo": ["--stages=[dpo]"],
+}
+FLOAT32 = ["--model.dtype=float32", *(f"--{stage}.learning_rate=1e-5" for stage in ("sft", "dpo", "grpo"))]
+# what has other joint work: three steps of each
+FURTHER = {
+    "reward_model": ["--stages=[reward_model]"],
+    "ppo": ["--stages=[ppo]"],
+    "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_mini_batches=2",
+                          "--ppo.whiten_rewards=true"],
+    "grpo resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
+                       "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
+    "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
+                                     "--grpo.num_shared_layers=1"],
+    "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true"],
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
+    "sft without the vision tower": ["--stages=[sft]", "--sft.freeze_vision_tower=true"],
+}  # fmt: skip
+SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")]
+SHARDED = ["--sharding.enabled=true"]
+ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
+REPLICATED = (
+    {f"{name}, float64": options for name, options in STAGES.items()}
+    | {f"{name}, float32": [*options, *FLOAT32] for name, options in STAGES.items()}
+    | {f"{name}, float64": [*options, *SHORT] for name, options in FURTHER.items()}
+)
+CASES = {  # by number of ranks: name -> the replicated one that it equals on one rank, what is different
+    1: {f"{name}, sharded": (name, SHARDED) for name in list(REPLICATED)[:4]},
+    2: {f"{name}, replicated": (name, []) for name in REPLICATED}
+    | {f"{name}, sharded": (name, SHARDED) for name in list(REPLICATED)[:8]}
+    | {"grpo, layer by layer": ("grpo with a reference, float64", ONE_BY_ONE)},
+    4: {f"{name}, replicated": (name, []) for name in list(REPLICATED)[:4]}
+    | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}
+    | {f"{name}, replicas": (name, [*ONE_BY_ONE, "--sharding.replicas=2"]) for name in list(REPLICATED)[:4]},
+}
+SAME_BY_CHANCE = {"rollout/logp_mismatch"}  # a largest difference of rounding
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank made of each case, by number of ranks; "alone" what one made of the replicated ones."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    found = {"alone": launch(1, folder, REPLICATED)[0]}
+    for size, cases in CASES.items():
+        found[size] = launch(size, folder, {name: [*REPLICATED[same], *more] for name, (same, more) in cases.items()})
+    return found
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
+def test_any_number_of_ranks_makes_the_same(results, size, name):
+    same = CASES[size][name][0]
+    close = {"rel": 1e-12, "abs": 1e-12} if "float64" in same else {"rel": 1e-5, "abs": 1e-5}
+    alone = results["alone"][same]
+    for rank in results[size]:
+        result = rank[name]
+        assert result.texts == alone.texts
+        for line, expected in zip(result.lines, alone.lines, strict=True):
+            assert line.keys() == expected.keys()
+            for figure in line.keys() - SAME_BY_CHANCE:
+                if figure == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
+                    continue  # policy and reference are equal: rounding decides
+                assert line[figure] == pytest.approx(expected[figure], **close), figure
+        for parameter, value in alone.weights.items():
+            limit = 1e-12 if "float64" in same else 1e-6
+            torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
+
+
+def test_the_cases_tell(results):
+    """Every weight that is trained has moved by far more than what is compared to; completions have many lengths."""
+    for name, result in results["alone"].items():
+        assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
+    trained, frozen = (results["alone"][f"{name}, float64"].weights for name in ("sft", "sft without the vision tower"))
+    still = [
+        name for name, weight in frozen.items() if name.startswith("visual.") and not torch.equal(weight, trained[name])
+    ]
+    assert still and len({len(text) for text in results["alone"]["grpo, float64"].texts}) > 5
