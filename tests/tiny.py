@@ -11,6 +11,7 @@ from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 RUN_MODEL = {
     "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
+    "rms_norm_eps": 1e-6,
     "vision_config": {
         "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
