@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.backend import DTYPES, backend_for
 from minivlmrl.kernels.selective_log_softmax import (
     differences_,
     differentiate_part_,
@@ -72,8 +72,14 @@ def _differentiate_by_rows(
 
 def _buffers(hidden: Tensor, weight: Tensor) -> Tensor:
     """Memory for two pieces of logits, (2, rows, V), used again and again: fresh memory costs a page fault a page."""
-    rows = min(max(CHUNK_BYTES // (4 * len(weight)), 32), 256) if hidden.device.type == "cpu" else GPU_ROWS
-    return torch.empty(2, min(rows, max(len(hidden), 1)), len(weight), dtype=_sum_dtype(hidden), device=hidden.device)
+    rows = _rows(len(hidden), len(weight), hidden.device.type)
+    return torch.empty(2, rows, len(weight), dtype=_sum_dtype(hidden), device=hidden.device)
+
+
+def _rows(rows: int, vocab: int, device_type: str) -> int:
+    """How many rows one piece of the torch path has."""
+    most = min(max(CHUNK_BYTES // (4 * vocab), 32), 256) if device_type == "cpu" else GPU_ROWS
+    return min(most, max(rows, 1))
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -307,6 +313,13 @@ def linear_log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor, temperature:
     _check(hidden, weight, ids, temperature)
     logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), temperature)
     return logps, entropies
+
+
+def piece_bytes(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
+    """Memory for logits that linear_log_softmax of so many rows takes, forward or backward."""
+    if device_type == "cuda" and dtype in DTYPES:
+        return min(TILE, rows) * min(TILE, vocab) * dtype.itemsize
+    return 2 * _rows(rows, vocab, device_type) * vocab * torch.promote_types(dtype, torch.float32).itemsize
 
 
 def linear_policy_loss(

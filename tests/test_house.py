@@ -30,7 +30,7 @@ ROWS = [
     "training/state",
     "training/algorithms/online training/states",
     "training/algorithms/grpo training/algorithms/ppo",
-    "generate",
+    "generate plan",
     "train parity/notes",
     "parity/compare",
     "parity/trl_oracle",

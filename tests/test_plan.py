@@ -1,0 +1,185 @@
+"""The memory plan against tensors that are really there, on the CPU."""
+
+import json
+
+import pytest
+import torch
+
+from minivlmrl.config import RunConfig, SamplingConfig, ShardingSection
+from minivlmrl.data.processor import Prompt
+from minivlmrl.kernels import linear_log_softmax
+from minivlmrl.model import attention
+from minivlmrl.model.batch import pack
+from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.plan import GB, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
+from minivlmrl.rollout.generate import generate
+from minivlmrl.rollout.sampler import sample
+from minivlmrl.training.optimizer import build_optimizer
+
+import tiny
+
+WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
+MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
+CONFIGS = {
+    "run model": MODEL,
+    "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
+    "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
+}
+WORK = Work(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return ModelConfig.from_dict(CONFIGS[request.param])
+
+
+def real(config, work):
+    """The model and a batch of the planned lengths, with numbers in them."""
+    model = Qwen2_5_VL(config)
+    model.initialize(torch.Generator().manual_seed(0))
+    grid = torch.tensor([[1, 16, 16]])
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (work.text_tokens,))])
+    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), grid)
+    return model, prompt
+
+
+def near(planned, measured):
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def run_config(**sections):
+    run = RunConfig(stages=["grpo"], sampling=SamplingConfig(max_new_tokens=WORK.completion_tokens), **sections)
+    run.grpo.num_generations, run.grpo.prompts_per_step, run.grpo.micro_batch_size = 3, 2, 2
+    return run
+
+
+def test_weights_gradients_and_optimizer(config):
+    model, prompt = real(config, WORK)
+    phases = plan(run_config(), "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)
+    batch = attention_batch(model, [prompt] * 2)
+    per_token_logps(model, batch)[0].sum().backward()
+    optimizer = build_optimizer(model, RunConfig().grpo)
+    optimizer.step()
+    near(phases["train"]["weights"], sum(p.nbytes for p in model.parameters()))
+    near(phases["train"]["gradients"], sum(p.grad.nbytes for p in model.parameters()))
+    near(phases["train"]["optimizer"], sum(x.nbytes for s in optimizer.state.values() for x in s.values()))
+
+
+def attention_batch(model, prompts):
+    completion = torch.randint(0, 400, (WORK.completion_tokens,))
+    return pack(prompts, [[completion] * WORK.num_generations] * len(prompts), model.config)
+
+
+def test_forward_and_backward(config):
+    """What is counted on the meta device is what there is on the CPU."""
+    model, prompt = real(config, WORK)
+    batch = attention_batch(model, [prompt] * 2)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with LiveBytes([*model.parameters(), batch.pixel_values]) as live:
+        per_token_logps(model, batch)[0].sum().backward()
+    near(Costs(config).passing(torch.float32, WORK, True), live.most + batch.pixel_values.nbytes)
+
+
+def test_recomputing_keeps_less(config):
+    costs = Costs(config)
+    assert costs.passing(torch.float32, WORK, True, True) < costs.passing(torch.float32, WORK, True)
+    assert costs.passing(torch.float32, WORK, False) < costs.passing(torch.float32, WORK, True)
+
+
+def test_keys_and_values(config, monkeypatch):
+    sizes, original = [], attention.DecodeAttention.__init__
+
+    def measured(self, *arguments, **options):
+        original(self, *arguments, **options)
+        sizes.append(sum(x.nbytes for layer in (*self.prompt, *self.own) for x in layer))
+
+    monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
+    model, prompt = real(config, WORK)
+    generate(model, [prompt] * 2, 3, SamplingConfig(max_new_tokens=WORK.completion_tokens), ())
+    near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
+
+
+def test_one_draw(config):
+    logits = torch.randn(6, config.vocab_size)
+    with LiveBytes([logits]) as live:
+        sample(logits, SamplingConfig(), torch.Generator())
+    near(Costs(config).one_draw(torch.float32, SamplingConfig(), 6), live.most + logits.nbytes)
+
+
+def test_a_batch_on_the_meta_device_has_the_lengths():
+    config = tiny.config()
+    batch = meta_batch(config, WORK)
+    tokens = 2 * (64 + 150) + 2 * 3 * 39
+    assert batch.input_ids.shape == (tokens,) and batch.completion_ids.shape == (240,)
+    assert batch.grid_thw.tolist() == [[1, 16, 16]] * 2 and batch.pixel_values.shape == (512, 1176)
+    assert batch.input_ids.device.type == batch.layout.predict_index.device.type == "meta"
+    assert meta_batch(config, Work(1, 0, 5, 0, 0)).pixel_values.shape == (0, 1176)
+
+
+def test_the_piece_of_logits(config):
+    states, head = torch.randn(240, config.hidden_size), torch.randn(config.vocab_size, config.hidden_size)
+    with LiveBytes([states, head]) as live:
+        linear_log_softmax._score_by_rows(states, head, torch.zeros(240, dtype=torch.long), 1.0)
+    near(Costs(config).logits(torch.float32, WORK, "cpu"), live.most)
+
+
+def test_what_an_option_saves():
+    """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
+    run = run_config(sharding=ShardingSection(enabled=True))
+    shared = plan(run, "grpo", costs, 4, *lengths)["train"]
+    for name in ("weights", "optimizer", "gradients"):
+        assert shared[name] == alone[name] / 4
+    assert "reference" not in alone
+    run = run_config()
+    run.grpo.beta, run.grpo.num_shared_layers = 0.1, 1
+    half = plan(run, "grpo", costs, 1, *lengths)
+    assert 0 < half["train"]["reference"] < half["train"]["weights"]
+    assert half["train"]["optimizer"] < alone["optimizer"]
+    run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
+    assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model", "grpo", "ppo"])
+def test_every_stage_has_a_plan(stage):
+    costs = Costs(ModelConfig.from_dict(MODEL))
+    phases = plan(run_config(), stage, costs, 2, WORK.text_tokens, WORK.image_tokens)
+    assert ("rollout" in phases) == (stage in ("grpo", "ppo")) and phases["train"]["gradients"] > 0
+    assert ("reference" in phases["train"]) == (stage in ("dpo", "ppo"))
+    lines = table(phases, 80 * GB).splitlines()
+    assert lines[0] == f"| GB on each GPU | {' | '.join(phases)} |" and lines[-1].startswith("| all | ")
+
+
+def test_the_smallest_saving_is_suggested():
+    """Nothing is asked for that is not needed."""
+    needs = {"recompute": 50, "shard": 30, "batch": 5}
+
+    def make(overrides):
+        saved = sum(size for name, size in needs.items() if any(name in o for o in overrides))
+        return 100 - saved
+
+    names = {"recompute": "activation_checkpointing", "shard": "sharding.enabled", "batch": "micro_batch_size"}
+    needs = {names[name]: size for name, size in needs.items()}
+    assert smallest_saving(make, "grpo", 8, 100) == []
+    assert smallest_saving(make, "grpo", 8, 50) == ["--model.activation_checkpointing=true"]
+    assert smallest_saving(make, "grpo", 8, 70) == ["--model.activation_checkpointing=true"]
+    assert smallest_saving(make, "grpo", 8, 20) == ["--model.activation_checkpointing=true", "--sharding.enabled=true"]
+    assert smallest_saving(make, "grpo", 8, 10) is None
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODEL))
+    small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
+    main(["--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    shown = capsys.readouterr().out
+    assert f"{Costs(ModelConfig.from_dict(MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert "grpo" in shown and "too much" not in shown
+    main(["--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    assert "does not fit, whatever is saved" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no such file or folder; of a repository do: hf download"):
+        main(["--model", str(tmp_path / "none")])
