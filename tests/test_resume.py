@@ -315,6 +315,7 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished
     said = capsys.readouterr().out
     assert "states/000003 is damaged and not used" in said
     assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003.damaged"]
 
 
 def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
