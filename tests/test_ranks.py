@@ -57,7 +57,7 @@ FURTHER = {
     "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
                                      "--grpo.num_shared_layers=1"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true"],
-    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--sft.freeze_vision_tower=true"],
