@@ -205,8 +205,8 @@ class States:
         self.together(action if self.world.is_main else lambda: None)
 
 
-class _FailedError(Exception):
-    """A rank could not do its part."""
+class _FailedError(ValueError):
+    """A rank could not do its part; says which and why."""
 
 
 def _write(file: Path, content):
