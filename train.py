@@ -229,7 +229,8 @@ def summarize(chance: float | None, results: dict[str, Evaluation], seconds: dic
 def start(arguments: list[str]):
     """Be one rank of a run from beginning to end."""
     try:
-        exit_code = record(main)(arguments)  # torchrun shows the traceback of the rank that failed first
+        # record: torchrun shows the traceback of the rank that failed first
+        exit_code = record(distributed.after_the_cause()(main))(arguments)
     except Exception:
         traceback.print_exc()
         exit_code = 1

@@ -70,7 +70,8 @@ def letters(completions, **columns):
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: distributed.World) -> Result:
     """Go through a stage."""
-    config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *overrides])
+    overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
+    config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stages
     model, processor = train.build_model(config, world)
     algorithm = train.ALGORITHMS[stage](config, model, processor, Uneven(), world)

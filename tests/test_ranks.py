@@ -11,6 +11,12 @@ import torch
 import yaml
 from on_ranks import launch
 
+from minivlmrl.data import shapes
+from minivlmrl.model.checkpoint import random_model
+from minivlmrl.model.scalar import ScalarModel
+from minivlmrl.training.distributed import World
+from minivlmrl.training.saving import save_scalar_model
+
 from tiny import RUN_MODEL
 
 STAGE = {
@@ -51,7 +57,9 @@ FURTHER = {
     "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
                                      "--grpo.num_shared_layers=1"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true"],
-    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
+    "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
+                                 "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--sft.freeze_vision_tower=true"],
 }  # fmt: skip
 SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")]
@@ -66,12 +74,23 @@ CASES = {  # by number of ranks: name -> the replicated one that it equals on on
     1: {f"{name}, sharded": (name, SHARDED) for name in list(REPLICATED)[:4]},
     2: {f"{name}, replicated": (name, []) for name in REPLICATED}
     | {f"{name}, sharded": (name, SHARDED) for name in list(REPLICATED)[:8]}
-    | {"grpo, layer by layer": ("grpo with a reference, float64", ONE_BY_ONE)},
+    | {
+        f"{name}, layer by layer": (f"{name}, float64", ONE_BY_ONE)
+        for name in ("grpo with a reference", "grpo with a reward model")
+    },
     4: {f"{name}, replicated": (name, []) for name in list(REPLICATED)[:4]}
     | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}
     | {f"{name}, replicas": (name, [*ONE_BY_ONE, "--sharding.replicas=2"]) for name in list(REPLICATED)[:4]},
 }
 SAME_BY_CHANCE = {"rollout/logp_mismatch"}  # a largest difference of rounding
+
+
+def save_judge(folder):
+    """A reward model with an opinion."""
+    model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
+    judge = ScalarModel(model.double())
+    torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
+    save_scalar_model(folder / "judge", judge, processor, World(0, 1, torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +99,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "model.json").write_text(json.dumps(RUN_MODEL))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    save_judge(folder)
     found = {"alone": launch(1, folder, REPLICATED)[0]}
     for size, cases in CASES.items():
         found[size] = launch(size, folder, {name: [*REPLICATED[same], *more] for name, (same, more) in cases.items()})

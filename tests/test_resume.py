@@ -207,15 +207,14 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
 
 
 def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, tmp_path):
-    draw, options, kills = random.Random(), ["--stages=[grpo]", *GRPO], 0
+    draw, options, kills = random.Random(), ["--stages=[ppo]"], 0
     while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) + 0.2 * kills) != [0]:
         kills += 1
     assert outcome(tmp_path) == straight(*options)
 
 
-@pytest.mark.parametrize("sharded", ["false", "true"])
-def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path, sharded):
-    options = [f"--sharding.enabled={sharded}"]
+@pytest.mark.parametrize("options", [[], ["--sharding.enabled=true"]])
+def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path, options):
     codes = attempt(recipe, tmp_path, *options, *STATES, ranks=2, die="in backward", number=4, rank=1)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, -signal.SIGKILL)  # it notices
@@ -223,7 +222,7 @@ def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tm
     assert outcome(tmp_path) == straight(*options, ranks=2)
 
 
-@pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(2, 3)]), ("ppo", [(2, 3)])])
+@pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(2, 3)])])
 def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
     """2 ranks that share the weights, then 4 with all of them each, then 1; killed in the middle of a rollout."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
@@ -241,24 +240,23 @@ def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, att
         torch.testing.assert_close(value, weights[1][name], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("timeout", "code"), [(5, 1), (60, 0)])
-def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path, timeout, code):
-    PLACES["hanging"] = (torch.Tensor, "backward", {"before": lambda *_: time.sleep(8)})
-    options = ["--stages=[sft]", "--sft.max_steps=1", f"--timeout={timeout}"]
-    assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [code] * 2
+def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
+    PLACES["hanging"] = (torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)})
+    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3"]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
 
 
 # signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_its_step_with_a_state(recipe, straight, tmp_path, number):
-    """Two ranks, one of them is signalled, twice within a second; without state_steps."""
-    PLACES["signal"] = (torch.Tensor, "backward", {"after": lambda *_: [os.kill(os.getpid(), number) for _ in "12"]})
-    assert attempt(recipe, tmp_path, ranks=2, die="signal", number=3, rank=1) == [PREEMPTED] * 2
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+def test_a_signal_ends_the_run_after_its_step_with_a_state(recipe, straight, tmp_path, number, ranks):
+    """One rank is signalled, twice within a second; without state_steps."""
+    PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), number) for _ in "12"]})
+    assert attempt(recipe, tmp_path, ranks=ranks, die="signal", number=3, rank=ranks - 1) == [PREEMPTED] * ranks
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["000003"]
-    assert attempt(recipe, tmp_path, "--resume=auto", ranks=2) == [0, 0]
-    assert outcome(tmp_path) == straight(ranks=2)
+    assert attempt(recipe, tmp_path, "--resume=auto", ranks=ranks) == [0] * ranks
+    assert outcome(tmp_path) == straight(ranks=ranks)
 
 
 def test_a_second_signal_ends_the_run_at_once(recipe, tmp_path, monkeypatch):
@@ -317,6 +315,7 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished
     said = capsys.readouterr().out
     assert "states/000003 is damaged and not used" in said
     assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003.damaged"]
 
 
 def test_without_a_whole_state_nothing_is_resumed(recipe, copy):

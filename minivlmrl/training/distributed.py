@@ -2,7 +2,9 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -104,6 +106,21 @@ def attempt_store(limit: timedelta) -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
+
+
+@contextmanager
+def after_the_cause():
+    """Hold back an error that the failure of another rank has led to, so that torchrun reports that rank's.
+
+    Of ranks that failed in the same second torchrun takes the lowest for the cause. Meanwhile it ends this process,
+    unless there is no other cause than a lost connection.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            time.sleep(3)
+        raise
 
 
 def shutdown():

@@ -98,14 +98,13 @@ class States:
         return sorted((path for path in found if re.fullmatch(r"\d{6,}", path.name)), key=lambda path: int(path.name))
 
     def newest(self, paths: list[Path]) -> State | None:
-        """The newest state that is whole; damaged ones are reported. None: there are no states."""
-        for path in reversed(paths):
-            state = self.read(path)
-            if state is not None:
-                return state
-        if paths:
+        """The newest state that is whole; damaged ones are reported and put aside. None: there are no states."""
+        whole = next((state for path in reversed(paths) if (state := self.read(path)) is not None), None)
+        if whole is None and paths:
             raise ValueError(f"{self.folder}: no state is whole; --resume=never removes them and begins anew")
-        return None
+        damaged = paths[paths.index(whole.path) + 1 :] if whole else []
+        self.alone(lambda: [path.rename(f"{path}.damaged") for path in damaged])  # else they count among those kept
+        return whole
 
     def read(self, path: Path) -> State | None:
         """A state but for its tensors; None, and a line that says why, if it is damaged. Ranks share the checking."""
@@ -163,7 +162,6 @@ class States:
         def complete():
             everyones = {name: mark for files in marks for name, mark in files.items()}
             _write(aside / COMPLETE, json.dumps(everyones, indent=1).encode())
-            _remove(path)  # damaged, or it would have been resumed
             aside.rename(path)
             _sync(self.folder)
             for old in self.paths()[: -self.config.keep_states]:
@@ -207,8 +205,8 @@ class States:
         self.together(action if self.world.is_main else lambda: None)
 
 
-class _FailedError(Exception):
-    """A rank could not do its part."""
+class _FailedError(ValueError):
+    """A rank could not do its part; says which and why."""
 
 
 def _write(file: Path, content):
