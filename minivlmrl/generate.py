@@ -6,6 +6,7 @@ python -m minivlmrl.generate --model FOLDER --image cat.jpg --prompt "How many c
 import argparse
 import codecs
 import inspect
+import os
 import re
 import sys
 import types
@@ -19,7 +20,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.data.image import load_image
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
-from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.checkpoint import check_fits, load_model, load_processor
 from minivlmrl.model.folder import find_folder, read_json
 from minivlmrl.model.weights import DTYPES
 from minivlmrl.rollout.generate import generate
@@ -36,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130  # as shells say it
+    except BrokenPipeError:  # who reads it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        return 141  # as shells say it
     return 0
 
 
@@ -43,6 +47,7 @@ def answer(options: argparse.Namespace):
     """Print what the model answers. The weights, which take longest to read, come last: mistakes show before."""
     params, generator = sampling(options), seeded_generator(options.device, options.seed)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
+    check_fits(options.model, processor)
     images = [load_image(source, allow_url=True) for source in options.image]  # who writes a URL here allows it
     videos = [load_video(source, allow_url=True) for source in options.video]
     media = {"image": len(images), "video": len(videos)}

@@ -1,5 +1,6 @@
 """Checkpoints both ways with transformers, and what is wrong with a folder is said by name."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from test_oracle_model import CLASSES, their_inputs, worst_difference
 
 from minivlmrl.data import shapes
+from minivlmrl.data.chat import Control, QwenTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.template import FILES
 from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.model.checkpoint import check_fits, load_model, load_processor, random_model, save_checkpoint
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.model.weights import INDEX, write_weights
@@ -131,8 +134,9 @@ def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path)
     for name, content in FOREIGN.items():
         (copy / name).write_bytes(content)
     (copy / "README.md").write_text("A card of another model")
+    tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"  # not as we would write it
+    (copy / "tokenizer.json").write_bytes(tokenizer)
     model, processor = load_model(copy), load_processor(copy, max_pixels=56 * 56)
-    tokenizer = (copy / "tokenizer.json").read_bytes()
     shutil.rmtree(copy)  # whatever happens to it until the run ends
     save_checkpoint(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
@@ -140,6 +144,66 @@ def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path)
     assert not (tmp_path / "saved" / "README.md").exists()
     # but what the model has learnt with is ours to write
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
+
+
+def write_template(path, text):
+    if path.suffix == ".jinja":
+        path.write_text(text)
+    else:
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | {"chat_template": text}))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_path, file):
+    """With a control token that only this folder has, and another template in each place that is asked later."""
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    note = tokenizer["added_tokens"][0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
+    tokenizer["added_tokens"].append(note)
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((copy / "preprocessor_config.json").read_text())
+    if file == "processor_config.json":  # as transformers 5 writes a folder
+        (copy / "preprocessor_config.json").unlink()
+        (copy / file).write_text(json.dumps({"image_processor": settings}))
+    write_template(copy / file, "<|note|>{{ messages[0].content }}<|im_end|>")
+    for later in FILES[FILES.index(file) + 1 :]:
+        write_template(copy / later, "another")
+    folders = [copy, tmp_path / "saved", tmp_path / "saved again"]
+    for source, target in itertools.pairwise(folders):
+        save_checkpoint(target, load_model(copy), load_processor(source))
+    for folder in folders:
+        processor = load_processor(folder, max_pixels=56 * 56)
+        pieces = processor.template.render([{"role": "user", "content": "<|note|>?"}])
+        assert pieces == ["<|note|>", "<|note|>?", "<|im_end|>"]
+        assert [type(piece) for piece in pieces] == [Control, str, Control]
+        ids = processor([{"role": "user", "content": "hi"}]).input_ids.tolist()
+        assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.special["<|im_end|>"]]
+
+
+def test_a_folder_without_a_chat_template_is_saved_without_one(folder):
+    assert isinstance(load_processor(folder).template, QwenTemplate)
+    assert not any((folder / name).exists() for name in FILES[:3])
+
+
+MISFITS = [
+    ("preprocessor_config.json", {"patch_size": 14}, "patch_size is 7 there and 14 here"),
+    ("preprocessor_config.json", {"temporal_patch_size": 1}, "temporal_patch_size is 2 there and 1 here"),
+    ("preprocessor_config.json", {"merge_size": 1}, "spatial_merge_size is 2 there and 1 here"),
+    ("config.json", {"image_token_id": 5}, r"image_token_id is 5 there and \d+ here"),
+    ("config.json", {"video_token_id": 5}, r"video_token_id is 5 there and \d+ here"),
+    ("config.json", {"vocab_size": 100}, r"vocab_size is 100 there, with \d+ tokens here"),
+    ("config.json", {"vocab_size": 99, "image_token_id": 5}, r"image_token_id .* here; vocab_size is 99 there"),
+]
+
+
+@pytest.mark.parametrize("file, changes, says", MISFITS)
+def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes, says):
+    check_fits(copy, load_processor(copy))
+    edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
+    check_fits(copy, load_processor(copy))  # embeddings that no token uses are common
+    edit_json(copy / file, **changes)
+    with pytest.raises(ValueError, match=rf"copy: config\.json does not fit preprocessor_config\.json and .*{says}"):
+        check_fits(copy, load_processor(copy))
 
 
 def test_image_settings_of_a_folder_written_by_transformers_5_are_read(copy):
@@ -397,7 +461,7 @@ def test_the_top_level_decides_whether_the_head_is_tied():
 
 def test_what_a_config_leaves_out_is_what_transformers_takes():
     transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    text = {name: value for name, value in tiny.RUN_MODEL.items() if name != "vision_config"}
+    text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
     for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
         values = text | {"model_type": model_type, "vision_config": vision}
         ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,9 +53,9 @@ def ask(folder, capsys):
     return ask
 
 
-def said(folder, images=(), prompt="How many cats?", system=None, seed=0, max_pixels=None, **settings):
+def said(folder, images=(), prompt="How many cats?", system=None, seed=0, min_pixels=None, max_pixels=None, **settings):
     """What generate() says, as text, and whether it was cut."""
-    processor = load_processor(folder / "checkpoint", max_pixels=max_pixels)
+    processor = load_processor(folder / "checkpoint", min_pixels, max_pixels)
     messages = conversation(prompt, {"image": len(images)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images])
     params, generator = SamplingConfig(**settings), torch.Generator().manual_seed(seed)
@@ -92,6 +93,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
         (dict(images=["b.png", "a.png"]), ["--image", b, "--image", a]),
         (dict(images=["a.png"], prompt="Is <image> a cat?"), ["--image", a]),
         (dict(images=["a.png"], max_pixels=28 * 28), ["--image", a, "--max_pixels", 28 * 28]),
+        (dict(images=["a.png"], min_pixels=28 * 28 * 20), ["--image", a, "--min_pixels", 28 * 28 * 20]),
     ]  # fmt: skip
     answers = []
     for expected, arguments in cases:
@@ -204,6 +206,8 @@ def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_
     (["--min_pixels", "100000", "--max_pixels", "50000"], "min_pixels"),
     (["--model", "no such folder"], "no such folder"),
     (["--prompt", "<image>", "--image", "IMAGE", "--image", "IMAGE"], "placeholder"),
+    (["--prompt", "<image>"], "the prompt has 1 <image> placeholder(s) but 0 image(s) came with it; put one where "
+     "each image belongs and name as many images\n"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
@@ -226,6 +230,27 @@ def test_weights_are_read_in_the_dtype_that_is_asked_for(ask, monkeypatch, argum
     with pytest.raises(TypeError):  # nothing was generated
         ask(*arguments)
     assert dtypes == [dtype]
+
+
+def test_a_model_that_does_not_fit_its_processor_is_refused_before_its_weights_are_read(folder, ask, tmp_path):
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    settings = json.loads((copy / "preprocessor_config.json").read_text())
+    (copy / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 7}))
+    (copy / "model.safetensors").unlink()
+    status, out, err = ask("--model", copy)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "config.json does not fit preprocessor_config.json" in err
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder):
+    command = [sys.executable, "-m", "minivlmrl.generate", "--model", "checkpoint", "--prompt", "How many cats?"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )  # fmt: skip
+    process.stdout.close()  # before a word is said
+    with process.stderr:
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
 def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):

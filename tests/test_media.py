@@ -2,16 +2,21 @@
 
 import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.config import RunConfig, SamplingConfig
 from minivlmrl.data import shapes
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import JsonLines
+from minivlmrl.data.sources import JsonLines, Row
+from minivlmrl.rollout.rollout import rollout
+from minivlmrl.training.algorithms.pairs import PairAlgorithm
+from minivlmrl.training.algorithms.sft import SFT
 
 import tiny
 
@@ -38,7 +43,7 @@ def read(folder, row, **options):
 
 
 def prompt(row):
-    return PROCESSOR(row.messages, row.images, row.videos)
+    return row.prompt(PROCESSOR)
 
 
 def test_a_list_of_frames_is_a_video(folder):
@@ -85,9 +90,33 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
     assert torch.equal(tensors.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
 
 
+def test_each_video_has_its_own_seconds(folder):
+    videos = [{"video": FRAMES, "fps": fps} for fps in (4, 1)]
+    row = read(folder, {"image": "red.png", "videos": videos, "problem": "<video><image><video>"})
+    assert prompt(row).second_per_grid_ts.tolist() == [0.5, 0, 2]
+
+
 def test_without_placeholders_images_come_before_videos(folder):
     row = read(folder, {"image": "red.png", "video": FRAMES, "problem": "a"})
     assert [part["type"] for part in row.messages[0]["content"]] == ["image", "video", "text"]
+
+
+@pytest.mark.parametrize("name", ["video", "video_url"])
+def test_a_part_may_say_itself_which_video_it_shows(folder, name):
+    parts = [{"type": name, name: FRAMES, "fps": 4, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
+    row = read(folder, {"prompt": [{"role": "user", "content": parts}]})
+    assert [video.fps for video in row.videos] == [4] and not row.images
+    assert row.messages[0]["content"] == [{"type": "video", "max_pixels": 200704}, {"type": "text", "text": "What?"}]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_two_sources_of_one_image_are_refused(folder, kind):
+    both = {kind: "red.png", f"{kind}_url": "blue.png"}
+    says = f"it has '{kind}' and '{kind}_url'; give one"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{kind}': {says}"):
+        read(folder, {kind: both, "problem": "a"})
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: message 0: {says}"):
+        read(folder, {"prompt": [{"role": "user", "content": [{"type": kind, **both}]}]})
 
 
 @pytest.mark.parametrize("name", ["image", "image_url"])
@@ -129,6 +158,80 @@ def test_a_url_is_not_fetched_unasked(folder):
 def test_the_options_of_an_image_reach_the_grid(folder, options, grid):
     row = read(folder, {"images": [{"image": "red.png", **options}, "blue.png"], "problem": "a"})
     assert prompt(row).grid_thw.tolist() == [grid, [1, 4, 8]]
+
+
+def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
+    """And wins over what the column says of it; what each says alone holds."""
+    listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
+    parts = [{"type": "image", "max_pixels": 784}, {"type": "image", "max_pixels": 1568}]
+    parts.append({"type": "image", "max_pixels": 784 * 16})
+    row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": listed})
+    assert row.messages[0]["content"][1:] == [
+        {"type": "image", "max_pixels": 1568}, {"type": "image", "min_pixels": 6272, "max_pixels": 12544},
+    ]  # fmt: skip
+    assert prompt(row).grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
+
+
+IN_A_PART = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]}
+AT_THE_ROW = [
+    ({"image": "red.png", "problem": "a"}, name)
+    for name in ("min_pixels", "max_pixels", "resized_height", "resized_width")
+]
+AT_THE_ROW += [({"video": FRAMES, "problem": "a"}, name) for name in ("nframes", "total_pixels", "video_end")]
+
+
+@pytest.mark.parametrize("row, name", [*AT_THE_ROW, (IN_A_PART, "max_pixels")])
+def test_an_option_beside_the_image_is_refused(folder, row, name):
+    kind = "video" if "video" in row else "image"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' does nothing; as an option of the {kind}"):
+        read(folder, row | {name: 7840})
+
+
+@pytest.mark.parametrize("row, column", [
+    ({"problem": "a"}, "max_pixels"), ({"image": "red.png", "problem": "a"}, "nframes"),
+    ({"video": FRAMES, "problem": "a"}, "fps"),
+])  # fmt: skip
+def test_a_column_that_is_no_option_here_is_a_column(folder, row, column):
+    assert read(folder, row | {column: 3}).columns[column] == 3
+    if column != "fps":
+        assert read(folder, {"image": "red.png", "problem": "a", "max_pixels": None}).images
+
+
+TOO_LONG = "image of 3000 x 10 pixels: its aspect ratio is over 200; crop or drop it"
+UNSIZABLE = [  # what shows only when the size is chosen, with the least size of the processor above
+    ({"image": "long.png"}, TOO_LONG),
+    ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels 783: need 0 < min <= max; give min_pixels too"),
+    (
+        {"image": {"image": "red.png", "min_pixels": 28 * 28 * 16385}},
+        "min_pixels 12845840 and the default max_pixels 12845056: need 0 < min <= max; give max_pixels too",
+    ),
+    (
+        {"video": {"video": FRAMES, "max_pixels": 20000}},
+        "the default min_pixels 25088 and max_pixels 20000: need 0 < min <= max; give min_pixels too",
+    ),
+    ({"video": {"video": FRAMES, "min_pixels": 900, "max_pixels": 800}}, "min_pixels 900 and max_pixels 800: need 0 <"),
+]
+
+
+@pytest.mark.parametrize("columns, says", UNSIZABLE)
+def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
+    PIL.Image.new("RGB", (3000, 10)).save(folder / "long.png")
+    row = read(folder, columns | {"problem": "a", "completion": "b", "chosen": "c", "rejected": "d"})
+    sft = SimpleNamespace(run=RunConfig(), processor=PROCESSOR, rows=lambda count: iter([[row]]))
+    for use in (
+        lambda: row.prompt(PROCESSOR),
+        lambda: rollout(None, PROCESSOR, [row], 2, SamplingConfig(), [], ["key"]),
+        lambda: PairAlgorithm.pairs(SimpleNamespace(processor=PROCESSOR), [row]),
+        lambda: next(SFT.batches(sft)),
+    ):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says.replace('(', '.')}"):
+            use()
+
+
+def test_a_row_that_is_from_no_file_says_what_is_wrong_with_it():
+    row = Row([{"role": "user", "content": [{"type": "image"}]}], [PIL.Image.new("RGB", (3000, 10))])
+    with pytest.raises(ValueError, match=f"^{TOO_LONG}"):
+        row.prompt(PROCESSOR)
 
 
 def test_the_options_of_a_video_reach_the_grid(folder):

@@ -128,6 +128,18 @@ def test_windows_equal_transformers(grid):
     assert frame_lengths == [grid[1] * grid[2]] * grid[0] + [24]
 
 
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_norms_of_the_vision_tower_add_a_millionth(model_type):
+    """Telling on inputs of that size alone, which no picture makes."""
+    visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
+    x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, visual.merger.ln_q):
+        layer_norm = model_type == "qwen2_vl"
+        centred = x - x.mean(-1, keepdim=True) if layer_norm else x
+        expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
+
+
 def test_windows_of_the_docstring_example():
     order, lengths, _ = vision.window_order(torch.tensor([[1, 6, 10]]), tiny.config().vision_config)
     assert order.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 4, 9, 14]

@@ -12,6 +12,7 @@ from minivlmrl.data import localisation
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.sources import Row
+from minivlmrl.data.video import Video
 from minivlmrl.rollout import rollout as rollout_file
 from minivlmrl.rollout.rollout import Answer, Rollout, box_columns, evaluate
 from minivlmrl.training.distributed import World
@@ -27,7 +28,7 @@ def row(*sizes, **columns):
 
 def columns_of(rows, G=1, **options):
     processor = Processor(localisation.tokenizer(), ImageProcessor(**options))
-    return box_columns(rows, [processor(r.messages, r.images) for r in rows], processor, G)
+    return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
 
 
 def test_an_answer_counts_in_pixels_of_the_resized_image():
@@ -68,6 +69,13 @@ def test_rows_without_images_have_neither():
 def test_the_first_image_counts():
     rows = [row((56, 112), (90, 50)), row((90, 50), (56, 112))]
     assert columns_of(rows) == {"image_sizes": [(56, 112), (90, 50)], "answer_extents": [(56, 112), (84, 56)]}
+
+
+def test_a_video_before_the_image_does_not_count():
+    one = row((90, 50))
+    one.videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
+    one.messages[0]["content"].insert(0, {"type": "video"})
+    assert columns_of([one]) == {"image_sizes": [(90, 50)], "answer_extents": [(84, 56)]}
 
 
 def test_parts_of_a_rollout_keep_their_extents():

@@ -180,7 +180,7 @@ def test_a_broken_image_is_named_with_its_row(write, tmp_path):
 )
 def test_other_placeholders_than_images_are_named_with_their_row(write, problem, images):
     """When the file is read, long before the row's turn in training comes."""
-    message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but the row has \d image"
+    message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but \d image"
     with pytest.raises(ValueError, match=message):
         JsonLines(write({"problem": problem, "images": images}))
 
@@ -326,7 +326,7 @@ def test_images_without_a_place_stand_where_trl_puts_them(write):
 
 
 HI, YES = user("hi"), assistant("yes")
-COUNT = "but the row has {} image(s); put one where each image belongs and name as many files in column 'images'"
+COUNT = "but {} image(s) came with it; put one where each image belongs and name as many images"
 MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),
     ({"problem": [HI]}, "column 'problem': must be text, it is [{'role'"),
@@ -340,7 +340,7 @@ MISTAKES = [
     ({"prompt": [{"content": "hi"}]}, "column 'prompt': message 0 needs a role, and content that is text or a list"),
     ({"prompt": [user(3)]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio'; text, image"),
-    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but the row has 0 vid"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but 0 video(s) came"),
     ({"messages": [HI, {"role": "assistant"}]}, "column 'messages': message 1 needs a role, and content that is"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing twice; keep one of them"),
@@ -387,11 +387,11 @@ MISTAKES = [
     ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
     (
         {"problem": "a", "images": [{"image": "a", "fps": 1}]},
-        "column 'images': option 'fps' is not one of a image's; kn",
+        "column 'images': 'fps' is not an option of images; known",
     ),
     ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels is '9', it must be a n"),
     ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
-    ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but the"),
+    ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
     ({"prompt": [user([{"type": "image", "image": 3}])]}, "message 0: each image must be a path, URL or data URI; one"),
 ]
 BAD_ANSWERS = [
@@ -526,6 +526,15 @@ def test_an_eval_file_needs_solutions(write):
     file = str(write({"problem": "a", "completion": "b"}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
         load_datasets(DataSection(train_file=file, eval_file=file), {"sft": "demonstrations"}, 0)
+
+
+def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write):
+    file = str(write({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
+    for allow_urls, says in ((False, "data.allow_urls"), (True, "cannot be downloaded")):
+        data = DataSection(train_file=file, eval_file=file, allow_urls=allow_urls)
+        for rows in load_datasets(data, {"grpo": "prompts"}, 0).values():
+            with pytest.raises(ValueError, match=rf"rows\.jsonl:1: http://localhost:9/a\.png: .*{says}"):
+                rows[0]
 
 
 def test_eval_rows_bounds_an_eval_file(write):

@@ -143,14 +143,15 @@ def part_kind(part: dict) -> str | None:
 
     Args:
         part: {"type": "image"} or any part with the key image or image_url; {"type": "video"} or one with the key
-            video; {"type": "text", "text": str}, where the type may be missing. None is as good as missing.
+            video or video_url; {"type": "text", "text": str}, where the type may be missing. None is as good as
+            missing.
     """
     if not isinstance(part, dict):
         return None
     kind, keys = part.get("type"), {key for key, value in part.items() if value is not None}
     if kind == "image" or keys & {"image", "image_url"}:
         return "image"
-    if kind == "video" or "video" in keys:
+    if kind == "video" or keys & {"video", "video_url"}:
         return "video"
     return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
 

@@ -184,8 +184,8 @@ def _check_counts(found: dict[str, int], what: str, media: dict[str, int]):
         if found[kind] != media.get(kind, 0):
             name = f"{placeholder} {what}" if what.startswith("placeholder") else f"{kind} {what}"
             raise ValueError(
-                f"the prompt has {found[kind]} {name} but the row has {media.get(kind, 0)} {kind}(s); put one where "
-                f"each {kind} belongs and name as many files in column '{kind}s'"
+                f"the prompt has {found[kind]} {name} but {media.get(kind, 0)} {kind}(s) came with it; put one where "
+                f"each {kind} belongs and name as many {kind}s"
             )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ MAX_RATIO = 200
 # An image may claim as many pixels as Pillow opens by default: 12000 x 9000 passes, 20000 x 20000 does not. As RGB
 # these are half a GiB; without a limit a file of a few kilobytes could ask for any amount.
 MAX_IMAGE_PIXELS = 178_956_970
-IMAGE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+BOUNDS = ("min_pixels", "max_pixels")
+IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
 # settings of a preprocessor_config.json that change pixels and of which we have one value
 FIXED_SETTINGS = {
     "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "do_center_crop": False,
@@ -149,9 +150,9 @@ class ImageProcessor:
     `resize` names the bicubic filter. "pil", the default, is Pillow's: to the bit what transformers without torchvision
     and qwen-vl-utils make with the same Pillow, so what the checkpoints were trained with. "torch" is torch's uint8
     kernel: to the bit what transformers' torchvision ("fast") processor makes, for comparing with a server that uses
-    it. They differ by at most two grey levels, on under 1 % of the values. There is one exception: where the height
-    shrinks more than the width, Pillow 13 (not 12) resizes the height first, and rounds in between; then a quarter of
-    the values of a soft picture differ by one or two, and noise by up to 25.
+    it. They differ by at most two grey levels, on about 1 % of the values. There is one exception: where the height
+    shrinks more than the width, Pillow 13 (not 12) resizes the height first, and rounds in between; then up to a third
+    of the values of a soft picture differ by one or two, and noise by up to 25.
     """
 
     patch_size: int = 14
@@ -250,7 +251,7 @@ class ImageProcessor:
         if "resized_height" in options:
             height, width, options = options["resized_height"], options["resized_width"], {}
         least, most = options.get("min_pixels", self.min_pixels), options.get("max_pixels", self.max_pixels)
-        check_bounds(least, most, self.factor)
+        check_bounds(least, most, self.factor, options)
         return smart_resize(height, width, self.factor, least, most)
 
     def patches(
@@ -287,11 +288,19 @@ def positive_int(name: str, value: int) -> int:
     return value
 
 
-def check_bounds(min_pixels: int, max_pixels: int, factor: int):
-    """Raise ValueError for bounds that no image could keep (areas in pixels)."""
+def check_bounds(min_pixels: int, max_pixels: int, factor: int, options: Collection[str] = BOUNDS):
+    """Raise ValueError for bounds that no image could keep.
+
+    Args:
+        min_pixels, max_pixels: areas.
+        factor: side of a decoder token, in pixels.
+        options: which of the bounds the image asks for itself; another is a default, and the error says so.
+    """
     least, most = positive_int("min_pixels", min_pixels), positive_int("max_pixels", max_pixels)
     if not least <= most:
-        raise ValueError(f"min_pixels {least} and max_pixels {most}: need 0 < min <= max")
+        names = [name if name in options else f"the default {name}" for name in BOUNDS]
+        cure = "".join(f"; give {name} too" for name in BOUNDS if name not in options)
+        raise ValueError(f"{names[0]} {least} and {names[1]} {most}: need 0 < min <= max{cure}")
     if most < factor**2:
         raise ValueError(f"max_pixels {most} is less than one token, {factor} x {factor} pixels")
     if least > MAX_IMAGE_PIXELS:

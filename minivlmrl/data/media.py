@@ -1,6 +1,6 @@
 """Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import PIL.Image
@@ -11,6 +11,7 @@ from minivlmrl.data.video import VIDEO_OPTIONS, Video, load_video
 
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
+COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options whose names a column for rewards may well have
 
 
 @dataclass
@@ -61,7 +62,8 @@ def place_media(
 
     Args:
         messages: see chat.render. A part with a source of its own shows that, the others what the columns list.
-        listed: by kind, as many as there are parts without a source.
+        listed: by kind, as many as there are parts without a source. What such a part asks for wins over what was
+            listed with the source.
         video_options: of every video, unless it has its own. Which frames to take is asked of files only, and not of
             one that has its own nframes.
     Returns:
@@ -75,16 +77,30 @@ def place_media(
             kind = part_kind(part)
             if kind in OPTIONS:
                 where = f"message {number}"
-                media = _media(part, kind, where) if has_source(part) else next(waiting[kind])
-                own = media.options | _options(part, kind, where)
+                if has_source(part):
+                    media = _media(part, kind, where)
+                else:
+                    media = next(waiting[kind])
+                    media = replace(media, options=media.options | _options(part, kind, where))
                 common = video_options if kind == "video" else {}
-                if isinstance(media.source, list) or "nframes" in own:
+                if isinstance(media.source, list) or "nframes" in media.options:
                     common = {name: value for name, value in common.items() if name not in SAMPLING_OPTIONS}
-                used.append(Media(kind, media.source, common | own))
+                used.append(replace(media, options=common | media.options))
                 part = used[-1].part()
             parts.append(part)
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
     return placed, used
+
+
+def check_columns(columns: dict, media: list[Media]):
+    """Refuse columns that look like options of the row's images or videos, where they would do nothing (ValueError)."""
+    for kind in dict.fromkeys(one.kind for one in media):
+        for name in OPTIONS[kind]:
+            if columns.get(name) is not None and name not in COLUMNS_TOO:
+                raise ValueError(
+                    f"column {name!r} does nothing; as an option of the {kind} it belongs beside the source, "
+                    f'{{"{kind}": ..., "{name}": ...}}, and anything else needs another name'
+                )
 
 
 def has_source(part: dict) -> bool:
@@ -93,7 +109,10 @@ def has_source(part: dict) -> bool:
 
 
 def _media(entry: dict, kind: str, where: str) -> Media:
-    source = next((entry[name] for name in (kind, f"{kind}_url") if entry.get(name) is not None), None)
+    given = [entry[name] for name in (kind, f"{kind}_url") if entry.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{where}: it has {kind!r} and '{kind}_url'; give one of them")
+    source = given[0] if given else None
     if isinstance(source, dict):  # {"image_url": {"url": ...}}
         source = source.get("url")
     frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
@@ -109,7 +128,7 @@ def _options(entry: dict, kind: str, where: str) -> dict[str, float]:
         if name in ("type", "text", "index", kind, f"{kind}_url") or value is None:
             continue
         if name not in OPTIONS[kind]:
-            raise ValueError(f"{where}: option {name!r} is not one of a {kind}'s; known are {', '.join(OPTIONS[kind])}")
+            raise ValueError(f"{where}: {name!r} is not an option of {kind}s; known are {', '.join(OPTIONS[kind])}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{where}: {name} is {value!r:.40}, it must be a number")
         options[name] = value

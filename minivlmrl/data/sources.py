@@ -10,7 +10,8 @@ import PIL.Image
 import torch
 
 from minivlmrl.data.conversations import read_conversation
-from minivlmrl.data.media import Media, place_media, read_media
+from minivlmrl.data.media import Media, check_columns, place_media, read_media
+from minivlmrl.data.processor import Processor, Prompt
 from minivlmrl.data.video import Video
 
 
@@ -25,6 +26,14 @@ class Row:
     chosen: str | list[dict] | None = None  # the better of two answers, for preferences
     rejected: str | list[dict] | None = None  # the worse
     videos: list[Video] = field(default_factory=list)
+    where: str = ""  # file and line that it is from, for errors
+
+    def prompt(self, processor: Processor) -> Prompt:
+        """Make tensors of what it asks (ValueError: see Processor; begins with where the row is from)."""
+        try:
+            return processor(self.messages, self.images, self.videos)
+        except ValueError as error:  # a size that an image cannot be given shows only here
+            raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
 
 
 class Dataset(Protocol):
@@ -107,6 +116,7 @@ class JsonLines:
         counts = {kind: len(media) for kind, media in listed.items()}
         messages, answers = read_conversation(columns, counts, self.prompt_template, self.system_prompt)
         messages, media = place_media(messages, listed, self.video_options)
+        check_columns(columns, media)
         present = {"problem", *answers, *(column for column, value in columns.items() if value is not None)}
         for column in required:
             if column not in present:
@@ -119,13 +129,14 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Row:
         number, row, media = self.rows[index]
+        where = f"{self.path}:{number}"
         try:
             loaded = [(one.kind, one.load(self.path.parent, self.allow_urls)) for one in media]
         except ValueError as error:
-            raise ValueError(f"{self.path}:{number}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         images, videos = ([item for kind, item in loaded if kind == wanted] for wanted in ("image", "video"))
         columns = {name: row.columns.get(name) for name in self.columns}
-        return replace(row, images=images, videos=videos, columns=columns)
+        return replace(row, images=images, videos=videos, columns=columns, where=where)
 
 
 def shuffled(size: int, per_step: int, seed: int, skip: int = 0) -> Iterator[list[int]]:

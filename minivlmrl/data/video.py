@@ -259,6 +259,6 @@ class VideoProcessor:
         least = options.get("min_pixels", MIN_FRAME_TOKENS * token)
         share = (total_pixels or TOTAL_TOKENS * token) / nframes * FRAME_FACTOR
         most = max(min(MAX_FRAME_TOKENS * token, share), int(least * 1.05))
-        check_bounds(least, options.get("max_pixels", math.ceil(most)), self.image_processor.factor)
+        check_bounds(least, options.get("max_pixels", math.ceil(most)), self.image_processor.factor, options)
         most = min(options.get("max_pixels", most), most)
         return smart_resize(height, width, self.image_processor.factor, least, most)

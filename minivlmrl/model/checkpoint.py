@@ -176,6 +176,35 @@ def _image_settings(folder: Path) -> tuple[Path, dict]:
     return newer, settings
 
 
+def check_fits(folder: str | Path, processor: Processor):
+    """Refuse a folder whose config.json and processor do not speak of the same patches and tokens.
+
+    Args:
+        processor: as read from the folder, see load_processor.
+    Raises:
+        ValueError: names both files and everything in which they differ.
+    """
+    folder = find_folder(folder)
+    config, images, tokenizer = _read_config(folder), processor.image_processor, processor.tokenizer
+    vision = config.vision_config
+    said = [  # by config.json, by the processor's files
+        ("patch_size", vision.patch_size, images.patch_size),
+        ("temporal_patch_size", vision.temporal_patch_size, images.temporal_patch_size),
+        ("spatial_merge_size", vision.spatial_merge_size, images.merge_size),
+        ("image_token_id", config.image_token_id, processor.special["<|image_pad|>"]),
+        ("video_token_id", config.video_token_id, processor.special["<|video_pad|>"]),
+    ]
+    wrong = [f"{name} is {ours} there and {theirs} here" for name, ours, theirs in said if ours != theirs]
+    if config.vocab_size < len(tokenizer):
+        wrong.append(f"vocab_size is {config.vocab_size} there, with {len(tokenizer)} tokens here")
+    if wrong:
+        file = _image_settings(folder)[0].name
+        raise ValueError(
+            f"{folder}: config.json does not fit {file} and tokenizer.json ({'; '.join(wrong)}); take all of them from "
+            "one model"
+        )
+
+
 def save_checkpoint(
     folder: str | Path,
     model: Qwen2_5_VL,
@@ -186,8 +215,8 @@ def save_checkpoint(
 ):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
 
-    Files that the processor was read with and that are not written here, its chat template and generation settings
-    among them, are written as they were.
+    Files that the processor was read with, its tokenizer, chat template and generation settings among them, are written
+    as they were.
 
     Args:
         more: writes what else belongs into the folder, given the one aside.
@@ -202,12 +231,21 @@ def save_checkpoint(
         write_json(aside / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
         # named_parameters lists a tied head once, under the embedding's name, as the hub's checkpoints do
         write_weights(aside, dict(model.named_parameters()) if weights is None else weights, max_shard_size)
-        write_json(aside / "preprocessor_config.json", processor.image_processor.to_dict())
-        processor.tokenizer.save(aside / "tokenizer.json")
-        write_json(aside / "tokenizer_config.json", TOKENIZER_CONFIG)
-        end_of_text = processor.special["<|endoftext|>"]
-        generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
-        write_json(aside / "generation_config.json", generation)
-        for name, content in processor.carried.items():
-            (aside / name).write_bytes(content)
+        _write_processor(aside, processor)
         more(aside)
+
+
+def _write_processor(folder: Path, processor: Processor):
+    write_json(folder / "preprocessor_config.json", processor.image_processor.to_dict())
+    for name, content in processor.carried.items():
+        (folder / name).write_bytes(content)
+    template, end_of_text = processor.template, processor.special["<|endoftext|>"]
+    if isinstance(template, ChatTemplate) and Path(template.source).name == "processor_config.json":
+        # that file is not carried, for the image settings beside it may be others now; this is the next that is asked
+        write_json(folder / "chat_template.json", {"chat_template": template.text})
+    if "tokenizer.json" not in processor.carried:
+        processor.tokenizer.save(folder / "tokenizer.json")
+    generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
+    ours = {"tokenizer_config.json": TOKENIZER_CONFIG, "generation_config.json": generation}
+    for name in ours.keys() - processor.carried.keys():
+        write_json(folder / name, ours[name])

@@ -81,7 +81,7 @@ def rollout(
     if not rows:
         _keep_pace(model, processor, reward_model, pace)
         return Rollout([], [], [], torch.zeros(0, len(reward_names)))
-    prompts = [processor(row.messages, row.images, row.videos) for row in rows]
+    prompts = [row.prompt(processor) for row in rows]
     completions = complete(model, processor, prompts, num_generations, sampling, keys, pace)
     texts = [processor.decode(completion.ids) for group in completions for completion in group]
     names = sorted(set().union(*(row.columns for row in rows)))

@@ -1,6 +1,7 @@
 """What a run looks like: a small table on the terminal and report.png, curves above a strip of held-out answers."""
 
 import json
+import warnings
 from pathlib import Path
 
 from minivlmrl.data.boxes import Box, parse_boxes
@@ -51,7 +52,9 @@ def write_report(
     )
     if evaluations:
         _strip(below, rows, {name: results[name] for name in evaluations})
-    figure.savefig(folder / "report.png", dpi=110)
+    with warnings.catch_warnings():  # one of each character that the font cannot draw and shows as a box, as in Chinese
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(folder / "report.png", dpi=110)
     plt.close(figure)
     print(f"wrote {folder / 'report.png'}")
 

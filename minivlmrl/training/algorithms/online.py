@@ -97,8 +97,7 @@ class Online(Algorithm):
         if (len(saved.values), saved.times, prompts_in_all) != now:
             raise ValueError(f"resume: the state is in the middle of a rollout; keep how {self.stage} goes through it")
         places, numbers = ([group[name] for group in saved.groups] for name in ("place", "row"))
-        rows = [self.dataset[number] for number in numbers]
-        prompts = [self.processor(row.messages, row.images, row.videos) for row in rows]
+        prompts = [self.dataset[number].prompt(self.processor) for number in numbers]
         result = Rollout(prompts, saved.completions, [], torch.zeros(0), [], places, numbers)
         steps = self.micro_batches(result, self.steps, saved.learnt)
         saved.fill(steps)

@@ -28,7 +28,7 @@ class SFT(Algorithm):
         for rows in self.rows(config.prompts_per_step):
             encoded = [
                 (
-                    self.processor(row.messages, row.images, row.videos),
+                    row.prompt(self.processor),
                     *self.processor.encode_completion(row.messages, row.completion),
                 )
                 for row in rows
