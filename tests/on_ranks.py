@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import PIL.Image
@@ -19,6 +20,7 @@ from minivlmrl.config import load_config
 from minivlmrl.data import shapes
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.sources import Row, shuffled
+from minivlmrl.rollout import rollout
 from minivlmrl.rollout.rewards import REWARDS
 from minivlmrl.training import distributed
 from minivlmrl.training.optimizer import build_optimizer
@@ -96,12 +98,12 @@ def record(algorithm, result):
     sample = algorithm.sample
 
     def spy(numbers):
-        rollout = sample(numbers)
+        made = sample(numbers)
         size = algorithm.config.num_generations
-        groups = {p: rollout.texts[i * size : (i + 1) * size] for i, p in enumerate(rollout.places)}
+        groups = {place: made.texts[i * size : (i + 1) * size] for i, place in enumerate(made.places)}
         everyones = {place: texts for part in algorithm.world.gather_objects(groups) for place, texts in part.items()}
         result.texts += [text for place in sorted(everyones) for text in everyones[place]]
-        return rollout
+        return made
 
     algorithm.sample = spy
 
@@ -110,6 +112,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     REWARDS["letters"] = letters
+    rollout.judge = partial(rollout.judge, batch_size=1)  # so that ranks have unequal numbers of batches to judge
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:

@@ -10,16 +10,27 @@ import torch
 import yaml
 from on_ranks import launch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
-from minivlmrl.config import ShardingSection, load_config
+from minivlmrl.config import ShardingSection, StageConfig, load_config
 from minivlmrl.data import shapes
 from minivlmrl.model.batch import pack
 from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.training.optimizer import build_optimizer
 from minivlmrl.training.saving import save_model
-from minivlmrl.training.sharding import Sharding, copy_model, gathered, is_sharded, recompute_blocks, reshard, units
+from minivlmrl.training.sharding import (
+    Sharding,
+    copy_model,
+    gathered,
+    is_sharded,
+    layer_by_layer,
+    recompute_blocks,
+    reshard,
+    units,
+)
 
 import tiny
 import train
@@ -255,6 +266,26 @@ def test_copies_are_frozen_where_the_original_is(alone):
     model.visual.requires_grad_(False)
     flags = [[p.requires_grad for p in each.parameters()] for each in (model, copy_model(model))]
     assert flags[0] == flags[1] and len(set(flags[0])) == 2
+
+
+@pytest.mark.parametrize("way", [gathered, layer_by_layer])
+def test_weights_are_cut_again_behind_a_rollout(alone, way):
+    model = cut()
+    with torch.no_grad(), way(model):
+        per_token_logps(model, batch())
+        assert not isinstance(model.lm_head.weight, DTensor)
+        assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (way is layer_by_layer)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    found = gradients(model)[1]  # and training goes on as if nothing had been
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
+
+
+def test_the_optimizer_has_the_cut_weights(alone):
+    model = cut()
+    with torch.no_grad():
+        per_token_logps(model, batch())
+    [group] = build_optimizer(model, StageConfig()).param_groups
+    assert all(isinstance(p, DTensor) for p in group["params"])
 
 
 def test_ranks_must_be_a_multiple_of_the_replicas():

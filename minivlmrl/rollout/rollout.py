@@ -154,17 +154,15 @@ def judge(
     Args:
         pace: see rollout.
     """
-    numbers, device = [], model.score.weight.device
+    numbers, device, rounds = [], model.score.weight.device, -(-len(prompts) // batch_size)
+    idle = 0 if pace is None else pace.most(rounds) - rounds  # asked before any joint work, in which ranks may not ask
     with layer_by_layer(model) if pace else gathered(model):
         for start in range(0, len(prompts), batch_size):
             part = slice(start, start + batch_size)
             ids = [[completion.ids for completion in group] for group in completions[part]]
             numbers += model.at_end(pack_to_end(prompts[part], ids, model.backbone.config, device)).tolist()
-        if pace is not None:
-            rounds = -(-len(prompts) // batch_size)
-            spare = pack_to_end(prompts[:1], [[completions[0][0].ids]], model.backbone.config, device)
-            for _ in range(pace.most(rounds) - rounds):
-                model.at_end(spare)
+        for _ in range(idle):
+            model.at_end(pack_to_end(prompts[:1], [[completions[0][0].ids]], model.backbone.config, device))
     return numbers
 
 
