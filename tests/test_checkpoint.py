@@ -185,14 +185,15 @@ def test_a_folder_without_a_chat_template_is_saved_without_one(folder):
     assert not any((folder / name).exists() for name in FILES[:3])
 
 
+SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
 MISFITS = [
-    ("preprocessor_config.json", {"patch_size": 14}, "patch_size is 7 there and 14 here"),
-    ("preprocessor_config.json", {"temporal_patch_size": 1}, "temporal_patch_size is 2 there and 1 here"),
-    ("preprocessor_config.json", {"merge_size": 1}, "spatial_merge_size is 2 there and 1 here"),
-    ("config.json", {"image_token_id": 5}, r"image_token_id is 5 there and \d+ here"),
-    ("config.json", {"video_token_id": 5}, r"video_token_id is 5 there and \d+ here"),
-    ("config.json", {"vocab_size": 100}, r"vocab_size is 100 there, with \d+ tokens here"),
-    ("config.json", {"vocab_size": 99, "image_token_id": 5}, r"image_token_id .* here; vocab_size is 99 there"),
+    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, but {SETTINGS} has patch_size 14"),
+    (SETTINGS, {"temporal_patch_size": 1}, f"temporal_patch_size is 2, but {SETTINGS} has temporal_patch_size 1"),
+    (SETTINGS, {"merge_size": 1}, f"vision_config.spatial_merge_size is 2, but {SETTINGS} has merge_size 1"),
+    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but {TOKENIZER} has <.image_pad.> \d+"),
+    ("config.json", {"video_token_id": 5}, rf"video_token_id is 5, but {TOKENIZER} has <.video_pad.> \d+"),
+    ("config.json", {"vocab_size": 99}, rf"vocab_size is 99, but {TOKENIZER} has \d+ tokens"),
+    ("config.json", {"vocab_size": 99, "image_token_id": 5}, r"image_token_id is 5, .* \d+; vocab_size is 99, .*"),
 ]
 
 
@@ -202,7 +203,7 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
     edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
     check_fits(copy, load_processor(copy))  # embeddings that no token uses are common
     edit_json(copy / file, **changes)
-    with pytest.raises(ValueError, match=rf"copy: config\.json does not fit preprocessor_config\.json and .*{says}"):
+    with pytest.raises(ValueError, match=rf"copy/config\.json: .*{says}; take these files from one model"):
         check_fits(copy, load_processor(copy))
 
 

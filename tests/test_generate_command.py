@@ -239,7 +239,7 @@ def test_a_model_that_does_not_fit_its_processor_is_refused_before_its_weights_a
     (copy / "model.safetensors").unlink()
     status, out, err = ask("--model", copy)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "config.json does not fit preprocessor_config.json" in err
+    assert "config.json: vision_config.patch_size is 14, but preprocessor_config.json has patch_size 7" in err
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder):

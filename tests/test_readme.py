@@ -77,7 +77,12 @@ def test_the_examples_of_how_to_add_are_the_real_ones():
     sft = (ROOT / "minivlmrl/training/algorithms/sft.py").read_text()
     assert f"has {len(sft.splitlines())} lines" in README
     [example] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class SFT(Algorithm)" in b]
-    for line in ("class SFT(Algorithm):", 'stage, needs = "sft", "demonstrations"', "def batches(self)", "def loss(self, batch"):
+    for line in (
+        "class SFT(Algorithm):",
+        'stage, needs = "sft", "demonstrations"',
+        "def batches(self)",
+        "def loss(self, batch",
+    ):
         assert line in sft and line in example
 
 

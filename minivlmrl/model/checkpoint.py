@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from minivlmrl.data.chat import QwenTemplate
 from minivlmrl.data.image import ImageProcessor
@@ -108,6 +109,7 @@ def _read_weights(
 
 def _check_tied_head(folder: Path, head: Tensor, embedding: Tensor):
     """transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs."""
+    head, embedding = (x.to_local() if isinstance(x, DTensor) else x for x in (head, embedding))
     if not torch.equal(head, embedding):
         raise ValueError(
             f"{folder}/config.json has tie_word_embeddings true, but the safetensors hold an {HEAD} that differs from "
@@ -177,32 +179,29 @@ def _image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def check_fits(folder: str | Path, processor: Processor):
-    """Refuse a folder whose config.json and processor do not speak of the same patches and tokens.
+    """Refuse a folder whose model and processor do not speak of the same patches and tokens.
 
     Args:
         processor: as read from the folder, see load_processor.
     Raises:
-        ValueError: names both files and everything in which they differ.
+        ValueError: names the files and everything in which they differ.
     """
     folder = find_folder(folder)
-    config, images, tokenizer = _read_config(folder), processor.image_processor, processor.tokenizer
-    vision = config.vision_config
-    said = [  # by config.json, by the processor's files
-        ("patch_size", vision.patch_size, images.patch_size),
-        ("temporal_patch_size", vision.temporal_patch_size, images.temporal_patch_size),
-        ("spatial_merge_size", vision.spatial_merge_size, images.merge_size),
-        ("image_token_id", config.image_token_id, processor.special["<|image_pad|>"]),
-        ("video_token_id", config.video_token_id, processor.special["<|video_pad|>"]),
-    ]
-    wrong = [f"{name} is {ours} there and {theirs} here" for name, ours, theirs in said if ours != theirs]
-    if config.vocab_size < len(tokenizer):
-        wrong.append(f"vocab_size is {config.vocab_size} there, with {len(tokenizer)} tokens here")
+    config, images, special = _read_config(folder), processor.image_processor, processor.special
+    vision, tokens, file = config.vision_config, len(processor.tokenizer), _image_settings(folder)[0].name
+    pairs = [
+        ("vision_config.patch_size", vision.patch_size, f"{file} has patch_size", images.patch_size),
+        ("vision_config.temporal_patch_size", vision.temporal_patch_size, f"{file} has temporal_patch_size",
+         images.temporal_patch_size),
+        ("vision_config.spatial_merge_size", vision.spatial_merge_size, f"{file} has merge_size", images.merge_size),
+        ("image_token_id", config.image_token_id, "tokenizer.json has <|image_pad|>", special["<|image_pad|>"]),
+        ("video_token_id", config.video_token_id, "tokenizer.json has <|video_pad|>", special["<|video_pad|>"]),
+    ]  # fmt: skip
+    wrong = [f"{name} is {ours}, but {other} {theirs}" for name, ours, other, theirs in pairs if ours != theirs]
+    if config.vocab_size < tokens:  # more are common: embeddings that no token uses
+        wrong.append(f"vocab_size is {config.vocab_size}, but tokenizer.json has {tokens} tokens")
     if wrong:
-        file = _image_settings(folder)[0].name
-        raise ValueError(
-            f"{folder}: config.json does not fit {file} and tokenizer.json ({'; '.join(wrong)}); take all of them from "
-            "one model"
-        )
+        raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model")
 
 
 def save_checkpoint(

@@ -48,9 +48,8 @@ class PairAlgorithm(Algorithm):
         for row in rows:
             answers = (row.chosen, row.rejected)
             encoded = [self.processor.encode_completion(row.messages, answer) for answer in answers]
-            pairs.append(
-                Pair(row.prompt(self.processor), [ids for ids, _ in encoded], [learnt for _, learnt in encoded])
-            )
+            prompt = row.prompt(self.processor)
+            pairs.append(Pair(prompt, [ids for ids, _ in encoded], [learnt for _, learnt in encoded]))
         return pairs
 
     def spare_pair(self) -> Pair:
