@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
 from minivlmrl.data.datasets import CHANCE_NAMES, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.processor import Processor
-from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor, random_model
+from minivlmrl.model.checkpoint import DTYPES, check_fits, load_model, load_processor, random_model
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
 from minivlmrl.rollout.rewards import required_columns
 from minivlmrl.rollout.rollout import Evaluation, evaluate
@@ -188,8 +188,9 @@ def build_model(config: RunConfig, world: distributed.World) -> tuple[Qwen2_5_VL
         raise ValueError(f"model.dtype is {section.dtype!r}, it must be one of {', '.join(DTYPES)}")
     sharding = build_sharding(config, world) if config.sharding.enabled else None
     if section.path:
-        model = load_model(section.path, DTYPES[section.dtype], world.device, sharding)
         processor = load_processor(section.path, data.min_pixels, data.max_pixels)
+        check_fits(section.path, processor)  # before the weights: mistakes show early
+        model = load_model(section.path, DTYPES[section.dtype], world.device, sharding)
     elif data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
     else:

@@ -93,7 +93,7 @@ def speak(write, folder):
     """A generate() that says what write() makes up."""
     tokenizer = localisation.tokenizer()
 
-    def generate(model, prompts, num_generations, *rest):
+    def generate(model, prompts, num_generations, *rest, **draws):
         import torch
 
         said = []
