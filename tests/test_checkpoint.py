@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -303,7 +304,8 @@ def test_loading_needs_hardly_more_memory_than_the_model(folder, tmp_path):
     assert sum(w.nbytes for w in weights.values()) > 80e6  # large beside what else a process allocates
     write_weights(tmp_path, weights, 10**9)
     command = [sys.executable, "-c", MEASURE, tmp_path, folder]
-    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    alone = {"cwd": Path(__file__).parents[1], "env": os.environ | {"OMP_NUM_THREADS": "1"}, "timeout": 300}  # it forks
+    result = subprocess.run(command, capture_output=True, text=True, check=True, **alone)
     as_stored, cast = map(float, result.stdout.split())
     assert 0.9 < as_stored < 1.2 and 0.9 < cast < 1.2
 
