@@ -212,7 +212,9 @@ class ReferenceConfig(StageConfig):
     sync_ref_model: bool = False  # move the reference towards the policy on the way
     ref_model_mixup_alpha: float = 0.6  # reference = (1 - alpha) * reference + alpha * policy ...
     ref_model_sync_steps: int = 512  # ... every so many optimizer steps
-    num_shared_layers: int = 0  # vision tower, embeddings and so many layers: frozen, one copy for both; 0: none
+    num_shared_layers: int = (
+        0  # vision tower, embeddings and so many layers: frozen, one copy for both (not if sharded); 0: none
+    )
 
     def __post_init__(self):
         super().__post_init__()

@@ -222,7 +222,8 @@ class Costs:
         """Bytes of one step's logits and what the sampler makes of them."""
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         with LiveBytes([]) as live:
-            sample(logits, sampling, None, torch.empty(rows, self.config.vocab_size, dtype=torch.bool, device="meta"))
+            seen = torch.empty(rows, self.config.vocab_size, dtype=torch.bool, device="meta")
+            sample(logits, sampling, None, seen, uniform=torch.empty(rows, dtype=torch.float64, device="meta"))
         return live.most + logits.nbytes
 
 
@@ -233,10 +234,16 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         stage: one of ALGORITHMS' names.
         text_tokens, image_tokens: of a prompt. Completions have sampling.max_new_tokens.
     """
+    compute, replicas = run.sharding.compute_dtype, run.sharding.replicas
+    if gpus % replicas:
+        raise ValueError(f"sharding.replicas is {replicas}, but {gpus} GPUs are no multiple of it")
+    for name, dtype in (("model.dtype", run.model.dtype), ("sharding.compute_dtype", compute or run.model.dtype)):
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype!r}, it must be one of {', '.join(DTYPES)}")
     config: StageConfig = getattr(run, stage)
     stored = DTYPES[run.model.dtype]
-    computed = DTYPES[run.sharding.compute_dtype or run.model.dtype]
-    shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
+    computed = DTYPES[compute or run.model.dtype]
+    shards = gpus // replicas if run.sharding.enabled else 1
     part = 0 if run.sharding.cpu_offload else stored.itemsize / shards  # bytes on the GPU of a number stored
     G = getattr(config, "num_generations", 2 if stage in ("dpo", "reward_model") else 1)
     layers = getattr(config, "num_shared_layers", 0)
@@ -246,10 +253,14 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if stage == "ppo" and run.ppo.critic == "separate":
         always["critic"] = 4 * costs.backbone * part  # weights, gradients and the two of AdamW
     if needs_reference(run, stage):
-        always["reference"] = (costs.parameters - costs.shared(layers)) * part
+        common = 0 if run.sharding.enabled else costs.shared(layers)  # cut models share nothing, see Reference
+        always["reference"] = (costs.parameters - common) * part
+    if stage == "reward_model":
+        always["policy"] = costs.parameters * part  # stays beside the copy that is trained
     if "reward_model" in run.rewards and stage in ("grpo", "ppo"):
         always["reward model"] = costs.backbone * part
-    units = (costs.root + 2 * costs.largest_block) * computed.itemsize if shards > 1 else 0  # one runs, one arrives
+    cut = run.sharding.enabled  # into one part even: FSDP gathers a copy of that too
+    units = (costs.root + 2 * costs.largest_block) * computed.itemsize if cut else 0  # one runs, one arrives
     lengths = (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
     frozen = (config.freeze_vision_tower, layers)
@@ -257,7 +268,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if stage in ("grpo", "ppo"):
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
-        whole = costs.parameters * computed.itemsize if shards > 1 and run.rollout.gather_weights else units
+        whole = costs.parameters * computed.itemsize if cut and run.rollout.gather_weights else units
         phases["rollout"] = always | {
             "gathered": whole,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
@@ -295,8 +306,6 @@ def smallest_saving(make: Callable[[list[str]], float], stage: str, gpus: int, m
         make: from overrides to the bytes that are needed.
     """
     savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
-    if gpus == 1:
-        savings = [saving for saving in savings if "gather_weights" not in saving]
     taken = next((savings[:n] for n in range(1, len(savings) + 1) if _fits(make, savings[:n], memory)), None)
     if taken is None:
         return None

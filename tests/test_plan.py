@@ -104,8 +104,9 @@ def test_keys_and_values(config, monkeypatch):
 
 def test_one_draw(config):
     logits = torch.randn(6, config.vocab_size)
+    uniform = torch.rand(6, dtype=torch.float64)
     with LiveBytes([logits]) as live:
-        sample(logits, SamplingConfig(), torch.Generator())
+        sample(logits, SamplingConfig(), None, uniform=uniform)
     near(Costs(config).one_draw(torch.float32, SamplingConfig(), 6), live.most + logits.nbytes)
 
 

@@ -222,10 +222,12 @@ class DecodeAttention:
 
     def keep(self, rows: Tensor):
         """Keep only these rows (indices, ascending); prompts that nobody reads any more leave too."""
-        self.own = [tuple(x[rows] for x in layer) for layer in self.own]
+        for number, layer in enumerate(self.own):  # one after the other: never two copies of the whole cache
+            self.own[number] = tuple(x[rows] for x in layer)
         prompts, self.owner = self.owner[rows].unique_consecutive(return_inverse=True)
         if len(prompts) < len(self.bias):
-            self.prompt = [tuple(x[prompts] for x in layer) for layer in self.prompt]
+            for number, layer in enumerate(self.prompt):
+                self.prompt[number] = tuple(x[prompts] for x in layer)
             self.bias = self.bias[prompts]
         self._place_rows()
 

@@ -70,6 +70,7 @@ def generate(
     prefill = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, prefill, batch.layout.last_index)  # (B, hidden_size)
     decode = DecodeAttention(prefill.keys, batch.layout, owner, drawn.capacity)
+    del prefill  # decode has its own copy of the keys
     next_position = torch.stack([p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)])
 
     logits = model.lm_head(hidden)[owner]  # (R, V)

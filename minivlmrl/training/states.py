@@ -103,7 +103,7 @@ class States:
         if whole is None and paths:
             raise ValueError(f"{self.folder}: no state is whole; --resume=never removes them and begins anew")
         damaged = paths[paths.index(whole.path) + 1 :] if whole else []
-        self.alone(lambda: [path.rename(f"{path}.damaged") for path in damaged])  # else they count among those kept
+        self.alone(lambda: [_put_aside(path) for path in damaged])  # else they count among those that are kept
         return whole
 
     def read(self, path: Path) -> State | None:
@@ -227,6 +227,13 @@ def _remove(path: Path):
         aside = path.with_name(path.name + ".old.partial")
         path.rename(aside)
         shutil.rmtree(aside)
+
+
+def _put_aside(path: Path):
+    """Rename a damaged state; one that was put aside earlier, under the same number, goes."""
+    aside = Path(f"{path}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def _sync(folder: Path):

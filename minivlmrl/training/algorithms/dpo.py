@@ -116,8 +116,7 @@ class DPO(PairAlgorithm):
                 self.precomputed[key(pair)] = torch.cat(two)
             bar.update(len(rows))
         bar.close()
-        if self.world.size > 1:
-            self.precomputed[key(spare)] = torch.zeros(2)
+        self.precomputed[key(spare)] = torch.zeros(2)  # also for one rank: more may resume the run
         self.drawn = 0  # looking ahead has used nothing up
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
