@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from minivlmrl.config import RunConfig, StageConfig, load_config, to_yaml
 from minivlmrl.data.datasets import CHANCE_NAMES, TOKENIZERS, chance, load_datasets
 from minivlmrl.data.processor import Processor
-from minivlmrl.model.checkpoint import DTYPES, check_fits, load_model, load_processor, random_model
+from minivlmrl.model.checkpoint import check_fits, load_model, load_processor, random_model
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.model.weights import DTYPES
 from minivlmrl.rollout.rewards import required_columns
 from minivlmrl.rollout.rollout import Evaluation, evaluate
 from minivlmrl.training import distributed

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from minivlmrl.data.processor import Prompt
 from minivlmrl.model.batch import GroupBatch, pack
-from minivlmrl.model.checkpoint import load_model, read_tensors
+from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.model.weights import read_tensors
 from minivlmrl.training.sharding import Sharding
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
