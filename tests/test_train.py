@@ -638,7 +638,7 @@ def test_a_number_as_solution_is_judged_or_named(run, own, tmp_path, plain):
         (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
         (["--model.path=/tmp"], r"model: set either model\.path .* or model\.config"),
         (["--model.dtype=int8"], r"model\.dtype is 'int8', it must be one of float32, bfloat16"),
-        (["--model.config=null", "--model.path=/nowhere"], r"/nowhere/config\.json: no such file"),
+        (["--model.config=null", "--model.path=/nowhere"], r"/nowhere: no such folder"),
         (["--rewards.brevity=1"], "unknown reward 'brevity'; registered are: .*accuracy, .*format"),
         (["--stages=[grpo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
         (["--stages=[ppo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
