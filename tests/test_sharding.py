@@ -151,14 +151,17 @@ LARGE = {
 }  # fmt: skip
 
 
-def peak_of_loading(folder: Path, overrides: list[str], world) -> int:
-    """Bytes of host memory that this process has had at most."""
+def peak_of_loading(folder: Path, overrides: list[str], world) -> tuple[int, int]:
+    """Bytes of host memory that this process has had at most, before and with the model."""
+    import torch._dynamo  # noqa: F401 (FSDP does, and it imports Triton: 100 MB where that is installed)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     build(folder, overrides, world)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_a_rank_never_has_much_more_than_its_part_of_the_model(folder):
-    """300 million weights of float32 in two files: under 0.65 of their bytes and 200 MB, Python and torch included."""
+    """300 million weights of float32 in two files: under 0.65 of their bytes, beside what Python and torch take."""
     processor = load_processor(folder / "untied")
     ids = {f"{kind}_token_id": processor.special[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     (folder / "large.json").write_text(json.dumps(LARGE))
@@ -172,8 +175,8 @@ def test_a_rank_never_has_much_more_than_its_part_of_the_model(folder):
     gc.collect()
     cases = {"case": [f"--model.path={folder / 'large'}", *SECTIONS["sharded"]]}
     peaks = [rank["case"] for rank in launch(2, folder, cases, peak_of_loading)]
-    print("share of the model's bytes, beside 200 MB:", [round((peak - 200e6) / size, 3) for peak in peaks])
-    assert max(peaks) < 0.65 * size + 200e6
+    print("share of the model's bytes:", [(round((peak - before) / size, 3), before) for before, peak in peaks])
+    assert max(peak - before for before, peak in peaks) < 0.65 * size
 
 
 # one process
