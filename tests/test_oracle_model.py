@@ -1,5 +1,7 @@
 """The model against transformers 5.23: logits, gradients, positions and windows, and mutations that must show."""
 
+import random
+
 import pytest
 import torch
 
@@ -138,6 +140,23 @@ def test_norms_of_the_vision_tower_add_a_millionth(model_type):
         centred = x - x.mean(-1, keepdim=True) if layer_norm else x
         expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
+
+
+def test_windows_of_2000_random_grids_equal_transformers():
+    from transformers.vision_utils import get_vision_window_index
+
+    config, rng = tiny.config().vision_config, random.Random(0)
+    for _ in range(2000):
+        grids = torch.tensor([
+            (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
+            for _ in range(rng.randint(1, 3))
+        ])  # fmt: skip
+        index, cu_seqlens = get_vision_window_index(
+            grids, config.spatial_merge_size, config.window_size, config.patch_size
+        )
+        order, window_lengths, _ = vision.window_order(grids, config)
+        assert order.tolist() == torch.as_tensor(index).tolist(), grids
+        assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
 
 
 def test_windows_of_the_docstring_example():
