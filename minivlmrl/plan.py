@@ -11,7 +11,8 @@ backward run there. The rest is parameters times bytes, cut into shards where th
     train      gradients, what autograd keeps, what comes and goes
     always     weights, optimizer state, reference, critic or reward model
 
-Not counted: the CUDA context and nccl's buffers, gaps between allocations: RESERVE stands for them.
+Not counted: the CUDA context and nccl's buffers, gaps between allocations (RESERVE stands for them), and evaluations,
+of 64 rows at a time.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from minivlmrl.training.sharding import blocks, recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
+STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
 # what can be given up for memory, cheapest first
 SAVINGS = (
     "model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1",
@@ -243,7 +245,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     config: StageConfig = getattr(run, stage)
     stored = DTYPES[run.model.dtype]
     computed = DTYPES[compute or run.model.dtype]
-    shards = gpus // replicas if run.sharding.enabled else 1
+    cut = run.sharding.enabled  # into one part even: FSDP gathers a copy of that too
+    shards = gpus // replicas if cut else 1
     part = 0 if run.sharding.cpu_offload else stored.itemsize / shards  # bytes on the GPU of a number stored
     G = getattr(config, "num_generations", 2 if stage in ("dpo", "reward_model") else 1)
     layers = getattr(config, "num_shared_layers", 0)
@@ -251,15 +254,15 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     trained = costs.parameters - costs.shared(layers) - vision
     always = {"weights": costs.parameters * part, "optimizer": 2 * trained * part}
     if stage == "ppo" and run.ppo.critic == "separate":
-        always["critic"] = 4 * costs.backbone * part  # weights, gradients and the two of AdamW
+        # weights, gradients, the two of AdamW, and the copy of gradients below
+        always["critic"] = (5 if gpus > 1 and not cut else 4) * costs.backbone * part
     if needs_reference(run, stage):
-        common = 0 if run.sharding.enabled else costs.shared(layers)  # cut models share nothing, see Reference
+        common = 0 if cut else costs.shared(layers)  # cut models share nothing, see Reference
         always["reference"] = (costs.parameters - common) * part
     if stage == "reward_model":
         always["policy"] = costs.parameters * part  # stays beside the copy that is trained
     if "reward_model" in run.rewards and stage in ("grpo", "ppo"):
         always["reward model"] = costs.backbone * part
-    cut = run.sharding.enabled  # into one part even: FSDP gathers a copy of that too
     units = (costs.root + 2 * costs.largest_block) * computed.itemsize if cut else 0  # one runs, one arrives
     lengths = (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
@@ -281,7 +284,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     recompute = run.model.activation_checkpointing
     phases["train"] = always | {
         "gathered": 2 * units,  # the weights and their gradients
-        "gradients": trained * part * (2 if gpus > 1 and not run.sharding.enabled else 1),  # a copy to add ranks up
+        "gradients": trained * part * (2 if gpus > 1 and not cut else 1),  # a copy to add ranks up
         "forward and backward": costs.passing(computed, micro, True, recompute, frozen),
         "logits": costs.logits(computed, micro),
     }
@@ -352,6 +355,8 @@ def main(arguments: list[str]):
     costs, memory = Costs(config), given.gpu_memory * GB
     print(f"{given.model}: {costs.parameters:,} parameters; {given.gpus} GPUs of {given.gpu_memory:g} GB")
     for stage in load_config(recipe, rest).stages:
+        if stage not in STAGES:
+            raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(STAGES)}")
 
         def phases(overrides: list[str], stage=stage) -> dict[str, dict]:
             run = load_config(recipe, [*rest, *overrides])

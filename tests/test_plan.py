@@ -13,7 +13,7 @@ from minivlmrl.model.batch import pack
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.plan import GB, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
+from minivlmrl.plan import GB, STAGES, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
 from minivlmrl.rollout.generate import generate
 from minivlmrl.rollout.sampler import sample
 from minivlmrl.training.optimizer import build_optimizer
@@ -145,7 +145,7 @@ def test_what_an_option_saves():
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model", "grpo", "ppo"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_a_plan(stage):
     costs = Costs(ModelConfig.from_dict(MODEL))
     phases = plan(run_config(), stage, costs, 2, WORK.text_tokens, WORK.image_tokens)
@@ -182,5 +182,7 @@ def test_the_command(tmp_path, capsys):
     assert "grpo" in shown and "too much" not in shown
     main(["--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     assert "does not fit, whatever is saved" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="unknown algorithm 'foo'"):
+        main(["--model", str(file), "--stages=[foo]"])
     with pytest.raises(ValueError, match="no such file or folder; of a repository do: hf download"):
         main(["--model", str(tmp_path / "none")])

@@ -116,7 +116,7 @@ PLACES = {
     "before the tensors of a state": (FileSystemWriter, "write_data", {"before": kill}),
     "after the tensors of a state": (FileSystemWriter, "finish", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
-    "between the rename and the cleanup": (states_file, "_sync", {"after": kill}),
+    "between the rename and the cleanup": (states_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
     "while resuming": (state_file.State, "restore", {"after": kill}),
     "in the precomputing": (dpo_file, "per_token_logps", {"before": kill}),

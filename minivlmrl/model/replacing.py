@@ -45,7 +45,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         if isinstance(error, OSError | SafetensorError):
             raise OSError(f"{folder}: not saved ({error}); what was there before is untouched") from error
         raise
-    _flush_file(folder.parent)
+    flush_file(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -60,10 +60,11 @@ def _is_empty(folder: Path) -> bool:
 def _flush(folder: Path):
     """Wait until a folder and all in it are on disk: a rename must not get there before what it names."""
     for path in (*folder.rglob("*"), folder):
-        _flush_file(path)
+        flush_file(path)
 
 
-def _flush_file(path: Path):
+def flush_file(path: Path):
+    """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

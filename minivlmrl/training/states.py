@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from minivlmrl.config import RunConfig
+from minivlmrl.model.replacing import flush_file
 from minivlmrl.training.algorithms.algorithm import Algorithm
 from minivlmrl.training.distributed import World
 from minivlmrl.training.metrics import MetricsLog
@@ -163,7 +164,7 @@ class States:
             everyones = {name: mark for files in marks for name, mark in files.items()}
             _write(aside / COMPLETE, json.dumps(everyones, indent=1).encode())
             aside.rename(path)
-            _sync(self.folder)
+            flush_file(self.folder)
             for old in self.paths()[: -self.config.keep_states]:
                 _remove(old)
 
@@ -234,15 +235,6 @@ def _put_aside(path: Path):
     aside = Path(f"{path}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
-
-
-def _sync(folder: Path):
-    """Make a rename last: the folder's own entry goes to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _fingerprint(file: Path) -> list[int]:
