@@ -34,14 +34,14 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from minivlmrl.config import SamplingConfig
-from minivlmrl.data.processor import Prompt
-from minivlmrl.model.batch import pack
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.rollout.generate import generate
-from minivlmrl.training.losses.policy import grpo_loss
+from minivlmrl.batch import pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.generate import generate
+from minivlmrl.hub.config import ModelConfig
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.losses import grpo_loss
+from minivlmrl.rows import Prompt
+from minivlmrl.run.config import SamplingConfig
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HUB_3B = {  # Qwen/Qwen2.5-VL-3B-Instruct
@@ -81,7 +81,7 @@ class Case:
         return {
             "input_ids": ids, "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": (ids == self.config.image_token_id).long(),
-            "pixel_values": self.prompt.pixel_values.to(CARD), "image_grid_thw": self.prompt.grid_thw.to(CARD),
+            "pixel_values": self.prompt.pixel_values.to(CARD), "image_grid_thw": self.prompt.image_grid_thw.to(CARD),
         }  # fmt: skip
 
 

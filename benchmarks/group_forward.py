@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivlmrl.data import shapes
-from minivlmrl.data.processor import Prompt
-from minivlmrl.model.batch import GroupBatch, pack
-from minivlmrl.model.checkpoint import random_model
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.hub.config import ModelConfig
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Prompt
+from minivlmrl.tasks import shapes
 
 RECIPE_MODEL = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 IMAGE_SIDES = {64: 6, 128: 10, 312: 16}  # prompt tokens -> merged image tokens a side (84, 140 and 224 pixels)

@@ -32,18 +32,17 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from minivlmrl.config import GRPOConfig, RunConfig, SamplingConfig
-from minivlmrl.data import shapes
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import Row
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import random_model, save_checkpoint
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.rollout.rewards import reward
-from minivlmrl.training.algorithms.grpo import GRPO
-from minivlmrl.training.distributed import World
-from minivlmrl.training.optimizer import build_optimizer
+from minivlmrl.batch import pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.grpo import GRPO
+from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rewards import reward
+from minivlmrl.rows import Processor, Row
+from minivlmrl.run.config import GRPOConfig, RunConfig, SamplingConfig
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 CHAT_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja"

@@ -28,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivlmrl import vision
+from minivlmrl.hub.config import VisionConfig
 from minivlmrl.kernels.window_attention import Segments, window_attention
-from minivlmrl.model import vision
-from minivlmrl.model.config import VisionConfig
-from minivlmrl.model.vision import VisionTransformer
+from minivlmrl.vision import VisionTransformer
 
 HEAD_DIM, GRID = 80, (1, 16, 254)
 
@@ -72,9 +72,9 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = (1, 16, 12) if options.quick else GRID
-    tower, (pixel_values, grid_thw) = make(options.heads, options.depth, grid)
+    tower, (pixel_values, image_grid_thw) = make(options.heads, options.depth, grid)
     dtype = getattr(torch, options.dtype)
-    tower, image = tower.to(dtype), (pixel_values.to(dtype), grid_thw)
+    tower, image = tower.to(dtype), (pixel_values.to(dtype), image_grid_thw)
     difference = compare(*make(1, 2, (1, 16, 12)))
     size = f"{grid[1] * grid[2]} patches, {options.heads} heads, {options.depth} blocks"
     print(f"{size}, {options.dtype}, torch {torch.__version__}")

@@ -1,9 +1,9 @@
 """Compile every kernel at its real sizes, ahead of time and without a GPU, and show what the compiler made of it.
 
-python -m minivlmrl.kernels.aot                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
-python -m minivlmrl.kernels.aot --arch 90 --only "log-softmax forward"
-python -m minivlmrl.kernels.aot --json FILE       # and the figures
-python -m minivlmrl.kernels.aot --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
+python -m minivlmrl kernels                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
+python -m minivlmrl kernels --arch 90 --only "log-softmax forward"
+python -m minivlmrl kernels --json FILE       # and the figures
+python -m minivlmrl kernels --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
 
 The compiler, the assembler and the disassembler are all inside the triton package. Figures of one build:
 
@@ -18,7 +18,7 @@ The compiler, the assembler and the disassembler are all inside the triton packa
 They hang on Triton's version: tests/recorded/kernel_budgets.json keeps them for two. For one that is not installed:
 
     pip install --target DIR --no-deps triton==3.6.0 'numpy<2.4'
-    PYTHONPATH=DIR python -m minivlmrl.kernels.aot --record tests/recorded/kernel_budgets.json
+    PYTHONPATH=DIR python -m minivlmrl kernels --record tests/recorded/kernel_budgets.json
 """
 
 import argparse
@@ -39,15 +39,17 @@ AMD_NOTES = ("vgpr_count", "vgpr_spill_count")
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 2, and a line on stderr, where nothing can be compiled."""
+    parser = argparse.ArgumentParser(prog="python -m minivlmrl kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten, or gfx...")
     parser.add_argument("--only", default="", help="builds whose name begins so")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", type=Path, help="put the figures into this file, under the version of Triton")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not installed.INSTALLED or installed.INTERPRETED:
-        sys.exit("compiling needs Triton (pip install triton) and no TRITON_INTERPRET")
+        print("compiling needs Triton (pip install triton) and no TRITON_INTERPRET", file=sys.stderr)
+        return 2
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     figures = {}
     for build in BUILDS:
@@ -64,6 +66,7 @@ def main() -> None:
         known = json.loads(options.record.read_text()) if options.record.exists() else {}
         known[triton.__version__] = known.get(triton.__version__, {}) | figures
         options.record.write_text(json.dumps(known, indent=1) + "\n")
+    return 0
 
 
 def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
@@ -130,7 +133,3 @@ def innermost_loop(code: list[tuple[int, str]]) -> range:
     loops = [range(int(target[1], 16), a + 1) for a, target in jumps if target and int(target[1], 16) < a]
     inner = [one for one in loops if not any(other != one and other[0] in one and other[-1] in one for other in loops)]
     return max(inner, key=len, default=range(0))
-
-
-if __name__ == "__main__":
-    main()

@@ -33,7 +33,7 @@ CAPABILITY = (8, 0)  # the oldest NVIDIA generation with bfloat16 (A100); the fi
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel at one real size, as `python -m minivlmrl.kernels.aot` compiles it: each kernel file lists its own.
+    """A kernel at one real size, as `python -m minivlmrl kernels` compiles it: each kernel file lists its own.
 
     Args:
         name: what the table and the budgets call it, unique.

@@ -285,7 +285,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return batched_attention(q, k, v, segments)
 
 
-# ---- what `python -m minivlmrl.kernels.aot` compiles without a GPU ---------------------------------------------------
+# ---- what `python -m minivlmrl kernels` compiles without a GPU ---------------------------------------------------
 
 
 def _builds(dtype: str, longest: int, head_dim: int, heads: int = 16) -> list[Build]:

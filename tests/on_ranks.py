@@ -16,17 +16,16 @@ from pathlib import Path
 import PIL.Image
 import torch
 
-from minivlmrl.config import load_config
-from minivlmrl.data import shapes
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import Row, shuffled
-from minivlmrl.rollout import rollout
-from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.training import distributed
-from minivlmrl.training.optimizer import build_optimizer
-from minivlmrl.training.sharding import is_sharded, reshard
-
-import train
+from minivlmrl import train
+from minivlmrl.rewards import REWARDS
+from minivlmrl.rows import Processor, Row
+from minivlmrl.run import evaluate as rollout
+from minivlmrl.run.batches import shuffled
+from minivlmrl.run.config import load_config
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale import ranks as distributed
+from minivlmrl.scale.sharding import is_sharded, reshard
+from minivlmrl.tasks import shapes
 
 SECONDS = 60  # most that a collective may take, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 12, 3

@@ -32,13 +32,13 @@ def write(root: Path):
     """Save a checkpoint of each kind, and what is to come out of it."""
     import PIL.Image
 
-    from minivlmrl.data.image import ImageProcessor
-    from minivlmrl.data.processor import Processor
-    from minivlmrl.data.tokenizer import Tokenizer
-    from minivlmrl.model.batch import pack
-    from minivlmrl.model.checkpoint import save_checkpoint
-    from minivlmrl.model.config import ModelConfig
-    from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+    from minivlmrl.batch import pack
+    from minivlmrl.decoder import Qwen2_5_VL
+    from minivlmrl.hub.checkpoint import save_checkpoint
+    from minivlmrl.hub.config import ModelConfig
+    from minivlmrl.hub.tokenizer import Tokenizer
+    from minivlmrl.image import ImageProcessor
+    from minivlmrl.rows import Processor
 
     processor = Processor(Tokenizer.train([TEXT], vocab_size=300), ImageProcessor())
     ramp = torch.arange(60 * 90 * 3).mul(7).remainder(251).to(torch.uint8).view(60, 90, 3)
@@ -54,7 +54,7 @@ def write(root: Path):
             prompt = tiny.prompt(generator, grids)
             with torch.no_grad():
                 logits = model.lm_head(model(pack([prompt], [[]], model.config)))
-            expected[kind, name] = (prompt.input_ids, prompt.pixel_values, prompt.grid_thw, logits)
+            expected[kind, name] = (prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw, logits)
         save_checkpoint(root / f"{kind}-one_file", model, processor)
         save_checkpoint(root / f"{kind}-shards", model, processor, max_shard_size=200_000)
     torch.save(expected, root / "expected.pt")
@@ -114,11 +114,11 @@ def rewritten(folder: Path) -> dict:
 
 
 @torch.no_grad()
-def largest_difference(model, input_ids, pixel_values, grid_thw, logits) -> float:
+def largest_difference(model, input_ids, pixel_values, image_grid_thw, logits) -> float:
     """From ours, as a share of the largest logit."""
     inputs = {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
-    if len(grid_thw):
-        inputs |= {"pixel_values": pixel_values, "image_grid_thw": grid_thw}
+    if len(image_grid_thw):
+        inputs |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
     return ((model(**inputs).logits[0] - logits).abs().max() / logits.abs().max()).item()
 
 

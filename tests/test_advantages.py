@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.rollout.advantages import combine, group_advantages, group_std
+from minivlmrl.advantages import combine, group_advantages, group_std
 
 NAN = float("nan")
 

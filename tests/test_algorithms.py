@@ -10,22 +10,21 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.config import load_config
-from minivlmrl.data import shapes
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import Shapes
-from minivlmrl.data.sources import Row
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import random_model
-from minivlmrl.model.logprobs import completion_states, per_token_logps
-from minivlmrl.model.scalar import load_scalar_model
-from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.training.algorithms import grpo as grpo_file
-from minivlmrl.training.algorithms import online as online_file
-from minivlmrl.training.distributed import World
-from minivlmrl.training.optimizer import build_optimizer
+from minivlmrl import grpo as grpo_file
+from minivlmrl import train
+from minivlmrl.algorithms import online as online_file
+from minivlmrl.algorithms.value_model import load_scalar_model
+from minivlmrl.batch import pack
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.logprobs import completion_states, per_token_logps
+from minivlmrl.rewards import REWARDS
+from minivlmrl.rows import Processor, Row
+from minivlmrl.run.config import load_config
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
 
-import train
 from tiny import RUN_MODEL
 
 RATE = 1e-2
@@ -609,7 +608,7 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
     run = stage(name)
     for batch, rows in zip(run.next(), ((0, 1), (2, 3)), strict=True):
         assert len(batch.group.layout.prompt_lengths) == len(rows) and len(batch.completion_mask) == 2 * len(rows)
-        assert len(batch.group.grid_thw) == len(rows)
+        assert len(batch.group.image_grid_thw) == len(rows)
         assert len(batch.group.pixel_values) == 16 * len(rows)  # 56 pixels are 4 patches a side
         prompts, answers = batch.group.layout.prompt_lengths, batch.group.layout.row_lengths
         assert len(batch.group.input_ids) == sum(prompts) + sum(answers) - len(answers)

@@ -104,7 +104,7 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
 
-    from minivlmrl.training.losses.policy import LOSS_TYPES
+    from minivlmrl.losses import LOSS_TYPES
 
     named = " ".join([entry.recipe + " " + " ".join(entry.overrides) for entry in PLAN])
     assert all(loss_type in named or loss_type == "grpo" for loss_type in LOSS_TYPES)

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from minivlmrl.rollout.box_rewards import acc_0_5, answer, box_format, giou, iou
-from minivlmrl.rollout.rewards import score
+from minivlmrl.reward_functions.boxes import acc_0_5, answer, box_format, giou, iou
+from minivlmrl.rewards import score
 
 SIZE = (200, 100)  # of the image file
 EXTENT = (100.0, 50.0)  # of what the model sees

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_boxes
-from minivlmrl.data.image import smart_resize
+from minivlmrl.image import smart_resize
 
 IMAGE = (100.0, 80.0)
 ABSURD = [float("nan"), float("inf"), -float("inf"), 1e100, -1e308]

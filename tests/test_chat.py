@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.data.chat import IMAGE, VIDEO, Control, QwenTemplate, part_kind, render, render_completion
+from minivlmrl.chat import IMAGE, VIDEO, Control, QwenTemplate, part_kind, render, render_completion
 
 IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 

@@ -14,16 +14,23 @@ from hub_configs import SIZES, real_config
 from safetensors.torch import load_file, save_file
 from test_oracle_model import CLASSES, their_inputs, worst_difference
 
-from minivlmrl.data import shapes
-from minivlmrl.data.chat import Control, QwenTemplate
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.batch import pack
+from minivlmrl.chat import Control, QwenTemplate
 from minivlmrl.data.template import FILES
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import check_fits, load_model, load_processor, random_model, save_checkpoint
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.model.weights import INDEX, write_weights
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.checkpoint import (
+    INDEX,
+    check_fits,
+    load_model,
+    load_processor,
+    random_model,
+    save_checkpoint,
+    write_weights,
+)
+from minivlmrl.hub.config import ModelConfig
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 import tiny
 
@@ -270,7 +277,7 @@ def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
 
 MEASURE = """
 import os, sys, torch
-from minivlmrl.model.checkpoint import load_model
+from minivlmrl.hub.checkpoint import load_model
 
 def resident(what):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(what))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.data import shapes
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.model.checkpoint import load_model, load_processor, save_checkpoint
+from minivlmrl.hub.checkpoint import load_model, load_processor, save_checkpoint
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 import tiny
 

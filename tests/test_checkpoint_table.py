@@ -9,8 +9,7 @@ import torch
 from hub_configs import tiny_config
 from safetensors.torch import save_file
 
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.weights import hub_name
+from minivlmrl.hub.checkpoint import hub_name, load_model
 
 import tiny
 

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.config import GRPOConfig, RunConfig, SamplingConfig, SFTConfig, load_config, to_yaml
+from minivlmrl.run.config import GRPOConfig, RunConfig, SamplingConfig, SFTConfig, load_config, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.model.folder import find_folder, read_carried, read_json
+from minivlmrl.hub.folder import find_folder, read_carried, read_json
 
 REPOSITORY, COMMIT, OLDER = "Qwen/tiny", "a" * 40, "b" * 40
 FILES = {
@@ -85,7 +85,7 @@ def test_of_a_long_explanation_the_first_line_is_told(cache, monkeypatch):
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
     """Such as behind a firewall; without a limit of its own huggingface_hub waits for minutes."""
-    monkeypatch.setattr("minivlmrl.model.folder.NETWORK_SECONDS", 0.2)
+    monkeypatch.setattr("minivlmrl.hub.folder.NETWORK_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -96,7 +96,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["runs", "./runs/one", "/runs/one", "a/b/c", "../runs", "a b/c", "~/model", ""])
 def test_what_is_neither_a_folder_nor_the_name_of_a_repository_never_asks_the_hub(cache, monkeypatch, name):
-    monkeypatch.setattr("minivlmrl.model.folder._snapshot", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("minivlmrl.hub.folder._snapshot", lambda *_: pytest.fail("asked"))
     with pytest.raises(ValueError, match="no such folder"):
         find_folder(name or "no/such/")
 
@@ -146,7 +146,7 @@ def a_hub():
 def test_ranks_download_a_repository_once_and_only_what_is_read(tmp_path):
     """Processes of their own, as under torchrun: huggingface_hub's file locks make the others wait."""
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", f"from minivlmrl.model.folder import *; print(find_folder({REPOSITORY!r}))"]
+    command = [sys.executable, "-c", f"from minivlmrl.hub.folder import *; print(find_folder({REPOSITORY!r}))"]
 
     def start(endpoint):
         return subprocess.Popen(

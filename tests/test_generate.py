@@ -7,14 +7,13 @@ import pytest
 import torch
 from test_oracle_model import their_inputs
 
-from minivlmrl.config import NOT_HONOURED, SamplingConfig
-from minivlmrl.data.tokenizer import Tokenizer
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.rollout.generate import generate
-from minivlmrl.rollout.sampler import uniforms
-from minivlmrl.rollout.stop_strings import StopStrings
+from minivlmrl.batch import pack
+from minivlmrl.generate import generate, uniforms
+from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.config import NOT_HONOURED, SamplingConfig
+from minivlmrl.sampling.stop_strings import StopStrings
 
 import tiny
 
@@ -370,6 +369,8 @@ def test_logits_that_are_not_finite_end_the_generation():
         model.model.embed_tokens.weight[290:294] = 0
     row = prompts(1)[0]
     row.input_ids.clamp_(max=2)
-    row = replace(row, pixel_values=row.pixel_values[:0], grid_thw=row.grid_thw[:0], second_per_grid_ts=None)
+    row = replace(
+        row, pixel_values=row.pixel_values[:0], image_grid_thw=row.image_grid_thw[:0], second_per_grid_ts=None
+    )
     with pytest.raises(FloatingPointError, match="not finite"):
         generate(model, [row], 2, params, (), uniforms=uniforms(["a"], 2, 4))

@@ -1,4 +1,4 @@
-"""`python -m minivlmrl.generate`: what it prints is what generate() says, character by character."""
+"""`python -m minivlmrl ask`: what it prints is what generate() says, character by character."""
 
 import dataclasses
 import json
@@ -13,15 +13,15 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl import generate as command
-from minivlmrl.config import SamplingConfig
 from minivlmrl.data.conversations import conversation
-from minivlmrl.data.image import load_image
-from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
-from minivlmrl.rollout.generate import generate
-from minivlmrl.rollout.stop_strings import token_bytes
+from minivlmrl.generate import generate
+from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.image import load_image
+from minivlmrl.run.config import SamplingConfig
+from minivlmrl.sampling.stop_strings import token_bytes
+from minivlmrl.tools import ask as command
 
 import tiny
 
@@ -69,7 +69,7 @@ def test_the_command_prints_what_generate_says(folder):
     arguments = ["--model", "checkpoint", "--image", "a.png", "--image", "b.png", "--prompt", "How many cats?"]
     arguments += ["--temperature", "0.9", "--top_k", "200", "--max_new_tokens", "40", "--seed", "3"]
     result = subprocess.run(
-        [sys.executable, "-m", "minivlmrl.generate", *arguments], cwd=folder, capture_output=True, check=True,
+        [sys.executable, "-m", "minivlmrl", "ask", *arguments], cwd=folder, capture_output=True, check=True,
         env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
     text, cut = said(folder, ["a.png", "b.png"], seed=3, temperature=0.9, top_k=200, max_new_tokens=40)
@@ -212,7 +212,7 @@ def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_
 def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
     assert (status, out) == (2, "")
-    assert err.startswith("python -m minivlmrl.generate: ") and message in err
+    assert err.startswith("python -m minivlmrl ask: ") and message in err
     assert err.count("\n") == 1
 
 
@@ -243,7 +243,7 @@ def test_a_model_that_does_not_fit_its_processor_is_refused_before_its_weights_a
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder):
-    command = [sys.executable, "-m", "minivlmrl.generate", "--model", "checkpoint", "--prompt", "How many cats?"]
+    command = [sys.executable, "-m", "minivlmrl", "ask", "--model", "checkpoint", "--prompt", "How many cats?"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE

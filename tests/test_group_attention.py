@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from minivlmrl.attention import GroupAttention, GroupLayout
+from minivlmrl.batch import pack
 from minivlmrl.kernels.dense_attention import dense_attention, flash_attention
-from minivlmrl.model.attention import GroupAttention, GroupLayout
-from minivlmrl.model.batch import pack
-from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.logprobs import per_token_logps
 
 import tiny
 

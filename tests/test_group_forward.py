@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minivlmrl.model.attention import GroupLayout
-from minivlmrl.model.batch import pack
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.training.losses.policy import grpo_loss
+from minivlmrl.attention import GroupLayout
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.losses import grpo_loss
 
 import tiny
 

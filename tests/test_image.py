@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from record_vision import attempt, digest, image_cases, noise, resize_cases
 
 from minivlmrl.data import fetch
-from minivlmrl.data.image import ImageProcessor, load_image, smart_resize, to_rgb
+from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
 
 HUB, DEFAULT = 12845056, 1003520  # max_pixels of the hub's preprocessor_config.json and of transformers' class
 
@@ -138,8 +138,8 @@ def test_patches_equal_transformers_torchvision_processor_bit_for_bit():
     cases = recorded("torchvision_0.28.0")["images"]
     assert len(cases) == 48
     for (image, settings_), (grid, expected) in zip(image_cases(), cases, strict=True):
-        pixel_values, grid_thw = ImageProcessor(**settings_, resize="torch")(image)
-        assert list(grid_thw) == grid
+        pixel_values, image_grid_thw = ImageProcessor(**settings_, resize="torch")(image)
+        assert list(image_grid_thw) == grid
         assert digest(pixel_values) == expected, (image, settings_)
 
 

@@ -16,25 +16,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from minivlmrl.config import load_config
-from minivlmrl.data import shapes
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import Shapes
-from minivlmrl.data.sources import shuffled
-from minivlmrl.model.checkpoint import random_model, save_checkpoint
-from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.training.distributed import World
-from minivlmrl.training.losses.policy import (
-    CORRECTION_MODES,
-    IMPORTANCE_SAMPLING_LEVELS,
-    KL_ESTIMATORS,
-    LOSS_TYPES,
-    grpo_loss,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
-from minivlmrl.training.losses.ppo import ppo_loss
-from minivlmrl.training.losses.preference import (
+from minivlmrl import train
+from minivlmrl.algorithms.ppo_loss import ppo_loss
+from minivlmrl.algorithms.preference_losses import (
     ANY_DIVERGENCE,
     DPO_LOSSES,
     F_DIVERGENCES,
@@ -43,10 +27,26 @@ from minivlmrl.training.losses.preference import (
     kto_loss,
     reward_loss,
 )
-from minivlmrl.training.losses.sft import SFT_LOSS_TYPES, sft_loss
-from minivlmrl.training.optimizer import build_optimizer
+from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
+from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.losses import (
+    CORRECTION_MODES,
+    IMPORTANCE_SAMPLING_LEVELS,
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    grpo_loss,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
+from minivlmrl.rewards import REWARDS
+from minivlmrl.rows import Processor
+from minivlmrl.run.batches import shuffled
+from minivlmrl.run.config import load_config
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
 
-import train
 from tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -542,8 +542,8 @@ def test_ranks_of_online_stages_hold_equal_parameters(folder, tmp_path):
 SPY = """
 import sys
 import torch
-import train
-from minivlmrl.training.algorithms import online
+from minivlmrl import train
+from minivlmrl.algorithms import online
 
 texts, states, original, rollout = [], {}, train.train, online.rollout
 

@@ -18,7 +18,7 @@ def compiled(tmp_path_factory):
     """(version of Triton, figures of all builds), from the command, in a process that does not interpret."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("aot") / "figures.json"
-    command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--json", str(out)]
+    command = [sys.executable, "-m", "minivlmrl", "kernels", "--json", str(out)]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads(out.read_text())
@@ -43,7 +43,7 @@ def test_the_installed_compiler_reaches_the_bars(compiled):
 
 def test_amd_compiles_the_log_softmax_too():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "minivlmrl.kernels.aot", "--arch", "gfx942", "--only", "log-softmax"]
+    command = [sys.executable, "-m", "minivlmrl", "kernels", "--arch", "gfx942", "--only", "log-softmax"]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("gfx942")[1].split() for line in result.stdout.splitlines() if "gfx942" in line]

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.localisation import (
+from minivlmrl.hub.config import ModelConfig
+from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions import boxes as box_rewards
+from minivlmrl.rows import Processor
+from minivlmrl.tasks.localisation import (  # fmt: skip
     GRID,
     NAMES,
     Localisation,
@@ -25,11 +28,8 @@ from minivlmrl.data.localisation import (
     placed,
     position,
     tokenizer,
-)  # fmt: skip
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import COLORS
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.rollout import box_rewards
+)
+from minivlmrl.tasks.shapes import COLORS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SIDES = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
@@ -322,7 +322,7 @@ def test_tokens_of_a_prompt_and_of_a_completion(processor):
     rows = rows_of(Localisation(40, "test", objects=(1, 3)))
     prompts = [processor(row.messages, row.images) for row in rows]
     assert {len(prompt.input_ids) for prompt in prompts} == {41}
-    assert prompts[0].grid_thw.tolist() == [[1, 8, 8]]
+    assert prompts[0].image_grid_thw.tolist() == [[1, 8, 8]]
     lengths = {
         thinking: {
             len(processor.encode_completion([], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from minivlmrl.parity.policy_cells import policy_batch
-from minivlmrl.training.losses.policy import LOSS_TYPES, grpo_loss
-from minivlmrl.training.losses.sft import sft_loss
+from minivlmrl.algorithms.sft_loss import sft_loss
+from minivlmrl.audit.policy_cells import policy_batch
+from minivlmrl.losses import LOSS_TYPES, grpo_loss
 
 
 def value_and_gradient(batch, **options):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from minivlmrl.config import ReferenceConfig
-from minivlmrl.rollout.advantages import group_advantages, leave_one_out, normalize_then_sum, token_rewards
-from minivlmrl.rollout.rewards import soft_overlong_punishment
-from minivlmrl.training.losses.policy import (
+from minivlmrl.advantages import group_advantages
+from minivlmrl.algorithms.advantages import leave_one_out, normalize_then_sum, token_rewards
+from minivlmrl.algorithms.preference_losses import ANY_DIVERGENCE, DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
+from minivlmrl.algorithms.reference import Reference
+from minivlmrl.algorithms.sft_loss import sft_loss
+from minivlmrl.losses import (
     CORRECTION_MODES,
     IMPORTANCE_SAMPLING_LEVELS,
     KL_ESTIMATORS,
@@ -22,9 +24,8 @@ from minivlmrl.training.losses.policy import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.training.losses.preference import ANY_DIVERGENCE, DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
-from minivlmrl.training.losses.sft import sft_loss
-from minivlmrl.training.reference import Reference
+from minivlmrl.rewards import soft_overlong_punishment
+from minivlmrl.run.config import ReferenceConfig
 
 NAN = float("nan")
 

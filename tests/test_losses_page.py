@@ -1,8 +1,8 @@
 """docs/losses.md is complete and its links hold. `python tests/test_losses_page.py` writes its line numbers anew.
 
 A link to a line has code as its text: that line or its beginning (`return torch.relu`), or the name of what is defined
-there (`build_critic`). A link to a test file has the name of a test in it, a link to minivlmrl/parity/ the name of
-a family of cells, a row of the table that `python -m minivlmrl.parity` prints.
+there (`build_critic`). A link to a test file has the name of a test in it, a link to minivlmrl/audit/ the name of
+a family of cells, a row of the table that `python -m minivlmrl parity` prints.
 """
 
 import dataclasses
@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl import config
-from minivlmrl.parity.cells import families
-from minivlmrl.rollout.advantages import SCALES
-from minivlmrl.training.losses import policy, ppo, preference, sft
+from minivlmrl import losses as policy
+from minivlmrl.advantages import SCALES
+from minivlmrl.algorithms import ppo_loss as ppo
+from minivlmrl.algorithms import preference_losses as preference
+from minivlmrl.algorithms import sft_loss as sft
+from minivlmrl.audit.cells import families
+from minivlmrl.run import config
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "losses.md"
@@ -77,7 +80,7 @@ def test_a_link_leads_to_what_it_says(text, file, line):
         assert re.search(rf"^def {text}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (
             f"{file}: no {text}"
         )
-    elif file.startswith("minivlmrl/parity/"):
+    elif file.startswith("minivlmrl/audit/"):
         assert text in FAMILIES, f"{text!r} is no family of cells"
 
 

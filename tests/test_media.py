@@ -9,14 +9,13 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.config import RunConfig, SamplingConfig
-from minivlmrl.data import shapes
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import JsonLines, Row
-from minivlmrl.rollout.rollout import rollout
-from minivlmrl.training.algorithms.pairs import PairAlgorithm
-from minivlmrl.training.algorithms.sft import SFT
+from minivlmrl.algorithms.pairs import PairAlgorithm
+from minivlmrl.algorithms.sft import SFT
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import JsonLines, Processor, Row
+from minivlmrl.run.config import RunConfig, SamplingConfig
+from minivlmrl.run.evaluate import rollout
+from minivlmrl.tasks import shapes
 
 import tiny
 
@@ -51,8 +50,8 @@ def test_a_list_of_frames_is_a_video(folder):
     assert row.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]}]
     assert len(row.videos) == 1 and row.videos[0].fps == 4 and not row.images
     tensors = prompt(row)
-    assert tensors.grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
-    assert (tensors.input_ids == PROCESSOR.special["<|video_pad|>"]).sum() == tensors.grid_thw.prod() / 4
+    assert tensors.image_grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
+    assert (tensors.input_ids == PROCESSOR.special["<|video_pad|>"]).sum() == tensors.image_grid_thw.prod() / 4
 
 
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
@@ -80,11 +79,11 @@ def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
 def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
     problem = "<image> then <video> then <image>"
     tensors = prompt(read(folder, {"images": ["red.png", "blue.png"], "videos": [FRAMES], "problem": problem}))
-    assert tensors.grid_thw[:, 0].tolist() == [1, 2, 1]
+    assert tensors.image_grid_thw[:, 0].tolist() == [1, 2, 1]
     assert tensors.second_per_grid_ts.tolist() == [0, 1, 0]
     pads = [PROCESSOR.special[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     runs = [kind for kind in tensors.input_ids.tolist() if kind in pads]
-    tokens = (tensors.grid_thw.prod(1) // 4).tolist()
+    tokens = (tensors.image_grid_thw.prod(1) // 4).tolist()
     assert runs == [pads[0]] * tokens[0] + [pads[1]] * tokens[1] + [pads[0]] * tokens[2]
     alone = prompt(read(folder, {"image": "blue.png", "problem": "a"}))
     assert torch.equal(tensors.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
@@ -157,7 +156,7 @@ def test_a_url_is_not_fetched_unasked(folder):
 )
 def test_the_options_of_an_image_reach_the_grid(folder, options, grid):
     row = read(folder, {"images": [{"image": "red.png", **options}, "blue.png"], "problem": "a"})
-    assert prompt(row).grid_thw.tolist() == [grid, [1, 4, 8]]
+    assert prompt(row).image_grid_thw.tolist() == [grid, [1, 4, 8]]
 
 
 def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
@@ -169,7 +168,7 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
     assert row.messages[0]["content"][1:] == [
         {"type": "image", "max_pixels": 1568}, {"type": "image", "min_pixels": 6272, "max_pixels": 12544},
     ]  # fmt: skip
-    assert prompt(row).grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
+    assert prompt(row).image_grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
 
 
 IN_A_PART = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]}
@@ -236,7 +235,7 @@ def test_a_row_that_is_from_no_file_says_what_is_wrong_with_it():
 
 def test_the_options_of_a_video_reach_the_grid(folder):
     def side(**options):
-        return prompt(read(folder, {"video": {"video": FRAMES, **options}, "problem": "a"})).grid_thw[0, 1].item()
+        return prompt(read(folder, {"video": {"video": FRAMES, **options}, "problem": "a"})).image_grid_thw[0, 1].item()
 
     sides = [side(), side(min_pixels=784, max_pixels=784), side(min_pixels=784, total_pixels=3 * 784)]
     assert sides == [24, 4, 4]  # 128 tokens a frame at least, unless the row asks for less

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from minivlmrl.model import rope, text, vision
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import load_model
+from minivlmrl import decoder as text
+from minivlmrl import rope, vision
+from minivlmrl.batch import pack
+from minivlmrl.hub.checkpoint import load_model
 
 import tiny
 
@@ -49,12 +50,12 @@ def their_inputs(prompt):
     ids = prompt.input_ids[None]
     # without it they use 1-D positions
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).long() + 2 * (ids == tiny.VIDEO).long()}
-    is_video = prompt.grid_thw[:, 0] > 1
-    patches = is_video.repeat_interleave(prompt.grid_thw.prod(1))
+    is_video = prompt.image_grid_thw[:, 0] > 1
+    patches = is_video.repeat_interleave(prompt.image_grid_thw.prod(1))
     for kind, rows, key in ((~is_video, ~patches, ""), (is_video, patches, "_videos")):
         if kind.any():
             inputs[f"pixel_values{key}"] = prompt.pixel_values[rows]
-            inputs["video_grid_thw" if key else "image_grid_thw"] = prompt.grid_thw[kind]
+            inputs["video_grid_thw" if key else "image_grid_thw"] = prompt.image_grid_thw[kind]
     return inputs
 
 
@@ -81,7 +82,7 @@ def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair
     """Its own positions of videos are wrong in 5.23, see rope.get_rope_index; ours stand in test_positions.py."""
     theirs, ours = pair
     for row in prompts(3, VIDEO_ROWS):
-        positions = rope.get_rope_index(row.input_ids, row.grid_thw, ours.config, row.second_per_grid_ts)
+        positions = rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config, row.second_per_grid_ts)
         with torch.no_grad():
             expected = theirs(**their_inputs(row), position_ids=positions[:, None]).logits[0]
             assert (our_logits(ours, [row])[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -114,7 +115,7 @@ def test_positions_equal_transformers(pair):
         expected, _ = theirs.model.get_rope_index(
             inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
         )
-        assert torch.equal(rope.get_rope_index(row.input_ids, row.grid_thw, ours.config), expected[:, 0])
+        assert torch.equal(rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config), expected[:, 0])
 
 
 @pytest.mark.parametrize("grid", [(1, 6, 10), (1, 8, 8), (2, 10, 14), (1, 18, 4), (1, 58, 84), (1, 2, 2)])
@@ -197,7 +198,7 @@ def wrong_mrope_order(monkeypatch):
 
 
 def positions_without_images(monkeypatch):
-    monkeypatch.setattr("minivlmrl.model.batch.get_rope_index", lambda ids, *rest: torch.arange(len(ids)).expand(3, -1))
+    monkeypatch.setattr("minivlmrl.batch.get_rope_index", lambda ids, *rest: torch.arange(len(ids)).expand(3, -1))
 
 
 @pytest.mark.parametrize(

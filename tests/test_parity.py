@@ -1,6 +1,6 @@
 """Every loss and option of ours against TRL, cell by cell; the table that says so; and numbers recorded from TRL.
 
-The cells stand in minivlmrl/parity. `python -m minivlmrl.parity --record tests/recorded/trl_1.16.0.json` writes the
+The cells stand in minivlmrl/audit. `python -m minivlmrl parity --record tests/recorded/trl_1.16.0.json` writes the
 recorded numbers anew.
 """
 
@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import minivlmrl.parity
-from minivlmrl.parity.__main__ import main, status, summary
-from minivlmrl.parity.cells import families
-from minivlmrl.parity.compare import Cell, NotInThisVersion, Outcome, ask, compare, digits, judge, with_gradients
-from minivlmrl.parity.notes import NOTES, known, numbers
-from minivlmrl.training.losses import preference, sft
+import minivlmrl.audit
+from minivlmrl.algorithms import preference_losses as preference
+from minivlmrl.algorithms import sft_loss as sft
+from minivlmrl.audit.cells import families
+from minivlmrl.audit.compare import Cell, NotInThisVersion, Outcome, ask, compare, digits, judge, with_gradients
+from minivlmrl.audit.notes import NOTES, known, numbers
+from minivlmrl.audit.parity import main, status, summary
 
 FAMILIES = families()
 RECORDED = Path(__file__).parent / "recorded" / "trl_1.16.0.json"
@@ -46,7 +47,7 @@ def test_cells_have_names_of_their_own():
 
 
 def test_every_loss_of_ours_has_a_family():
-    from minivlmrl.training.losses import policy
+    from minivlmrl import losses as policy
 
     names = {f"grpo loss_type={name}" for name in policy.LOSS_TYPES if name != "rloo"} | {"rloo loss"}
     names |= {f"dpo {name}" for name in preference.DPO_LOSSES} | {f"sft loss_type={n}" for n in sft.SFT_LOSS_TYPES}
@@ -155,7 +156,7 @@ def test_digits_and_gradients():
 
 def test_an_option_that_trl_does_not_know_is_named():
     pytest.importorskip("trl", reason=MISSING)
-    from minivlmrl.parity import policy_cells, trl_oracle
+    from minivlmrl.audit import policy_cells, trl_oracle
 
     batch = policy_cells.policy_batch(0)
     with pytest.raises(NotInThisVersion, match="GRPOConfig has no option no_such_option"):
@@ -194,8 +195,8 @@ def test_a_wrong_loss_is_reported(capsys, monkeypatch):
 
 def test_without_trl_the_command_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "minivlmrl.parity.trl_oracle", raising=False)
-    monkeypatch.delattr(minivlmrl.parity, "trl_oracle", raising=False)
+    monkeypatch.delitem(sys.modules, "minivlmrl.audit.trl_oracle", raising=False)
+    monkeypatch.delattr(minivlmrl.audit, "trl_oracle", raising=False)
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "pip install trl==1.16.0" in err

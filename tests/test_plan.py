@@ -5,18 +5,17 @@ import json
 import pytest
 import torch
 
-from minivlmrl.config import RunConfig, SamplingConfig, ShardingSection
-from minivlmrl.data.processor import Prompt
+from minivlmrl import attention
+from minivlmrl.batch import pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.generate import generate, sample
+from minivlmrl.hub.config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
-from minivlmrl.model import attention
-from minivlmrl.model.batch import pack
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.plan import GB, STAGES, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
-from minivlmrl.rollout.generate import generate
-from minivlmrl.rollout.sampler import sample
-from minivlmrl.training.optimizer import build_optimizer
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Prompt
+from minivlmrl.run.config import RunConfig, SamplingConfig, ShardingSection
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.tools.plan import GB, STAGES, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
 
 import tiny
 
@@ -115,7 +114,7 @@ def test_a_batch_on_the_meta_device_has_the_lengths():
     batch = meta_batch(config, WORK)
     tokens = 2 * (64 + 150) + 2 * 3 * 39
     assert batch.input_ids.shape == (tokens,) and batch.completion_ids.shape == (240,)
-    assert batch.grid_thw.tolist() == [[1, 16, 16]] * 2 and batch.pixel_values.shape == (512, 1176)
+    assert batch.image_grid_thw.tolist() == [[1, 16, 16]] * 2 and batch.pixel_values.shape == (512, 1176)
     assert batch.input_ids.device.type == batch.layout.predict_index.device.type == "meta"
     assert meta_batch(config, Work(1, 0, 5, 0, 0)).pixel_values.shape == (0, 1176)
 

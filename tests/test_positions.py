@@ -7,7 +7,7 @@ import pytest
 import torch
 from record_positions import cases, digest
 
-from minivlmrl.model import rope
+from minivlmrl import rope
 
 import tiny
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivlmrl.rollout.advantages import gae, masked_moments, token_rewards, whiten
-from minivlmrl.training.losses.ppo import ppo_loss
+from minivlmrl.algorithms.advantages import gae, masked_moments, token_rewards, whiten
+from minivlmrl.algorithms.ppo_loss import ppo_loss
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]

@@ -9,10 +9,10 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data import shapes
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, Tokenizer
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 PAD = PROCESSOR.special["<|image_pad|>"]
@@ -81,13 +81,13 @@ def test_prompt_equals_transformers(oracle, name):
     assert torch.equal(prompt.input_ids, expected["input_ids"][0])
     if images:
         assert torch.equal(prompt.pixel_values, expected["pixel_values"])
-        assert torch.equal(prompt.grid_thw, expected["image_grid_thw"])
+        assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
 
 
 def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
     images = [picture((56, 84)), picture((140, 112))]
     prompt = PROCESSOR(user(IMAGE_PART, text("and"), IMAGE_PART), images)
-    assert prompt.grid_thw.tolist() == [[1, 6, 4], [1, 8, 10]]
+    assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [1, 8, 10]]
     ids = prompt.input_ids.tolist()
     first = ids.index(PROCESSOR.special["<|vision_start|>"]) + 1
     assert ids[first : first + 6] == [PAD] * 6
@@ -99,8 +99,8 @@ def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
 def test_a_prompt_without_images_has_empty_tensors_of_the_right_form():
     prompt = PROCESSOR(user(text("hi")), [])
     assert prompt.pixel_values.shape == (0, 1176)
-    assert prompt.grid_thw.shape == (0, 3)
-    assert (prompt.input_ids.dtype, prompt.grid_thw.dtype) == (torch.int64, torch.int64)
+    assert prompt.image_grid_thw.shape == (0, 3)
+    assert (prompt.input_ids.dtype, prompt.image_grid_thw.dtype) == (torch.int64, torch.int64)
 
 
 @pytest.mark.parametrize(("placeholders", "images"), [(0, 1), (1, 0), (2, 1), (1, 2)])

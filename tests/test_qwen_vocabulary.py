@@ -13,9 +13,9 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from minivlmrl.data.chat import Control, render
+from minivlmrl.chat import Control, render
 from minivlmrl.data.template import ChatTemplate
-from minivlmrl.data.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, Tokenizer
+from minivlmrl.hub.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, Tokenizer
 
 # ids 151657 to 151664: added, but words and no control tokens
 WORDS = (

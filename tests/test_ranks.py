@@ -11,11 +11,11 @@ import torch
 import yaml
 from on_ranks import launch
 
-from minivlmrl.data import shapes
-from minivlmrl.model.checkpoint import random_model
-from minivlmrl.model.scalar import ScalarModel
-from minivlmrl.training.distributed import World
-from minivlmrl.training.saving import save_scalar_model
+from minivlmrl.algorithms.value_model import ScalarModel
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.scale.ranks import World
+from minivlmrl.scale.saving import save_scalar_model
+from minivlmrl.tasks import shapes
 
 from tiny import RUN_MODEL
 

@@ -53,8 +53,8 @@ def test_recipes_and_scripts_of_the_commands_exist():
 
 def test_figures_of_the_text_are_the_recipes():
     """0.74 million weights, 96 demonstrations of which half are wrong, 256 held-out pictures."""
-    from minivlmrl.data import shapes
-    from minivlmrl.model.checkpoint import random_model
+    from minivlmrl.hub.checkpoint import random_model
+    from minivlmrl.tasks import shapes
 
     recipe = yaml.safe_load((ROOT / "recipes" / "shapes.yaml").read_text())
     model, _ = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
@@ -72,10 +72,10 @@ def test_constraints_hold_the_versions_that_the_text_names():
 
 
 def test_the_examples_of_how_to_add_are_the_real_ones():
-    losses = (ROOT / "minivlmrl/training/losses/preference.py").read_text()
+    losses = (ROOT / "minivlmrl/algorithms/preference_losses.py").read_text()
     [hinge] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def hinge" in b]
     assert hinge in losses
-    sft = (ROOT / "minivlmrl/training/algorithms/sft.py").read_text()
+    sft = (ROOT / "minivlmrl/algorithms/sft.py").read_text()
     assert f"has {len(sft.splitlines())} lines" in README
     [example] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class SFT(Algorithm)" in b]
     for line in (
@@ -88,9 +88,8 @@ def test_the_examples_of_how_to_add_are_the_real_ones():
 
 
 def test_every_algorithm_and_its_options_are_named():
-    from minivlmrl.training.losses.policy import LOSS_TYPES
-
-    from train import ALGORITHMS
+    from minivlmrl.losses import LOSS_TYPES
+    from minivlmrl.train import ALGORITHMS
 
     assert all(f"`{name}`" in README for name in ALGORITHMS)
     plain = README.lower().replace(". ", "_").replace(" ", "")

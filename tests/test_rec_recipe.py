@@ -7,12 +7,11 @@ import PIL.Image
 import pytest
 import yaml
 
-from minivlmrl.data import localisation
-from minivlmrl.model.checkpoint import random_model, save_checkpoint
-from minivlmrl.rollout import rollout as rollout_file
-from minivlmrl.rollout.generate import Completion
-
-import train
+from minivlmrl import train
+from minivlmrl.generate import Completion
+from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.run import evaluate as rollout_file
+from minivlmrl.tasks import localisation
 
 datasets = pytest.importorskip("sklearn.datasets", reason="photographs missing: pip install scikit-learn")
 ROOT = Path(__file__).parents[1]
@@ -68,7 +67,7 @@ def test_boxes_of_the_resized_image_are_scaled_back(run, folder, monkeypatch):
         def write(model, prompts, num_generations, *_, space=space):
             said = []
             for prompt, (_, box) in zip(prompts, boxes(prompts), strict=True):
-                _, height, width = prompt.grid_thw[0].tolist()
+                _, height, width = prompt.image_grid_thw[0].tolist()
                 scale = (width * 14 / 640, height * 14 / 427) if space == "resized" else (1, 1)
                 numbers = [round(v * scale[i % 2], 1) for i, v in enumerate(box)]
                 text = f"<think>there</think><answer>{json.dumps({'bbox_2d': numbers})}</answer>"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.data import shapes
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.model.checkpoint import save_checkpoint
-from minivlmrl.model.folder import find_folder
-from minivlmrl.model.replacing import replacing
+from minivlmrl.hub.atomic_folder import replacing
+from minivlmrl.hub.checkpoint import save_checkpoint
+from minivlmrl.hub.folder import find_folder
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 import tiny
 

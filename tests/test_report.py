@@ -5,9 +5,9 @@ import warnings
 import PIL.Image
 import pytest
 
-from minivlmrl.data.sources import Row
-from minivlmrl.rollout.rollout import Answer, Evaluation
-from minivlmrl.training.report import write_report
+from minivlmrl.rows import Row
+from minivlmrl.run.evaluate import Answer, Evaluation
+from minivlmrl.tools.report import write_report
 
 
 def test_characters_that_the_font_does_not_have_are_drawn_without_a_warning(tmp_path):

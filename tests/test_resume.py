@@ -20,18 +20,17 @@ import yaml
 from safetensors.torch import load
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import shuffled
-from minivlmrl.rollout import generate
-from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.training import signals
-from minivlmrl.training import state as state_file
-from minivlmrl.training import states as states_file
-from minivlmrl.training.algorithms import dpo as dpo_file
-from minivlmrl.training.metrics import MetricsLog
-from minivlmrl.training.signals import PREEMPTED
+from minivlmrl import generate, train
+from minivlmrl.algorithms import dpo as dpo_file
+from minivlmrl.rewards import REWARDS
+from minivlmrl.rows import Processor
+from minivlmrl.run.batches import shuffled
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.scale import resume as state_file
+from minivlmrl.scale import resume as states_file
+from minivlmrl.scale import signals
+from minivlmrl.scale.signals import PREEMPTED
 
-import train
 from tiny import RUN_MODEL
 
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}

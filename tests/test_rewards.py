@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from minivlmrl.rollout.rewards import (
+from minivlmrl.rewards import (
     REWARDS,
     accuracy,
     format,
@@ -23,7 +23,7 @@ GOOD = "<think>I see green</think><answer>green square</answer>"
 @pytest.fixture
 def registry(monkeypatch):
     """Whatever a test registers is gone after it."""
-    monkeypatch.setattr("minivlmrl.rollout.rewards.REWARDS", dict(REWARDS))
+    monkeypatch.setattr("minivlmrl.rewards.REWARDS", dict(REWARDS))
 
 
 @pytest.mark.parametrize(

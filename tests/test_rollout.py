@@ -7,15 +7,14 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.config import SamplingConfig
-from minivlmrl.data import localisation
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.sources import Row
 from minivlmrl.data.video import Video
-from minivlmrl.rollout import rollout as rollout_file
-from minivlmrl.rollout.rollout import Answer, Rollout, box_columns, evaluate
-from minivlmrl.training.distributed import World
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor, Row
+from minivlmrl.run import evaluate as rollout_file
+from minivlmrl.run.config import SamplingConfig
+from minivlmrl.run.evaluate import Answer, Rollout, box_columns, evaluate
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import localisation
 
 REWARDS = ("iou", "box_format", "acc_0_5")
 NAN = float("nan")

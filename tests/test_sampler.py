@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from minivlmrl.config import SamplingConfig
-from minivlmrl.rollout.sampler import draw, filter_logits, sample, uniforms
+from minivlmrl.generate import draw, sample, uniforms
+from minivlmrl.run.config import SamplingConfig
+from minivlmrl.sampling.filters import filter_logits
 
 SETTINGS = [
     dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)

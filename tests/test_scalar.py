@@ -4,17 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.data import shapes
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor, Prompt
-from minivlmrl.model.attention import GroupAttention
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import load_model, save_checkpoint
-from minivlmrl.model.scalar import ScalarModel, load_scalar_model, pack_to_end
-from minivlmrl.rollout.generate import Completion
-from minivlmrl.rollout.rollout import judge
-from minivlmrl.training.distributed import World
-from minivlmrl.training.saving import save_scalar_model
+from minivlmrl.algorithms.value_model import ScalarModel, load_scalar_model, pack_to_end
+from minivlmrl.attention import GroupAttention
+from minivlmrl.batch import pack
+from minivlmrl.generate import Completion
+from minivlmrl.hub.checkpoint import load_model, save_checkpoint
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor, Prompt
+from minivlmrl.run.evaluate import judge
+from minivlmrl.scale.ranks import World
+from minivlmrl.scale.saving import save_scalar_model
+from minivlmrl.tasks import shapes
 
 import tiny
 
@@ -42,7 +42,7 @@ def groups():
 def by_hand(model: ScalarModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
     """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
     ids = torch.cat([prompt.input_ids, completion])
-    batch = pack([Prompt(ids, prompt.pixel_values, prompt.grid_thw)], [[]], model.backbone.config)
+    batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
     states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
     return states @ model.score.weight[0]
 

@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from minivlmrl.config import DataSection
-from minivlmrl.data.datasets import load_datasets
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import (
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rewards import accuracy, format
+from minivlmrl.rows import Processor
+from minivlmrl.run.batches import load_datasets
+from minivlmrl.run.config import DataSection
+from minivlmrl.tasks.shapes import (  # fmt: skip
     CHANCE,
     COLORS,
     LABELS,
@@ -23,8 +24,7 @@ from minivlmrl.data.shapes import (
     draw,
     tokenizer,
     worse,
-)  # fmt: skip
-from minivlmrl.rollout.rewards import accuracy, format
+)
 
 
 def pictures(rows):
@@ -160,7 +160,7 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     row = Shapes(1, 0)[0]
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
-    assert prompt.grid_thw.tolist() == [[1, 8, 8]]
+    assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
     assert {len(processor.encode_completion([], answer(label))[0]) for label in LABELS} == {14}
 
 

@@ -12,16 +12,16 @@ from on_ranks import launch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from minivlmrl.config import ShardingSection, StageConfig, load_config
-from minivlmrl.data import shapes
-from minivlmrl.model.batch import pack
-from minivlmrl.model.checkpoint import load_model, load_processor, random_model, save_checkpoint
-from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
-from minivlmrl.training.optimizer import build_optimizer
-from minivlmrl.training.saving import save_model
-from minivlmrl.training.sharding import (
+from minivlmrl import train
+from minivlmrl.batch import pack
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.hub.config import ModelConfig
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.config import ShardingSection, StageConfig, load_config
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.saving import save_model
+from minivlmrl.scale.sharding import (
     Sharding,
     copy_model,
     gathered,
@@ -31,9 +31,9 @@ from minivlmrl.training.sharding import (
     reshard,
     units,
 )
+from minivlmrl.tasks import shapes
 
 import tiny
-import train
 
 CPU = torch.device("cpu")
 SECTIONS = {"sharded": ["--sharding.enabled=true"], "replicas": ["--sharding.enabled=true", "--sharding.replicas=2"]}

@@ -8,13 +8,13 @@ import signal
 import PIL.Image
 import pytest
 
-from minivlmrl import config as config_file
-from minivlmrl.config import DataSection
-from minivlmrl.data import localisation
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.conversations import split_at_media
-from minivlmrl.data.datasets import TASKS, TOKENIZERS, chance, load_datasets
-from minivlmrl.data.sources import JsonLines, shuffled
+from minivlmrl.rows import JsonLines
+from minivlmrl.run import config as config_file
+from minivlmrl.run.batches import TASKS, TOKENIZERS, chance, load_datasets, shuffled
+from minivlmrl.run.config import DataSection
+from minivlmrl.tasks import localisation
 
 IMAGE_PART = {"type": "image"}
 

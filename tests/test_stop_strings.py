@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.data.tokenizer import Tokenizer
-from minivlmrl.rollout.stop_strings import StopStrings, token_bytes
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.data import chat
-from minivlmrl.data.chat import IMAGE, VIDEO, Control
+from minivlmrl import chat
+from minivlmrl.chat import IMAGE, VIDEO, Control
 from minivlmrl.data.template import ChatTemplate
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
 CHATML = (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.data import shapes
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, Tokenizer
+from minivlmrl.tasks import shapes
 
 TINY = shapes.tokenizer()
 CONTROL_IDS = {TINY.token_id(token) for token in SPECIAL_TOKENS}
@@ -92,7 +92,7 @@ def test_equals_transformers(tmp_path, kind):
 def test_training_is_deterministic_over_processes():
     """Ties between pairs must not be broken by the order of a hash table."""
     script = (
-        "from minivlmrl.data.tokenizer import Tokenizer\n"
+        "from minivlmrl.hub.tokenizer import Tokenizer\n"
         "words = [f'{a}{b} {b}{a}' for a in 'abcdefgh' for b in 'ijklmnop']\n"  # all pairs equally frequent
         "print(Tokenizer.train(words, vocab_size=400).backend.to_str())"
     )

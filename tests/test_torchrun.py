@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import train
+from minivlmrl import train
+
 from tiny import RUN_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ RECIPE = {
 SCRIPT = """
 import os, signal, sys, traceback
 import torch
-import train
+from minivlmrl import train
 
 calls, original = [], torch.Tensor.backward
 

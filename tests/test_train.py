@@ -16,29 +16,28 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.config import RunConfig, SamplingConfig, StageConfig, VideoSection, load_config
+from minivlmrl import generate, train
+from minivlmrl import grpo as grpo_file
+from minivlmrl.algorithms import algorithm as algorithm_file
+from minivlmrl.algorithms import sft as sft_file
+from minivlmrl.algorithms.preference_losses import DPO_LOSSES, F_DIVERGENCES
+from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.data.localisation import Localisation, constant_box
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.shapes import Shapes, answer
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.rollout import generate
-from minivlmrl.rollout.rewards import REWARDS
-from minivlmrl.rollout.rollout import Answer, Rollout
-from minivlmrl.rollout.sampler import sample
-from minivlmrl.training import report
-from minivlmrl.training.algorithms import algorithm as algorithm_file
-from minivlmrl.training.algorithms import grpo as grpo_file
-from minivlmrl.training.algorithms import sft as sft_file
-from minivlmrl.training.distributed import World
-from minivlmrl.training.losses.policy import CORRECTION_MODES, IMPORTANCE_SAMPLING_LEVELS, KL_ESTIMATORS, LOSS_TYPES
-from minivlmrl.training.losses.preference import DPO_LOSSES, F_DIVERGENCES
-from minivlmrl.training.losses.sft import SFT_LOSS_TYPES
-from minivlmrl.training.metrics import MetricsLog
-from minivlmrl.training.optimizer import learning_rate
+from minivlmrl.generate import sample
+from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.losses import CORRECTION_MODES, IMPORTANCE_SAMPLING_LEVELS, KL_ESTIMATORS, LOSS_TYPES
+from minivlmrl.rewards import REWARDS
+from minivlmrl.rows import Processor
+from minivlmrl.run.config import RunConfig, SamplingConfig, StageConfig, VideoSection, load_config
+from minivlmrl.run.evaluate import Answer, Rollout
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.optimizer import learning_rate
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks.localisation import Localisation, constant_box
+from minivlmrl.tasks.shapes import Shapes, answer
+from minivlmrl.tools import report
 
 import tiny
-import train
 
 ROOT = Path(__file__).parents[1]
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
@@ -831,7 +830,7 @@ def test_the_report_shows_each_answer_under_its_own_row(tmp_path, monkeypatch):
         return Rollout([], [], texts, torch.ones(len(batch), 2), [(56, 56)] * len(batch))
 
     rows = Shapes(6, "report")
-    monkeypatch.setattr("minivlmrl.rollout.rollout.rollout", perfect)
+    monkeypatch.setattr("minivlmrl.run.evaluate.rollout", perfect)
     result = train.evaluate(None, None, rows, SamplingConfig(), Half(0, 2, torch.device("cpu")))
     assert [answer.text for answer in result.answers] == [rows[i].completion for i in range(6)]
     figure = strip(rows, {"start": result})

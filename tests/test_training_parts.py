@@ -2,10 +2,10 @@
 
 import torch
 
-from minivlmrl.config import StageConfig
-from minivlmrl.training.distributed import World
-from minivlmrl.training.metrics import merge
-from minivlmrl.training.optimizer import build_optimizer, learning_rate
+from minivlmrl.run.config import StageConfig
+from minivlmrl.run.metrics import merge
+from minivlmrl.run.optimizer import build_optimizer, learning_rate
+from minivlmrl.scale.ranks import World
 
 
 def schedule(**options):

@@ -19,8 +19,8 @@ from record_vision import attempt, digest, frame_size_cases, noise, sampling_cas
 
 from minivlmrl.data import video as video_module
 from minivlmrl.data.frames import frame_range, sample_indices, smart_nframes
-from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.video import Video, VideoProcessor, load_video
+from minivlmrl.image import ImageProcessor
 
 PROCESSOR = VideoProcessor(ImageProcessor())
 
@@ -172,8 +172,8 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     ],
 )
 def test_grids(count, size, options, grid):
-    pixel_values, grid_thw, _ = PROCESSOR(Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
-    assert grid_thw == grid
+    pixel_values, image_grid_thw, _ = PROCESSOR(Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
+    assert image_grid_thw == grid
     assert pixel_values.shape == (grid[0] * grid[1] * grid[2], 1176)
 
 
@@ -208,8 +208,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
         processor = VideoProcessor(ImageProcessor(**options, min_pixels=196, resize="torch"))
-        pixel_values, grid_thw, _ = processor(Video(frames, 2.0), **bounds, total_pixels=10**9)
-        assert list(grid_thw) == grid
+        pixel_values, image_grid_thw, _ = processor(Video(frames, 2.0), **bounds, total_pixels=10**9)
+        assert list(image_grid_thw) == grid
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
 
@@ -225,8 +225,8 @@ def test_patches_of_each_frame_equal_transformers_image_processor(count):
     frames = theirs["pixel_values"].view(count, -1, 3, 1, 196)
     frames = torch.cat([frames, frames[-1:]])[: 2 * ((count + 1) // 2)]
     expected = torch.cat([frames[0::2], frames[1::2]], dim=3).view(-1, 1176)
-    pixel_values, grid_thw, _ = PROCESSOR(Video(images, 2.0), **bounds)
-    assert list(grid_thw) == [(count + 1) // 2, *theirs["image_grid_thw"][0, 1:]]
+    pixel_values, image_grid_thw, _ = PROCESSOR(Video(images, 2.0), **bounds)
+    assert list(image_grid_thw) == [(count + 1) // 2, *theirs["image_grid_thw"][0, 1:]]
     assert torch.equal(pixel_values, expected)
 
 

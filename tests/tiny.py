@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from minivlmrl.data.processor import Prompt
-from minivlmrl.model.config import QWEN2_VL_VISION, ModelConfig, VisionConfig
-from minivlmrl.model.qwen2_5_vl import Qwen2_5_VL
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.config import QWEN2_VL_VISION, ModelConfig, VisionConfig
+from minivlmrl.rows import Prompt
 
 # config.json of a model for whole runs, as small as its parts allow
 RUN_MODEL = {

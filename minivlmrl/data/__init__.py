@@ -1,1 +1,1 @@
-"""FILES -> TOKENS AND PATCHES: images, chat template, tokenizer, datasets, the embedded task."""
+"""Rows in other forms, images and videos from anywhere, folders' own templates."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minivlmrl.data.chat import content_parts, part_kind, render, render_completion
+from minivlmrl.chat import content_parts, part_kind, render, render_completion
 from minivlmrl.data.media import has_source
 
 PLACEHOLDER = {"image": "<image>", "video": "<video>"}  # in a prompt's text: where an image or video goes

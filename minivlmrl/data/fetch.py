@@ -5,7 +5,6 @@ import binascii
 import http.client
 import io
 import time
-import urllib.parse
 import urllib.request
 from pathlib import Path
 

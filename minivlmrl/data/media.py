@@ -5,9 +5,9 @@ from pathlib import Path
 
 import PIL.Image
 
-from minivlmrl.data.chat import content_parts, part_kind
-from minivlmrl.data.image import IMAGE_OPTIONS, check_options, load_image
+from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.video import VIDEO_OPTIONS, Video, load_video
+from minivlmrl.image import IMAGE_OPTIONS, check_options, load_image
 
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import meta
 
-from minivlmrl.data.chat import IMAGE, VIDEO, Control, check_message, check_turns, content_parts, join_text, part_kind
+from minivlmrl.chat import IMAGE, VIDEO, Control, check_message, check_turns, content_parts, join_text, part_kind
 from minivlmrl.data.sandbox import environment, plain
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.data.fetch import open_source
 from minivlmrl.data.frames import FPS, FRAME_FACTOR, number, sample_indices
-from minivlmrl.data.image import (
+from minivlmrl.image import (
     IMAGE_OPTIONS,
     MAX_IMAGE_PIXELS,
     ImageProcessor,
@@ -224,7 +224,7 @@ class VideoProcessor:
             options: of this video alone, see resized_size.
         Returns:
             pixel_values (patches, 3 * temporal_patch_size * patch_size^2) float32: see patchify.
-            grid_thw: patches in time, height and width.
+            image_grid_thw: patches in time, height and width.
             second_per_grid_ts: seconds from one patch in time to the next.
         Raises:
             ValueError: an option is unknown or of the wrong type; see also smart_resize.
@@ -234,8 +234,8 @@ class VideoProcessor:
         nframes = math.ceil(len(video.frames) / depth) * depth
         height, width = self.resized_size(nframes, *video.size, **options)
         _check_size(nframes, width, height)
-        pixel_values, grid_thw = self.image_processor.patches(video.images(), height, width)
-        return pixel_values, grid_thw, depth / video.fps
+        pixel_values, image_grid_thw = self.image_processor.patches(video.images(), height, width)
+        return pixel_values, image_grid_thw, depth / video.fps
 
     def resized_size(self, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
         """Choose the size of each frame.

@@ -1,0 +1,29 @@
+"""`python -m minivlmrl TOOL`: one table of everything that can be started; `python -m minivlmrl` prints it."""
+
+import importlib
+import sys
+
+TOOLS = {  # name: (module:function, what it does)
+    "train": ("minivlmrl.train:start", "train by a recipe, as torchrun train.py does"),
+    "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
+    "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
+    "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
+    "kernels": ("minivlmrl.kernels.aot:main", "compile the Triton kernels without a GPU and count instructions"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tool that the first argument names with the others; returns its exit status."""
+    name = arguments[0] if arguments else "--help"
+    if name not in TOOLS:
+        lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
+        print("\n".join(["usage: python -m minivlmrl TOOL [--help] ...", "", *lines]))
+        if name not in ("-h", "--help"):
+            print(f"\n{name!r} is not one of these tools", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    module, _, function = TOOLS[name][0].partition(":")
+    return getattr(importlib.import_module(module), function)(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""TODO."""
+
+import torch
+from torch import Tensor
+
+from minivlmrl.advantages import EPSILON, _groups, _nanstd
+
+
+def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+    """Normalise every reward function in its group, then add up: none drowns in another one's larger scale.
+
+    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before they are added.
+
+    Args:
+        rewards: (n, K) float32, NaN where a function could not judge.
+        weights: (K,).
+    Returns:
+        (n,) advantages, normalised once more over the batch; 0 where no function could judge.
+    Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation "normalize_then_sum".
+    """
+    columns = []
+    for column in rewards.unbind(1):
+        groups = _groups(column, num_generations)
+        columns.append(((groups - groups.nanmean(1, keepdim=True)) / (_nanstd(groups)[:, None] + EPSILON)).flatten())
+    total = (torch.stack(columns, 1) * weights).nansum(1).masked_fill(rewards.isnan().all(1), float("nan"))
+    return ((total - total.nanmean()) / (_nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
+
+
+def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
+    """Measure each reward against the mean of the others of its group.
+
+    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
+
+    Args:
+        rewards: (n,) float32, groups of num_generations in a row; NaN counts for nobody.
+        normalize: centre and scale the advantages over the batch.
+    Returns:
+        (n,) advantages; 0 where the reward is NaN or there is no other one.
+    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
+    """
+    groups = _groups(rewards, num_generations)
+    others = (~groups.isnan()).sum(1, keepdim=True) - 1
+    advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
+    if normalize:
+        advantages = (advantages - advantages.nanmean()) / (_nanstd(advantages[None]) + EPSILON)
+    return advantages.nan_to_num(0.0)
+
+
+def token_rewards(
+    scores: Tensor,
+    logps: Tensor,
+    ref_logps: Tensor,
+    mask: Tensor,
+    kl_coef: float = 0.05,
+    kl_estimator: str = "k1",
+    score_index: Tensor | None = None,
+) -> Tensor:
+    """What each token earns in PPO: minus kl_coef times its KL to the reference, and at the end the score.
+
+    Args:
+        scores: (B,), of whole completions.
+        logps, ref_logps: (B, T) nats, of the policy that sampled and of the reference.
+        mask: (B, T), 1 for real tokens.
+        kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
+        score_index: (B,) int64, the token that earns the score, by default each row's last.
+    Returns:
+        (B, T).
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which puts the score one place after the last
+        token where the padding leaves one.
+    """
+    log_ref_ratio = (ref_logps - logps) * mask
+    if kl_estimator not in ("k1", "k3"):
+        raise ValueError(f"kl_estimator is {kl_estimator!r}; PPO's rewards know k1 and k3")
+    kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
+    if score_index is None:
+        score_index = mask.sum(1).long() - 1
+    return (-kl_coef * kl).scatter_add(1, score_index[:, None], scores[:, None].to(kl.dtype))
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation.
+
+        delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
+
+    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1: deltas 0, 0.5, advantages 0.5, 0.5, returns 1, 1.
+
+    Args:
+        rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token t.
+    Returns:
+        advantages (B, T) and returns (B, T), which are advantages + values.
+    Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
+    """
+    advantages, following, next_value = [], torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for reward, value in zip(reversed(rewards.unbind(1)), reversed(values.unbind(1)), strict=True):
+        following = reward + gamma * next_value - value + gamma * lam * following
+        next_value = value
+        advantages.append(following)
+    advantages = torch.stack(advantages[::-1], dim=1)
+    return advantages, advantages + values
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, moments: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Bring real entries to mean 0 and variance 1; entries outside the mask become 0.
+
+    Args:
+        x, mask: (B, T).
+        shift_mean: False keeps the mean.
+        moments: mean and variance of the whole rollout, by default those of x.
+    Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
+    """
+    mean, variance = masked_moments(x, mask) if moments is None else moments
+    whitened = (x - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)
+    return whitened * mask
+
+
+def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (n - 1 in its denominator, at least 1) of the real entries of (B, T), two scalars."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count
+    return mean, ((x - mean).square() * mask).sum() / (count - 1).clamp(min=1)

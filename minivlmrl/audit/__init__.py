@@ -1,0 +1,1 @@
+"""Our numbers held against TRL's."""

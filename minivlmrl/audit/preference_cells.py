@@ -1,0 +1,162 @@
+"""Cells of what learns from demonstrations and preferences: SFT, DPO and its family, KTO, the reward model."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from minivlmrl.algorithms import preference_losses as preference
+from minivlmrl.algorithms import sft_loss as sft
+from minivlmrl.audit import compare
+from minivlmrl.audit.compare import Cell, Result
+from minivlmrl.audit.policy_cells import oracle, policy_batch, say
+
+LOSS_TYPES = tuple(preference.DPO_LOSSES)
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # sigmoid: TRL ignores it
+# Weights multiply in place in TRL, which breaks the gradient of hinge and crashes with sft; aot refuses them.
+WEIGHTABLE = tuple(name for name in LOSS_TYPES if name not in ("aot", "aot_unpaired", "sft", "hinge"))
+DIVERGENCES = (
+    {"f_divergence_type": "forward_kl"},
+    {"f_divergence_type": "js_divergence"},
+    *({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": a} for a in (0.0, 0.5, 1.0, 1.5)),
+)
+LISTS = (  # MPO's own mixture first
+    (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]),
+    (["sigmoid", "sft"], [1.0, 0.1]),
+    (["ipo", "hinge", "apo_zero"], None),
+    (["sigmoid_norm", "sppo_hard"], [2.0, 0.01]),
+    (["aot", "discopop", "nca_pair", "robust"], [0.1, 0.2, 0.3, 0.4]),
+)
+B, T = 3, 6
+
+
+def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Pairs (B, 2, T) with answers of 1 to T tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logps = -torch.rand(B, 2, T, generator=generator, dtype=torch.float64) * 2 - 0.05
+    ref = logps + 0.6 * torch.randn(B, 2, T, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, T + 1, (B, 2, 1), generator=generator)
+    batch = {
+        "per_token_logps": logps,
+        "ref_per_token_logps": ref.clamp(max=-0.01),
+        "completion_mask": (torch.arange(T) < lengths).double(),
+    }
+    return {name: value.to(dtype) for name, value in batch.items()}
+
+
+def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> Cell:
+    """One call of DPOTrainer._compute_loss.
+
+    Two things are float32 in TRL itself: alpha_divergence (it knows no float64, so the batch is float32), and
+    exo_pair's label_smoothing.
+    """
+    single = options.get("f_divergence_type") == "alpha_divergence"
+    batch = preference_batch(seed, torch.float32 if single else torch.float64)
+    weighting = {}
+    if use_weighting:  # of the oracle's two tokens, p and 1 - p
+        batch["per_token_logps"] *= 0.1 if seed % 2 else 1.0  # likely tokens: a weight over 1
+        p = batch["per_token_logps"].exp()
+        weighting["log_sum_sq_probs"] = (p.square() + (1 - p).square()).log()
+
+    def ours() -> Result:
+        logps = batch["per_token_logps"].clone().requires_grad_()
+        loss, metrics = preference.dpo_loss(**batch | {"per_token_logps": logps}, **options, **weighting)
+        return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
+
+    def theirs() -> Result:
+        names, weights = options["loss_type"], options.get("loss_weights")
+        told = options | {"loss_type": [names] if isinstance(names, str) else list(names), "loss_weights": weights}
+        return oracle().dpo_loss(batch, use_weighting=use_weighting, **told)
+
+    tolerance = 1e-6 if single or "exo_pair" in options["loss_type"] else 1e-10
+    shown = options | ({"use_weighting": True} if use_weighting else {})
+    return Cell(family, f"{say(shown)}, seed={seed}", ours, theirs, tolerance)
+
+
+def dpo_losses() -> Iterator[Cell]:
+    """Each loss, its label smoothing, and TRL's defaults for what is not said."""
+    for loss_type, beta, seed in product(LOSS_TYPES, (0.1, 0.5), range(4)):
+        smoothing = {"label_smoothing": 0.01} if loss_type == "exo_pair" else {}
+        yield dpo_cell(f"dpo {loss_type}", seed, loss_type=loss_type, beta=beta, **smoothing)
+    for loss_type, smoothing, seed in product(SMOOTHED, (0.1, 0.3), range(2)):
+        family = f"dpo {loss_type}, label_smoothing"
+        yield dpo_cell(family, seed, loss_type=loss_type, label_smoothing=smoothing, beta=0.5)
+
+
+def dpo_options() -> Iterator[Cell]:
+    """A family for each option over all losses that take it; exo_pair, of fewer digits, has its own."""
+    grid = [*product(DIVERGENCES, preference.ANY_DIVERGENCE)]
+    grid += product(({"ld_alpha": 0.0}, {"ld_alpha": 0.4}), LOSS_TYPES)
+    grid += product(({"use_weighting": True},), WEIGHTABLE)
+    for (option, loss_type), seed in product(grid, range(2)):
+        name, value = next(iter(option.items()))
+        family = f"dpo {name}={value}" if name == "f_divergence_type" else f"dpo {name}"
+        family = "dpo exo_pair, other options" if loss_type == "exo_pair" else family
+        smoothing = {"label_smoothing": 0.1} if loss_type in ("exo_pair", "robust") else {}
+        yield dpo_cell(family, seed, loss_type=loss_type, beta=0.3, **option, **smoothing)
+    for (names, weights), beta, seed in product(LISTS, (0.1, 0.5), range(2)):
+        yield dpo_cell("dpo several losses", seed, loss_type=names, loss_weights=weights, beta=beta)
+    for tau, seed in product((0.01, 0.5), range(2)):
+        yield dpo_cell("dpo discopop_tau", seed, loss_type="discopop", discopop_tau=tau, beta=0.5)
+
+
+def kto_losses() -> Iterator[Cell]:
+    grid = product(preference.KTO_LOSS_TYPES, ((1.0, 1.0), (1.3, 0.7)), (0.1, 0.5), range(3))
+    for loss_type, (good, bad), beta, seed in grid:
+        batch = policy_batch(seed)
+        batch = {name: batch[name] for name in ("per_token_logps", "ref_per_token_logps", "completion_mask")}
+        batch["ref_per_token_logps"] = batch["ref_per_token_logps"].clamp(max=-0.01)
+        batch |= {"kl_mask": batch["completion_mask"].roll(1, 0), "labels": torch.arange(4) % 3 == seed % 3}
+        options = {"loss_type": loss_type, "beta": beta, "desirable_weight": good, "undesirable_weight": bad}
+
+        def ours(batch=batch, options=options) -> Result:
+            logps, ref = batch["per_token_logps"].clone().requires_grad_(), batch["ref_per_token_logps"]
+            kl = preference.kto_kl(logps, ref, batch["kl_mask"])
+            loss, metrics = preference.kto_loss(logps, ref, batch["completion_mask"], batch["labels"], kl=kl, **options)
+            return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
+
+        def theirs(batch=batch, options=options) -> Result:
+            return oracle().kto_loss(batch, **options)
+
+        yield Cell(f"kto loss_type={loss_type}", f"{say(options)}, seed={seed}", ours, theirs)
+
+
+def sft_losses() -> Iterator[Cell]:
+    """With and without num_items_in_batch, which counts the tokens of the step on all processes."""
+    kinds = (("nll", "nll"), ("dft", "dft"), ("chunked_nll", "nll"))
+    for (asked, loss_type), items, processes, seed in product(kinds, (None, 37), (1, 3), range(3)):
+        batch = policy_batch(seed)
+
+        def ours(batch=batch, items=items, processes=processes, loss_type=loss_type) -> Result:
+            logps = batch["per_token_logps"].clone().requires_grad_()
+            tokens = None if items is None else items / processes
+            loss = sft.sft_loss(logps, batch["completion_mask"], tokens, loss_type)
+            return compare.with_gradients(loss, {"per_token_logps": logps}, {})
+
+        def theirs(batch=batch, items=items, processes=processes, asked=asked) -> Result:
+            return oracle().sft_loss(batch, items, processes, loss_type=asked)
+
+        name = say({"num_items": items, "processes": processes, "seed": seed})
+        yield Cell(f"sft loss_type={asked}", name, ours, theirs)
+
+
+def reward_losses() -> Iterator[Cell]:
+    for with_margin, center, seed in product((False, True), (None, 0.01, 0.5), range(3)):
+        chosen, rejected, margin = policy_batch(seed)["per_token_logps"][:3]
+        batch = {"chosen": chosen, "rejected": rejected, "margin": -margin if with_margin else None}
+
+        def ours(batch=batch, center=center) -> Result:
+            leaves = {name: batch[name].clone().requires_grad_() for name in ("chosen", "rejected")}
+            options = {"margin": batch["margin"], "center_rewards_coefficient": center}
+            loss, _ = preference.reward_loss(*leaves.values(), **options)
+            return compare.with_gradients(loss, leaves, {})
+
+        def theirs(batch=batch, center=center) -> Result:
+            return oracle().reward_loss(batch, center_rewards_coefficient=center)
+
+        name = say({"margin": with_margin, "center_rewards_coefficient": center, "seed": seed})
+        yield Cell("reward loss", name, ours, theirs)
+
+
+ALL = (dpo_losses, dpo_options, kto_losses, sft_losses, reward_losses)

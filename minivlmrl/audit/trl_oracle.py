@@ -1,0 +1,330 @@
+"""Asks the real methods of TRL's trainers for losses, gradients and advantages, with no model and no training run.
+
+A trainer is made without __init__; what its methods read is set from a real config, and its forward pass is replaced by
+given log-probabilities. Made to bear many versions: options are copied only where the config has them, and what a
+version lacks is said with NotInThisVersion. This is the one file that imports TRL; import it inside functions.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import tempfile
+import textwrap
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import torch
+import trl
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import TrainingArguments
+
+from minivlmrl.audit.compare import NotInThisVersion, Result, with_gradients
+
+VERSION = trl.__version__
+# Values with which an option changes nothing: a version without the option behaves like that.
+NEUTRAL = {
+    "use_bias_correction_kl": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "delta": None, "ld_alpha": None,
+    "off_policy_mask_threshold": None, "multi_objective_aggregation": "sum_then_normalize", "use_weighting": False,
+    "f_divergence_type": "reverse_kl", "reward_clip_range": None, "importance_sampling_level": "token",
+}  # fmt: skip
+METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of the others _compute_loss
+PROMPT = 2  # tokens before an answer, whose log-probabilities count for nothing
+
+
+class OneProcess:
+    """What the methods ask of accelerate, for `num_processes` ranks of which we are the first."""
+
+    process_index, is_main_process, sync_gradients, device = 0, True, True, torch.device("cpu")
+    parallelism_config = None
+
+    def __init__(self, num_processes: int = 1):
+        self.num_processes = num_processes
+
+    def gather(self, x):
+        return x
+
+    gather_for_metrics = unwrap_model = gather
+
+    def reduce(self, x, reduction):
+        return x
+
+    def pad_across_processes(self, x, **_):
+        return x
+
+
+class Outputs(dict):
+    """A model's output by attribute and by name."""
+
+    __getattr__ = dict.get
+
+
+class GivenLogps(torch.nn.Module):
+    """A language model over two tokens that gives token 1 the log-probabilities (B, T - 1).
+
+    Logits [log(1 - p), log p] have the log-sum-exp 0 with gradient 0, so versions that work on logits get p with its
+    exact gradient, and versions that work on log-probabilities get it directly.
+    """
+
+    def __init__(self, logps: Tensor):
+        super().__init__()
+        self.logps, self.is_gradient_checkpointing = logps, False
+
+    def forward(self, labels=None, **_):
+        p = self.logps.detach().exp()
+        logits = pad(torch.stack([torch.log1p(-self.logps.exp()), self.logps], -1), (0, 0, 0, 1))
+        output = Outputs(logits=logits)
+        if labels is not None:
+            mask = labels[:, 1:] != -100
+            log_probs, nothing = self.logps * mask, torch.zeros_like(p)
+            output.update(log_probs=log_probs, label_mask=mask, entropy=nothing, mean_logits=nothing)
+            output.update(is_top1=torch.zeros_like(mask))
+            output.update(log_sum_sq_probs=(p.square() + (1 - p).square()).log() * mask)
+        return output
+
+
+def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
+    """A trainer without __init__: its real config, its own options, one of `num_processes`, nothing to log to."""
+    trainer_class, config_class, problem = _classes(kind, module)
+    if problem is not None:
+        raise problem
+    self = trainer_class.__new__(trainer_class)
+    self.args = _config(config_class, options)
+    self.accelerator = OneProcess(num_processes)
+    common = {f.name for f in dataclasses.fields(TrainingArguments)}
+    for name in {f.name for f in dataclasses.fields(config_class)} - common:
+        setattr(self, name, getattr(self.args, name))
+    self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+    self.aux_loss_enabled, self.use_liger_kernel = False, False
+    self._tp_size, self._total_train_tokens, self.num_virtual_tokens = 1, 0, 0
+    self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+    self.state = SimpleNamespace(global_step=0, num_input_tokens_seen=0)
+    return self
+
+
+@functools.cache
+def _classes(kind: str, module: str) -> tuple[type | None, type | None, Exception | None]:
+    """Trainer and config, or why there are none; TRL imports them when they are asked for, which may fail slowly."""
+    try:
+        trainer_class = getattr(importlib.import_module(module), kind + "Trainer")
+        config_class = getattr(trl, kind + "Config")
+    except (ImportError, RuntimeError, AttributeError) as error:
+        gone = isinstance(error, AttributeError) or getattr(error, "name", None) == module
+        reason = str(error).splitlines()[-1]
+        name = f"{module}.{kind}Trainer"
+        problem = NotInThisVersion(f"no {name}") if gone else ImportError(f"{name} does not import here: {reason}")
+        return None, None, problem
+    method = METHODS.get(kind, "_compute_loss")
+    if not hasattr(trainer_class, method):
+        return None, None, NotInThisVersion(f"{kind}Trainer has no {method}")
+    return trainer_class, config_class, None
+
+
+def _config(config_class: type, options: dict):
+    known = {f.name for f in dataclasses.fields(config_class)}
+    for name in options.keys() - known:
+        if name not in NEUTRAL or options[name] != NEUTRAL[name]:
+            raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
+    off = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    options = {name: value for name, value in options.items() if name in known}
+    return config_class(output_dir=tempfile.gettempdir(), **off | options)
+
+
+def _answer(method, *inputs):
+    """Call a method of TRL; a value that it does not know is no fault of ours."""
+    try:
+        return method(*inputs)
+    except ValueError as error:
+        raise NotInThisVersion(str(error).partition(". ")[0]) from error
+
+
+def _unpacked(method, name: str) -> list[str]:
+    """The names to which a method assigns what self.<name>(...) returns: they differ by version."""
+    return _unpacked_in(inspect.unwrap(method.__func__), name)
+
+
+@functools.cache
+def _unpacked_in(function, name: str) -> list[str]:
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=called)):
+                if ast.unparse(called) == f"self.{name}":
+                    return [target.id for target in names]
+    raise NotInThisVersion(f"{function.__qualname__} does not call {name}")
+
+
+def _policy_trainer(kind: str, module: str = "trl", reward_weights: list[float] | None = None, **options):
+    """A GRPOTrainer or RLOOTrainer with what both of its methods read."""
+    defaults = {"per_device_train_batch_size": 4, "num_generations": 2}
+    self = bare(kind, module, **defaults | options)
+    args = self.args
+    self.epsilon_low = args.epsilon
+    self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    self.num_generations_eval = args.num_generations
+    self.model = torch.nn.Linear(1, 1).train()
+    self.model.is_gradient_checkpointing = False
+    self.ref_model = torch.nn.Linear(1, 1) if args.beta else None
+    self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
+    self.reward_weights = torch.tensor(reward_weights or [1.0])
+    self.reward_funcs = [None] * len(self.reward_weights)
+    self.reward_func_names = [str(k) for k in range(len(self.reward_weights))]
+    self.reward_processing_classes = self.reward_funcs
+    self.environment_factories = self.environments = None
+    self.tools, self.chat_template_kwargs, self._is_vlm = [], {}, False
+    self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=0, eos_token_id=1), [1]
+    self.pad_token_id, self.eos_token_id = 0, 1
+    self.processing_class = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids), **vars(self._tokenizer))
+    self._logs = defaultdict(deque, rewards=defaultdict(deque), extra=defaultdict(deque))
+    self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
+    self._step, self._buffered_inputs = 0, None
+    return self
+
+
+def _metrics(self) -> dict[str, float]:
+    return {name: values[-1] for name, values in self._metrics["train"].items() if values}
+
+
+def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Result:
+    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch, with gradients.
+
+    Args:
+        batch: per_token_logps, entropies, completion_mask (B, T), advantages, and what else the method looks for.
+        items: completion tokens of the generation batch on all processes.
+    """
+    self = _policy_trainer(kind, **options)
+    names = ("per_token_logps", "entropies")
+    logps, entropies = (batch[name].clone().requires_grad_() for name in names)
+    forward = {"per_token_logps": logps, "entropies": entropies}
+    returned = _unpacked(self._compute_loss, "_get_per_token_logps_and_entropies")
+    self._get_per_token_logps_and_entropies = lambda *_, **__: tuple(forward.get(name) for name in returned)
+    mask = batch["completion_mask"].long()
+    inputs = {name: value for name, value in batch.items() if value is not None and name not in names}
+    inputs |= {"prompt_ids": torch.ones(len(mask), 1).long(), "prompt_mask": torch.ones(len(mask), 1).long()}
+    inputs |= {"completion_ids": mask, "completion_mask": mask, "num_items_in_batch": torch.tensor(items)}
+    if kind == "RLOO":
+        inputs["old_logps"] = (batch["old_per_token_logps"] * mask).sum(1)
+    loss = _answer(self._compute_loss, self.model, inputs)
+    return with_gradients(loss, forward, _metrics(self))
+
+
+def rollout(
+    rewards: Tensor,
+    kind: str = "GRPO",
+    completions: list[list[int]] | None = None,
+    old: Tensor | None = None,
+    ref: Tensor | None = None,
+    sampling: list[list[float]] | None = None,
+    wanted: tuple[str, ...] = ("advantages",),
+    **options,
+) -> Result:
+    """What _generate_and_score_completions makes of given rewards (n, K) and completions: advantages, ratios, masks.
+
+    Args:
+        completions: token ids; 1 is the end of text.
+        old, ref: (n, T) log-probabilities of policy and reference.
+        sampling: log-probabilities as the sampler recorded them.
+        wanted: names of its output.
+    """
+    n = len(rewards)
+    self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
+    generated = {
+        "prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n, "completions": ["x"] * n,
+        "sampling_per_token_logps_list": sampling, "extra_fields": {}, "forward_kwargs": {},
+        "num_items_in_batch": torch.tensor(2 * n),
+    }  # fmt: skip
+    method = self._generate_and_score_completions
+    order = _unpacked(method, "_generate")
+    self._generate = lambda *_: tuple(generated.get(name) for name in order)
+    self._calculate_rewards = lambda *_, **__: rewards
+    old = torch.zeros(n, 2) if old is None else old
+    returned = len(_unpacked(method, "_get_per_token_logps_and_entropies"))
+
+    def forward(model, *_, **__):
+        return ((old if model is self.model else ref), None, None)[:returned]
+
+    self._get_per_token_logps_and_entropies = forward
+    output = _answer(method, [{"prompt": "p"} for _ in range(n)])
+    metrics = {name: value for name, value in _metrics(self).items() if name == "frac_reward_zero_std"}
+    missing = [name for name in wanted if name not in output]
+    if missing:
+        raise NotInThisVersion(f"its output has no {missing[0]}")
+    return {name: output[name] for name in wanted} | {f"metric {n}": torch.tensor(v) for n, v in metrics.items()}
+
+
+def _prompted(logps: Tensor) -> Tensor:
+    """Log-probabilities of answers (n, T) -> of sequences (n, PROMPT - 1 + T) with a prompt in front."""
+    return pad(logps, (PROMPT - 1, 0), value=-9.0)
+
+
+def _inputs(mask: Tensor) -> dict[str, Tensor]:
+    """The sequences (n, PROMPT + T) whose answers the mask (n, T) selects."""
+    answer = pad(mask.long(), (PROMPT, 0))
+    real = pad(mask.long(), (PROMPT, 0), value=1)
+    return {"input_ids": torch.ones_like(answer), "attention_mask": real, "completion_mask": answer}
+
+
+def dpo_loss(batch: dict, **options) -> Result:
+    """DPOTrainer._compute_loss for pairs (B, 2, T), chosen first."""
+    self = bare("DPO", **options)
+    logps = batch["per_token_logps"].clone().requires_grad_()
+    policy, ref, mask = (
+        x.transpose(0, 1).flatten(0, 1) for x in (logps, batch["ref_per_token_logps"], batch["completion_mask"])
+    )  # TRL stacks all chosen answers on all rejected ones
+    self.model, self.ref_model = GivenLogps(_prompted(policy)).train(), GivenLogps(_prompted(ref))
+    self.loss_types = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+    self.loss_weights = self.loss_weights or [1.0] * len(self.loss_types)
+    self.precompute_ref_logps = False
+    loss = _answer(self._compute_loss, self.model, _inputs(mask), False)
+    return with_gradients(loss, {"per_token_logps": logps}, _metrics(self))
+
+
+def kto_loss(batch: dict, **options) -> Result:
+    """KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
+    self = bare("KTO", **options)
+    logps = batch["per_token_logps"].clone().requires_grad_()
+    self.model = GivenLogps(_prompted(logps)).train()
+    self.ref_model = GivenLogps(_prompted(batch["ref_per_token_logps"]))
+    self.calculate_KL = self.loss_type != "apo_zero_unpaired"
+    self.precompute_ref_logps = False
+    inputs = _inputs(batch["completion_mask"]) | {"label": batch["labels"]}
+    inputs |= {"KL_" + name: value for name, value in _inputs(batch["kl_mask"]).items()}
+    loss = _answer(self._compute_loss, self.model, inputs, False)
+    return with_gradients(loss, {"per_token_logps": logps}, _metrics(self))
+
+
+def sft_loss(batch: dict, items: int | None, num_processes: int = 1, **options) -> Result:
+    """SFTTrainer.compute_loss for the tokens (B, T) that the mask selects; items: tokens of the step, all processes."""
+    self = bare("SFT", num_processes=num_processes, **options)
+    logps = batch["per_token_logps"].clone().requires_grad_()
+    inputs = _inputs(batch["completion_mask"])
+    self.model, self.get_tp_size = GivenLogps(_prompted(logps)).train(), lambda: 1
+    dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
+    self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
+    if self.compute_loss_func is None and ".log_probs" not in inspect.getsource(self.compute_loss):
+        raise NotInThisVersion("the model computes it, not TRL")
+    self.label_smoother, self.model_accepts_loss_kwargs = None, True
+    inputs["labels"] = torch.where(inputs.pop("completion_mask").bool(), 1, -100)
+    loss = _answer(self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
+    return with_gradients(loss, {"per_token_logps": logps}, {})
+
+
+def reward_loss(batch: dict, **options) -> Result:
+    """RewardTrainer.compute_loss for rewards (B,) of chosen and rejected answers."""
+    self = bare("Reward", **options)
+    chosen, rejected = (batch[name].clone().requires_grad_() for name in ("chosen", "rejected"))
+    self.model = torch.nn.Linear(1, 1).train()
+    output = SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None])
+    inputs = {"input_ids": torch.ones(2 * len(chosen), 2), "attention_mask": torch.ones(2 * len(chosen), 2)}
+    inputs |= {} if batch["margin"] is None else {"margin": batch["margin"]}
+    loss = _answer(self.compute_loss, lambda **_: output, inputs)
+    return with_gradients(loss, {"chosen": chosen, "rejected": rejected}, _metrics(self))
+
+
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> Result:
+    """TRL's get_soft_overlong_punishment for one completion of so many tokens."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    value = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)([[1] * length])
+    return {"reward": torch.tensor(value, dtype=torch.float64)}

@@ -1,0 +1,1 @@
+"""Rewards beyond text: boxes."""

@@ -1,1 +1,0 @@
-"""PROMPTS -> COMPLETIONS, REWARDS, ADVANTAGES: sampling and judging."""

@@ -1,0 +1,1 @@
+"""What a run needs around its algorithm: options, rows, evaluation, optimizer, metrics."""

@@ -1,0 +1,88 @@
+"""Figures of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a progress bar."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from minivlmrl.scale.ranks import World
+
+FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts ...
+SUMS = {"loss"}  # ... of shares of a step the sum, of all other figures the mean
+
+
+class MetricsLog:
+    """Writes one line per optimizer step. Ranks other than the first stay silent.
+
+    Args:
+        folder: gets metrics.jsonl (figures) and timings.jsonl (seconds, which differ from run to run).
+        written: what a resumed run had in them, by name; later lines are made again.
+    """
+
+    def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None):
+        self.silent = not world.is_main
+        self.files = {} if self.silent else {name: (folder / name).open("w+") for name in FILES}
+        for name, file in self.files.items():
+            print((written or {}).get(name, ""), file=file, end="", flush=True)
+
+    def stage(self, name: str, steps: int, done: int = 0, seconds: float = 0.0):
+        """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
+        self.name = name
+        self.bar = tqdm(total=steps, initial=done, desc=name, disable=self.silent, mininterval=0.5, dynamic_ncols=True)
+        self.begin = time.perf_counter() - seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since the stage began."""
+        return time.perf_counter() - self.begin
+
+    def written(self) -> dict[str, str]:
+        """What the files hold, for the state of the run."""
+        return {name: Path(file.name).read_text() for name, file in self.files.items()}
+
+    def step(self, step: int, metrics: dict[str, float]):
+        """Record one optimizer step."""
+        self.bar.update()
+        if self.silent:
+            return
+        line = {"stage": self.name, "step": step}
+        print(json.dumps(line | {k: _json(v) for k, v in metrics.items()}), file=self.files[METRICS], flush=True)
+        print(json.dumps(line | {"seconds": self.seconds}), file=self.files[TIMINGS], flush=True)
+        shown = [name for name in ("reward", "rewards/accuracy", "kl", "loss") if name in metrics]
+        self.bar.set_postfix({name.rpartition("/")[2]: f"{metrics[name]:.3f}" for name in shown[:3]}, refresh=False)
+
+    def end_stage(self) -> float:
+        """Close the bar; seconds since the stage began."""
+        self.bar.close()
+        return self.seconds
+
+
+def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
+    """Combine the figures of micro-batches, or of ranks.
+
+    Args:
+        parts: (figures, what they weigh in a mean: the tokens, or pairs, that they are means of). A rank that had
+            nothing to learn from has no figures.
+    Returns:
+        Weighted means, but of PEAKS the maximum and of SUMS the sum; and all weights together.
+    """
+    parts = [part for part in parts if part[0]]
+    total = sum(weight for _, weight in parts)
+    merged = {}
+    for name in parts[0][0] if parts else ():
+        values = [(figures[name], weight) for figures, weight in parts]
+        if name in PEAKS:
+            merged[name] = max(value for value, _ in values)
+        elif name in SUMS:
+            merged[name] = sum(value for value, _ in values)
+        else:
+            merged[name] = sum(value * weight for value, weight in values) / (total or 1)
+    return merged, total
+
+
+def _json(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

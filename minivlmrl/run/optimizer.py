@@ -1,0 +1,51 @@
+"""AdamW and its schedule."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from minivlmrl.run.config import StageConfig
+from minivlmrl.scale.ranks import World
+from minivlmrl.scale.sharding import is_sharded, reshard
+
+
+def build_optimizer(model: nn.Module, config: StageConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters that want gradients, one fused update a step."""
+    reshard(model)  # gathered weights are other parameters, and none to train
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True)
+
+
+def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
+    """Add up the gradients of all ranks (the backward of sharded weights has done so), and scale them down.
+
+    Returns:
+        Their norm before scaling, over all ranks' parts.
+    """
+    if not is_sharded(model):
+        world.sum_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def learning_rate(step: int, config: StageConfig) -> float:
+    """Rise over warmup_steps, then fall to min_lr_ratio at max_steps.
+
+    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25.
+
+    Args:
+        step: 0 is the first.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[config.lr_scheduler_type]
+    floor = 1.0 if config.lr_scheduler_type == "constant" else config.min_lr_ratio
+    return config.learning_rate * (floor + (1 - floor) * remaining)

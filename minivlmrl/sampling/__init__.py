@@ -1,0 +1,1 @@
+"""How a next token is filtered, and which texts end a completion."""

@@ -1,0 +1,1 @@
+"""Many processes: ranks, sharded weights, states to resume from."""

@@ -1,0 +1,50 @@
+"""SIGTERM and SIGUSR1, by which a scheduler asks for the machine: finish the optimizer step, save the state, leave."""
+
+import os
+import signal
+import time
+
+from minivlmrl.scale.ranks import World
+
+PREEMPTED = 75  # exit code: come again later (EX_TEMPFAIL of sysexits.h)
+SAME_REQUEST = 5.0  # seconds in which further signals say the same: a scheduler and torchrun may both pass one on
+
+
+class Preempted(Exception):
+    """The state is saved, this process shall end with exit code PREEMPTED."""
+
+
+class StopSignals:
+    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once. Use as a context."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, world: World):
+        self.world = world
+        self.first: float | None = None  # when the first signal came
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {number: signal.signal(number, self.note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, _frame):
+        """The handler of both signals."""
+        now = time.monotonic()
+        if self.first is not None and now - self.first >= SAME_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.first is None:
+            self.first = now
+            if self.world.is_main:
+                text = (
+                    f"\n{signal.Signals(number).name}: the state is saved after this optimizer step; again: end now\n"
+                )
+                os.write(2, text.encode())  # print is not safe in a handler
+
+    def asked(self) -> bool:
+        """Whether any rank was signalled. All ranks call this together, so that they stop after the same step."""
+        return self.world.sum(self.first is not None)[0] > 0

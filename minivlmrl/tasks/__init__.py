@@ -1,0 +1,1 @@
+"""Embedded tasks that need no downloads."""

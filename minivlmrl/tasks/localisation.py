@@ -1,0 +1,230 @@
+"""The embedded task with boxes: where in a small picture is the object that the prompt names? Nothing is downloaded.
+
+A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
+    <think>purple circle</think><answer>1 2 5 6</answer>
+Objects are snapped to 7 pixels and a box is four numbers 0..8 in that unit (left, top, right, bottom), each one digit
+and so one token: 1 2 5 6 are the pixels from 7 to 35 across and from 14 to 42 down. As in shapes.py the demonstrations
+for sft are few and often wrong; what the rewards compare with is always right.
+
+Every tenth box or so is held out, see `is_unseen`: no picture of training has an object there. Rows of the seeds
+"validation" and "test" have all boxes and say in their column `unseen` which are new.
+"""
+
+import random
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import PIL.ImageDraw
+
+from minivlmrl.data.conversations import conversation
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.rows import Dataset, Row
+from minivlmrl.tasks.shapes import COLORS, SIZE
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and bottom are the first ones outside
+
+SHAPES = ("circle", "square", "triangle")
+NAMES = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
+UNIT = 7  # pixels
+GRID = SIZE // UNIT  # units a side of a picture: 8
+EVALUATION_SEEDS = ("validation", "test")
+THINKING = ("name", "position")
+VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "center", "right")
+MAX_OBJECTS = 3
+
+
+@dataclass
+class Localisation:
+    """Pictures drawn on demand: row i of a seed is always the same picture.
+
+    The columns of a row are `problem`; `solution`, the true box in pixels of the picture [left, top, right, bottom];
+    `answer_extent`, the width and height that the numbers of an answer count to, here (8, 8); and `unseen`.
+
+    Args:
+        size: number of rows.
+        seed: rows of different seeds are drawn independently. Those of EVALUATION_SEEDS have unseen boxes too.
+        objects: least and greatest number of objects in a picture, which do not overlap. Alone, (1, 1), an object is
+            14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
+        jitter: a demonstrated box has each of its coordinates moved by -jitter, 0 or +jitter pixels; see `jittered`.
+        wrong_boxes: share of rows that demonstrate, before jitter, a box drawn at random.
+        thinking: what a demonstration thinks: "name" or "position"; see `answer`.
+        distinct_colors: objects of a picture have different colours; False: different names.
+        prompt_template, system_prompt: see conversations.conversation.
+    Raises:
+        ValueError: an argument is out of bounds.
+    """
+
+    size: int
+    seed: int | str
+    objects: tuple[int, int] = (1, 1)
+    jitter: int = 0
+    wrong_boxes: float = 0.0
+    thinking: str = "name"
+    distinct_colors: bool = True
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
+
+    def __post_init__(self):
+        low, high = self.objects
+        if not 1 <= low <= high <= MAX_OBJECTS:
+            raise ValueError(f"objects is {self.objects}, it must be [low, high] between 1 and {MAX_OBJECTS}")
+        if self.jitter < 0 or self.jitter % UNIT:
+            raise ValueError(f"jitter is {self.jitter} pixels, it must be 0 or a multiple of {UNIT}")
+        if not 0 <= self.wrong_boxes <= 1:
+            raise ValueError(f"wrong_boxes is {self.wrong_boxes}, it must be in [0, 1]")
+        if self.thinking not in THINKING:
+            raise ValueError(f"thinking is {self.thinking!r}, it must be one of {THINKING}")
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        rng = random.Random(f"localisation/{self.seed}/{index}")
+        named, *others = self._objects(rng)
+        image = draw([named, *others], rng)
+        name, box = named
+        # its own generator: pictures and true boxes are those of a row without noise
+        shown = self._demonstrated(box, random.Random(f"localisation/{self.seed}/{index}/noise"))
+        messages = conversation(problem(name), {"image": 1}, self.prompt_template, self.system_prompt)
+        columns = {
+            "problem": problem(name), "solution": pixels(box), "answer_extent": (GRID, GRID), "unseen": is_unseen(box),
+        }  # fmt: skip
+        return Row(messages, [image], columns, answer(name, shown, self.thinking))
+
+    def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
+        """Names and boxes; the first is the one that the prompt names."""
+        count = rng.randint(*self.objects)
+        names = rng.sample(NAMES, count)
+        if self.distinct_colors:
+            names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
+        sizes = [self._size(rng) for _ in range(count)]  # before places: how well they fit does not choose them
+        while True:
+            boxes = [placed(size, rng) for size in sizes]
+            held_out = self.seed not in EVALUATION_SEEDS and any(is_unseen(box) for box in boxes)
+            if not held_out and not any(overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i]):
+                return list(zip(names, boxes, strict=True))
+
+    def _size(self, rng: random.Random) -> tuple[int, int]:
+        return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
+
+    def _demonstrated(self, box: Box, rng: random.Random) -> Box:
+        shown = placed(self._size(rng), rng) if rng.random() < self.wrong_boxes else box
+        return jittered(shown, self.jitter // UNIT, rng)
+
+
+def problem(name: str) -> str:
+    """What is asked: "box the red circle"."""
+    return f"box the {name}"
+
+
+def answer(name: str, box: Box, thinking: str = "name") -> str:
+    """The text that gives a box in the demonstrated form.
+
+    Example: for "purple circle" and (4, 0, 8, 3) "name" and "position" are
+        <think>purple circle</think><answer>4 0 8 3</answer>
+        <think>purple top purple right</think><answer>4 0 8 3</answer>
+    The second repeats the colour right before each word, where a small decoder can look up its place.
+    """
+    color, thought = name.split()[0], name
+    if thinking == "position":
+        thought = " ".join(f"{color} {word}" for word in position(box))
+    return f"<think>{thought}</think><answer>{' '.join(map(str, box))}</answer>"
+
+
+def position(box: Box) -> tuple[str, str]:
+    """The third of the picture, down and across, where a box has its centre.
+
+    Example: (4, 0, 8, 3) has its centre 6 units from the left and 1.5 from the top, that is "top" and "right". Thirds
+    end at 2.67 and 5.33, which no centre hits.
+    """
+    left, top, right, bottom = box
+    return VERTICAL[(top + bottom) * 3 // (2 * GRID)], HORIZONTAL[(left + right) * 3 // (2 * GRID)]
+
+
+def placed(size: tuple[int, int], rng: random.Random) -> Box:
+    """A box of this width and height anywhere in the picture: (5, 5) at (0..3, 0..3), as in (1, 2, 6, 7)."""
+    left, top = (rng.randint(0, GRID - side) for side in size)
+    return left, top, left + size[0], top + size[1]
+
+
+def pixels(box: Box) -> list[int]:
+    """(1, 2, 5, 6) in pixels: [7, 14, 35, 42]."""
+    return [UNIT * number for number in box]
+
+
+def is_unseen(box: Box) -> bool:
+    """Whether a box is held out: the CRC-32 of its numbers, written as in an answer, is a multiple of ten.
+
+    Of the 126 boxes that an object alone can have these are 15, some of each size. A picture of training has no object
+    there; a noisy demonstration may still name such a box, wrongly and for another one.
+    Examples: (0, 0, 2, 2) is unseen, (1, 0, 3, 2) is not.
+    """
+    return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
+
+
+def overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes share some area: (0, 0, 2, 2) and (1, 1, 3, 3) do, (0, 0, 2, 2) and (2, 0, 4, 2) only touch."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def jittered(box: Box, units: int, rng: random.Random) -> Box:
+    """Move each coordinate by -units, 0 or +units, as far as the picture goes.
+
+    Left and right, or top and bottom, stay where they were if they would meet or cross: (0, 2, 2, 6) moved by
+    (1, -1, -1, 1) is (0, 1, 2, 7).
+    """
+    moved = [min(max(number + rng.choice((-units, 0, units)), 0), GRID) for number in box]
+    for axis in (0, 1):
+        if moved[axis] >= moved[axis + 2]:
+            moved[axis::2] = box[axis::2]
+    return tuple(moved)
+
+
+def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
+    """Objects that fill their boxes on a light background of random colour."""
+    image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
+    pen = PIL.ImageDraw.Draw(image)
+    for name, box in objects:
+        color, shape = name.split()
+        left, top, right, bottom = pixels(box)
+        right, bottom = right - 1, bottom - 1  # PIL's last pixel is inside
+        if shape == "circle":
+            pen.ellipse((left, top, right, bottom), fill=COLORS[color])
+        elif shape == "square":
+            pen.rectangle((left, top, right, bottom), fill=COLORS[color])
+        else:
+            pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+    return image
+
+
+def constant_box(rows: Dataset) -> tuple[Box, float]:
+    """The best answer without looking: the box, in units, that has the greatest mean IoU with the true ones; that mean.
+
+    Example: if half of the true boxes are (0, 0, 2, 2) and half (0, 0, 2, 4), either earns (1 + 1/2) / 2 = 0.75, and
+    (0, 0, 2, 3) only (2/3 + 3/4) / 2 = 0.71.
+    """
+    solutions = [rows[i].columns["solution"] for i in range(len(rows))]
+    true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
+    sides = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
+    candidates = np.array([(left, top, right, bottom) for left, right in sides for top, bottom in sides])
+    means = _ious(candidates, true) @ counts / counts.sum()
+    best = int(means.argmax())
+    return tuple(candidates[best].tolist()), float(means[best])
+
+
+def _ious(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """IoU of each box of a (n, 4) with each of b (m, 4): (n, m)."""
+    a = a[:, None]
+    sides = np.minimum(a[..., 2:], b[:, 2:]) - np.maximum(a[..., :2], b[:, :2])
+    both = sides.clip(0).prod(-1)
+    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
+    return both / (areas[0] + areas[1] - both)
+
+
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE trained on everything the task says: every word and every digit is one token."""
+    corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
+    answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
+    texts = ["system\nYou are a helpful assistant.", "user\n", *map(problem, NAMES), "assistant\n", *answers]
+    return Tokenizer.train(texts, vocab_size=512)

@@ -1,0 +1,109 @@
+"""The embedded task: name the colour and the shape of the one object in a small picture. Nothing is downloaded.
+
+A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2 shapes):
+    <think>I see green</think><answer>green square</answer>
+The demonstrations for sft are few and often wrong, so that sft teaches the form of an answer and a vague idea of the
+task; the rest is left to reinforcement learning, whose reward is always right.
+"""
+
+import random
+from dataclasses import dataclass
+
+import PIL.ImageDraw
+
+from minivlmrl.data.conversations import conversation
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.rows import Row
+
+COLORS = {
+    "red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210),
+    "yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35),
+}  # fmt: skip
+SHAPES = ("square", "triangle")
+LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
+CHANCE = 1 / len(LABELS)
+PROBLEM = "What is it?"
+SIZE = 56  # pixels a side of an image
+OBJECT_SIZES = (32, 52)  # pixels a side of the object
+
+
+@dataclass
+class Shapes:
+    """Pictures drawn on demand: row i of a seed is always the same picture.
+
+    For preferences every row has the right answer as `chosen` and one that is worse as `rejected`, see `worse`.
+
+    Args:
+        size: number of rows.
+        seed: rows of different seeds share nothing.
+        wrong_labels: share of rows whose demonstrated answer names a class drawn at random (1/12 of those happen to
+            be right); `solution`, which the reward sees, is right in every row.
+        prompt_template, system_prompt: see conversations.conversation.
+    """
+
+    size: int
+    seed: int | str
+    wrong_labels: float = 0.0
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        rng = random.Random(f"shapes/{self.seed}/{index}")
+        label = rng.choice(LABELS)
+        image = draw(label, rng)
+        shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
+        messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
+        columns = {"problem": PROBLEM, "solution": label}
+        # its own generator: pictures, labels and demonstrations are those of a row without preferences
+        rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
+        return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=rejected)
+
+
+def answer(label: str) -> str:
+    """The text that names a label in the demonstrated form."""
+    return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
+
+
+def worse(label: str, rng: random.Random) -> str:
+    """An answer that is worse than the right one, each kind in a quarter of the rows.
+
+    Another colour; the other shape; another colour in the answer than in the thought; or the right answer with up to 12
+    characters missing somewhere. A reward model that had seen wrong colours alone would look at nothing else: GRPO
+    then finds answers that name the colour and break off (docs/experiments.md).
+    """
+    color, shape = label.split()
+    other_color = rng.choice([name for name in COLORS if name != color])
+    other_shape = SHAPES[1 - SHAPES.index(shape)]
+    text, kind = answer(label), rng.randrange(4)
+    if kind == 0:
+        return answer(f"{other_color} {shape}")
+    if kind == 1:
+        return answer(f"{color} {other_shape}")
+    if kind == 2:
+        return text.replace(label, f"{other_color} {shape}")
+    start = rng.randrange(1, len(text))
+    return text[:start] + text[start + rng.randint(1, 12) :]
+
+
+def draw(label: str, rng: random.Random) -> PIL.Image.Image:
+    """One object of random size at a random place on a light background of random colour."""
+    color, shape = label.split()
+    image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
+    side = rng.randint(*OBJECT_SIZES)
+    left, top = rng.randint(0, SIZE - side), rng.randint(0, SIZE - side)
+    right, bottom = left + side - 1, top + side - 1
+    pen = PIL.ImageDraw.Draw(image)
+    if shape == "square":
+        pen.rectangle((left, top, right, bottom), fill=COLORS[color])
+    else:
+        pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+    return image
+
+
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE trained on everything the task says; some 370 tokens."""
+    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
+    return Tokenizer.train(texts, vocab_size=512)

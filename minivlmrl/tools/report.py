@@ -1,0 +1,165 @@
+"""What a run looks like: a small table on the terminal and report.png, curves above a strip of held-out answers."""
+
+import json
+import warnings
+from pathlib import Path
+
+from minivlmrl.chat import content_parts
+from minivlmrl.data.boxes import Box, parse_boxes
+from minivlmrl.reward_functions import boxes as box_rewards
+from minivlmrl.rows import Dataset, Row
+from minivlmrl.run.evaluate import Evaluation
+
+SHOWN = 8  # held-out images in the strip
+RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
+
+
+def print_table(summary: dict, chance_name: str = "chance"):
+    """Print summary.json as a table."""
+    stages = [name for name in summary if name not in ("chance", "seconds")]
+    columns = list(dict.fromkeys(key for name in stages for key in summary[name])) or ["sampled", "greedy"]
+    width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
+    print(f"\n{'held-out':<{width}}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns))
+    if summary["chance"] is not None:
+        print(f"{chance_name:<{width}}" + f"{summary['chance']:>9.3f}" * 2)
+    for name in stages:
+        figures = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
+        print(f"{name.replace('_', ' '):<{width}}" + "".join(figures))
+    print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
+
+
+def write_report(
+    folder: Path, summary: dict, rows: Dataset | None, results: dict[str, Evaluation], chance_name: str = "chance"
+):
+    """Draw report.png from metrics.jsonl and the evaluations.
+
+    Needs matplotlib (the extra `report`); without it says so and leaves the picture out.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"{folder / 'report.png'} is not drawn: matplotlib is missing (pip install 'minivlmrl[report]')")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = list(results)[-2:] if rows is not None else []
+    figure = plt.figure(figsize=(12, 6.6 if evaluations else 3.4))
+    above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1)) if evaluations else (figure, None)
+    _curves(
+        above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98}), lines, summary, chance_name
+    )
+    if evaluations:
+        _strip(below, rows, {name: results[name] for name in evaluations})
+    with warnings.catch_warnings():  # one of each character that the font cannot draw and shows as a box, as in Chinese
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(folder / "report.png", dpi=110)
+    plt.close(figure)
+    print(f"wrote {folder / 'report.png'}")
+
+
+def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
+    """The last stage's rewards, accuracy by stage, and what the policy does to itself (entropy, KL)."""
+    lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
+    steps = [line["step"] for line in lines]
+    kind = "reward" if lines and "reward" in lines[0] else "rewards"  # of drawn answers, or of pairs
+    shown = {"reward": ("reward", "rewards/"), "rewards": ("rewards/chosen", "rewards/rejected")}[kind]
+    for name in (key for key in (lines[0] if lines else {}) if key.startswith(shown)):
+        if name != "reward_std":
+            values = [line[name] for line in lines]
+            [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
+            axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
+    title = {"reward": "training reward", "rewards": "rewards of pairs"}[kind]
+    axes[0].set(title=f"{title} (bold: mean of 10 steps)", xlabel="step")
+    stages = [name for name in summary if name not in ("chance", "seconds")]
+    for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
+        heights = [summary[name].get(kind, 0.0) for name in stages]
+        bars = axes[1].bar([i + offset for i in range(len(stages))], heights, 0.4, label=kind)
+        axes[1].bar_label(bars, fmt="%.2f", fontsize=8)
+    if summary["chance"] is not None:
+        axes[1].axhline(summary["chance"], color="grey", linestyle=":", label=chance_name)
+    wrapped = [name.replace("after_", "after\n").replace("_", " ") for name in stages]
+    axes[1].set_xticks(range(len(stages)), wrapped)
+    axes[1].set(title="held-out rows", ylim=(0, 1.1))
+    for name in ("entropy", "kl"):
+        if lines and name in lines[0]:
+            axes[2].plot(steps, [line[name] for line in lines], label=f"{name} (nats per token)")
+    axes[2].set(title="the policy", xlabel="step")
+    for axis in axes:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, loc="best")
+
+
+def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
+    """Held-out images, what is true, and what the model answers before and after the last stage.
+
+    Images whose answer became right or wrong (for boxes: an IoU of at least 0.5, or not any more) come first.
+    """
+    right = {name: [answer.score >= 0.5 for answer in result.answers] for name, result in results.items()}
+    before, after = (list(right.values()) * 2)[:2] if len(right) == 1 else right.values()
+    changes = [a - b for b, a in zip(before, after, strict=True)]
+    order = sorted(range(len(changes)), key=lambda i: changes[i] == 0)[:SHOWN]
+    axes = figure.subplots(
+        1, len(order), squeeze=False, gridspec_kw={"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
+    )
+    for i, axis in zip(order, axes[0], strict=True):
+        row = rows[i]
+        if row.images or row.videos:
+            axis.imshow(row.images[0] if row.images else row.videos[0].frames[0])
+        axis.set(xticks=[], yticks=[])
+        truth = _true_boxes(row)
+        solution = row.columns.get("solution")
+        axis.set_title(_short(_question(row) if truth or solution is None else solution), fontsize=9)
+        for box in truth:
+            _outline(axis, box, TRUE, "-")
+        for line, (name, result) in enumerate(results.items()):
+            answer = result.answers[i]
+            said = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
+            axis.text(
+                0.5, -0.06 - 0.3 * line, f"{name.replace('_', ' ')}\n{_short(said)}", fontsize=8, ha="center", va="top",
+                color=RIGHT if right[name][i] else WRONG, transform=axis.transAxes,
+            )  # fmt: skip
+            answered = parse_boxes(box_rewards.answer(answer.text)) if truth and answer.extent else []
+            for box in [Box(*numbers, answer.extent).to(row.images[0].size) for numbers in answered]:
+                _outline(axis, box, RIGHT if right[name][i] else WRONG, (":", "--")[line])
+    boxes = any(axis.lines for axis in axes[0])
+    above = (
+        "the question stands above; black: true, dotted: before, dashed: after" if boxes else "the truth stands above"
+    )
+    figure.suptitle(
+        f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
+        f"(these come first; {above})", fontsize=10,
+    )  # fmt: skip
+
+
+def _true_boxes(row: Row) -> list[Box]:
+    """Boxes of the solution, in pixels of the row's image; none if the solution is something else."""
+    solution = row.columns.get("solution")
+    said = solution if isinstance(solution, str) else json.dumps(solution)
+    size = row.images[0].size if row.images else None
+    return [Box(*numbers, size) for numbers in parse_boxes(box_rewards.answer(said))] if size else []
+
+
+def _question(row: Row) -> str:
+    """The problem, or the text of the prompt's last turn."""
+    last = "".join(part.get("text", "") for part in content_parts(row.messages[-1]))
+    return row.columns.get("problem") or last
+
+
+def _outline(axis, box: Box, color: str, style: str):
+    x, y = (box.x1, box.x2, box.x2, box.x1, box.x1), (box.y1, box.y1, box.y2, box.y2, box.y1)
+    axis.plot([v - 0.5 for v in x], [v - 0.5 for v in y], color=color, linestyle=style, linewidth=1.8)
+
+
+def _smooth(values: list[float | None], window: int = 10) -> list[float]:
+    """Mean of each value and up to window - 1 before it; None (not judged) left out."""
+    known = [[v for v in values[max(0, i - window + 1) : i + 1] if v is not None] for i in range(len(values))]
+    return [sum(v) / len(v) if v else float("nan") for v in known]
+
+
+def _short(text: str, limit: int = 24) -> str:
+    """One line of what can be drawn; $ would start a formula."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    line = " ".join(printable.split()).replace("$", r"\$") or "(no answer)"
+    return line if len(line) <= limit else line[: limit - 1] + "…"

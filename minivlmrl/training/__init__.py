@@ -1,1 +1,0 @@
-"""LOG-PROBABILITIES -> LOSS -> STEP: losses, algorithms, the loop's parts."""

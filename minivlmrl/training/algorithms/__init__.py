@@ -1,1 +1,0 @@
-"""Algorithms, one file each. All are two methods, batches() and loss(); train.py has their names."""

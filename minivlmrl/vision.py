@@ -1,0 +1,177 @@
+"""The layers that decoder and vision tower are made of, besides attention.
+
+The vision tower: flattened patches -> one decoder token per 2 x 2 patches.
+
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has none of the three, see NORMS and MLPS.
+
+Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivlmrl.hub.config import VisionConfig
+from minivlmrl.kernels.window_attention import Segments, window_attention
+from minivlmrl.rope import apply_rotary, vision_rotary
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32, the weight in the model's dtype."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)). The vision tower of Qwen2.5-VL has biases, the decoder has none."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class QuickGELUMLP(nn.Module):
+    """fc2(h sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU, in the vision tower of Qwen2-VL."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
+
+
+EPS = 1e-6  # hard-coded in the original too
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+MLPS = {"swiglu": partial(MLP, bias=True), "quick_gelu": QuickGELUMLP}
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = PatchMerger(config)
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """Encode all images and videos of a batch, each frame pair for itself.
+
+        Args:
+            pixel_values: (P, channels * frames * patch * patch), rows as data/image.py makes them.
+            image_grid_thw: (images and videos, 3), patches of each in time, height, width; their products sum to P.
+        Returns:
+            (M, out_hidden_size), images and videos in order, merged tokens of each in raster order, frame by frame.
+        """
+        order, window_lengths, frame_lengths = window_order(image_grid_thw, self.config)
+        order = order.to(pixel_values.device)
+        windows, frames = Segments(window_lengths, order.device), Segments(frame_lengths, order.device)
+        patches_per_token = self.config.spatial_merge_size**2
+        # the tower works in window order; merging is per token, so the raster order can wait until the end
+        patch_order = (order[:, None] * patches_per_token + torch.arange(patches_per_token).to(order)).flatten()
+        cos, sin = (angle[patch_order] for angle in vision_rotary(image_grid_thw, self.config, order.device))
+        x = self.patch_embed(pixel_values[patch_order])  # (P, E)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
+        return self.merger(x)[order.argsort()]
+
+
+def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
+    """Sort merged tokens so that each attention window is one consecutive run.
+
+    Every frame is tiled from its top left by windows of window_size pixels; windows at the right and bottom edges are
+    just smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two windows, columns 0-3 and column 4:
+        order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
+
+    Returns:
+        order (M,): merged token (raster order) at each place of the window order;
+        window_lengths, frame_lengths: patches of each window and of each frame, in that order.
+    Source: Qwen2_5_VisionTransformerPretrainedModel.get_window_index, without its padding by -100.
+    """
+    merge = config.spatial_merge_size
+    order, window_lengths, frame_lengths, offset = [], [], [], 0
+    for t, h, w in image_grid_thw.tolist():
+        rows, cols = h // merge, w // merge
+        # merged tokens a side of a window; without windows the frame is one
+        side = config.window_size // merge // config.patch_size if config.window_size else max(rows, cols)
+        window_row, window_col = torch.arange(rows) // side, torch.arange(cols) // side
+        window = (window_row[:, None] * (int(window_col[-1]) + 1) + window_col).flatten()  # (rows*cols,)
+        in_frame = window.argsort(stable=True)
+        lengths = (window.bincount() * merge**2).tolist()
+        for _ in range(t):
+            order.append(in_frame + offset)
+            window_lengths += lengths
+            frame_lengths.append(h * w)
+            offset += rows * cols
+    return torch.cat(order), window_lengths, frame_lengths
+
+
+class PatchEmbed(nn.Module):
+    """One linear map of a flattened patch. The checkpoint stores it as a 3-D convolution with stride = kernel size."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, kernel, stride=kernel, bias=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
+        return F.linear(pixel_values.to(weight.dtype), weight)
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
+        self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
+        self.attn = VisionAttention(config)
+        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # each (P, H, D)
+        # cos and sin are float32 and promote: the rotation itself runs in float32, unlike the decoder's
+        q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
+        return self.proj(window_attention(q, k, v, segments).flatten(1))
+
+
+class PatchMerger(nn.Module):
+    """Norm per patch, then the 2 x 2 patches of a block side by side through a two-layer MLP."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        width = config.hidden_size * config.spatial_merge_size**2
+        self.width = width
+        self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.out_hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) -> (M, out_hidden_size)
