@@ -136,3 +136,27 @@ def test_the_cases_tell(results):
         moved = [bool((weights[name] - start).abs().max() > 1e-6) for name, start in results["start"].items()]
         vision = [name.startswith("visual.") for name in results["start"]]
         assert moved == ([True] * len(vision) if case == "sft" else [not part for part in vision])
+
+
+def gather(folder, overrides, world):
+    """What each rank has gathered of rows that tell who sent them, and what it has taken back."""
+    found = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        sent = (torch.arange(6).view(3, 2).T + 6 * world.rank).to(dtype)  # (2, 3), not contiguous
+        everything = world.all_gather(sent)
+        found[dtype] = everything, torch.equal(world.local(everything), sent)
+    return found
+
+
+def test_all_gather_and_local(tmp_path):
+    for rank in launch(2, tmp_path, {"case": []}, gather):
+        for dtype, (everything, same) in rank["case"].items():
+            assert everything.dtype == dtype and same
+            expected = torch.tensor([[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]])
+            assert torch.equal(everything, expected.to(dtype))
+
+
+def test_one_process_gathers_its_own():
+    world, rows = World(0, 1, torch.device("cpu")), torch.arange(6).view(3, 2)
+    assert world.all_gather(rows) is rows
+    assert torch.equal(world.local(rows), rows)

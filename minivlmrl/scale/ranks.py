@@ -1,4 +1,4 @@
-"""Ranks: who am I, what is my share, and how sums are made over all of us. Sharded weights: see sharding.py."""
+"""The processes of a run: which one this is, its share of the work, and what is added up or gathered over all."""
 
 import os
 import sys
@@ -10,14 +10,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-SPARE = [{"role": "user", "content": "-"}]  # what a rank works on that only has to keep pace with others
+SPARE = [{"role": "user", "content": "-"}]  # a prompt for ranks that have none
 
 
 @dataclass
 class World:
-    """The processes of this run, as torchrun set them up; one process when it did not."""
+    """The processes of this run, as torchrun started them; one process without torchrun."""
 
     rank: int
     size: int
@@ -28,7 +28,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence) -> Sequence:
-        """This rank's part of a sequence that all ranks hold: parts in order, as equal as they can be, maybe empty."""
+        """Take this rank's part of a sequence that all ranks hold: in order, of equal lengths give or take one."""
         return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
 
     def sum(self, *values: float) -> list[float]:
@@ -43,8 +43,20 @@ class World:
         """The largest of all ranks' numbers."""
         return max(self.gather_objects(number))
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Join the tensors of all ranks in rank order: (n, ...) on each rank -> (n * size, ...) on every rank."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Undo all_gather: this rank's (n, ...) rows of a (n * size, ...) tensor."""
+        return tensor.unflatten(0, (self.size, -1))[self.rank]
+
     def gather_objects(self, value) -> list:
-        """One small Python value of every rank, in rank order."""
+        """Collect one small Python value of every rank, in rank order."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -79,7 +91,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
         num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
             thread that torchrun sets for several ranks.
         timeout: seconds that a rank waits for another before the run ends with an error.
-        sharded: weights are to be cut; then a single process needs a group too.
+        sharded: weights are sharded: a single process needs a group too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -97,7 +109,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 
 
 def attempt_store(limit: timedelta) -> dist.Store:
-    """Where ranks leave their addresses for each other, apart for each attempt of torchrun --max-restarts.
+    """Make the store in which ranks find each other's addresses, a separate one for each attempt of --max-restarts.
 
     torchrun (2.13) keeps one store over all attempts, in which a restarted rank would find the address of a dead one
     (pytorch issue 135712). Only on a single host do all ranks know the number of the attempt; for several hosts see
@@ -110,10 +122,10 @@ def attempt_store(limit: timedelta) -> dist.Store:
 
 @contextmanager
 def after_the_cause():
-    """Hold back an error that the failure of another rank has led to, so that torchrun reports that rank's.
+    """Delay an error that another rank's failure has caused, so that torchrun reports the failure of that rank.
 
-    Of ranks that failed in the same second torchrun takes the lowest for the cause. Meanwhile it ends this process,
-    unless there is no other cause than a lost connection.
+    Of ranks that fail in the same second torchrun reports the lowest. During the delay it ends this process, unless a
+    lost connection is the only failure.
     """
     try:
         yield
@@ -124,18 +136,18 @@ def after_the_cause():
 
 
 def shutdown():
-    """Leave the process group, if we joined one, all ranks together."""
+    """Leave the process group, if there is one, all ranks together."""
     if dist.is_initialized():
-        dist.barrier()  # a rank that tears down while another still works can abort
+        dist.barrier()  # a rank that leaves while another still works can abort
         dist.destroy_process_group()
 
 
 def exit_rank(code: int = 0):
-    """End this process, at once if it is one of several ranks; call it last.
+    """End this process; call it last. One of several ranks ends without Python's shutdown.
 
-    A worker thread of gloo may still hold a tensor. If it lets go while Python shuts down, the process aborts although
+    A worker thread of gloo may still hold a tensor. If it frees it while Python shuts down, the process aborts although
     all its work is done, and torchrun reports a failure: seen in 3 of 30 runs on busy cores (pytorch pull request
-    179291 tells why). Leaving without that shutdown avoids it.
+    179291 explains it).
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()

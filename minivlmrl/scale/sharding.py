@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.run.config import ShardingSection
+from minivlmrl.scale.ranks import World
 
 
 class Sharding:
@@ -190,6 +191,43 @@ def gathered(module: nn.Module) -> Iterator[None]:
         for unit in units(module):
             unit.set_reshard_after_forward(not hasattr(unit, "pace"), recurse=False)
             unit.reshard()
+
+
+@contextmanager
+def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Iterator["Joint | None"]:
+    """Run a model without gradient, to sample or to judge, with full weights or layer by layer.
+
+    Args:
+        gather_weights: gather a sharded model's full weights on every rank first; each rank may then run it as often
+            as it likes. False: gather layer by layer, which saves memory; all ranks must run it equally often.
+    Yields:
+        None, or for a model that is gathered layer by layer what makes its decode steps equally many on all ranks.
+    """
+    if not is_sharded(model):
+        with torch.inference_mode():
+            yield None
+        return
+    # no inference mode: what FSDP allocates in it could not be trained later
+    with torch.no_grad(), gathered(model) if gather_weights else layer_by_layer(model):
+        yield None if gather_weights else Joint(world)
+
+
+class Joint:
+    """Makes all ranks run a decoder equally often, though their completions end after different numbers of tokens."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def step(self):
+        """Say that this rank runs one more decode step; call it before each."""
+        self.world.sum(1)
+
+    def finish(self, model: nn.Module):
+        """Run decode steps on one meaningless token until all ranks have finished; call it after the last step."""
+        device = self.world.device  # a part of the weights may lie elsewhere
+        token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
+        while self.world.sum(0)[0]:
+            model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
 
 
 def copy_model(model: nn.Module) -> nn.Module:
