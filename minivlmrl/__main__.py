@@ -12,8 +12,13 @@ TOOLS = {  # name: (module:function, what it does)
 }
 
 
-def main(arguments: list[str]) -> int:
-    """Run the tool that the first argument names with the others; returns its exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Start the tool that the first argument names, with the others; returns its exit status.
+
+    Args:
+        arguments: those of the command line by default.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
     if name not in TOOLS:
         lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
@@ -26,4 +31,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -197,6 +197,7 @@ def test_compiles_in_one_graph():
             assert torch.equal(mine, expected)
 
 
+@pytest.mark.slow
 @only_torch
 def test_again_in_tritons_interpreter():
     pytest.importorskip("triton")

@@ -255,6 +255,7 @@ def test_compiles_in_one_graph():
         assert torch.equal(results, torch.stack(expected[:2])) and torch.equal(gradient, expected[2])
 
 
+@pytest.mark.slow
 @only_torch
 def test_again_in_tritons_interpreter():
     pytest.importorskip("triton")

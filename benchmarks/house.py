@@ -1,0 +1,78 @@
+"""Print the house: the files of the book and the shelves with their lines, beside the budgets in the README.
+
+python benchmarks/house.py           # a table; exit status 1 if anything exceeds its budget
+python benchmarks/house.py --book    # the paths of the book's files, for ruff
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "minivlmrl"
+# in reading order; a file imports those before it, train.py comes last
+READING_ORDER = (
+    *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
+    *("generate", "rewards", "advantages", "losses", "grpo", "train"),
+)
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 9800
+
+
+def book() -> dict[str, int]:
+    """Lines of each file of the book, in reading order: {"image": 150, ...}."""
+    return {name: lines(PACKAGE / f"{name}.py") for name in READING_ORDER}
+
+
+def shelves() -> dict[str, int]:
+    """Lines of each shelf: {"algorithms": 1500, ..., "kernels": 1180}."""
+    folders = {path.name: [path] for path in sorted(PACKAGE.iterdir()) if any(path.glob("*.py"))}
+    folders["kernels"].append(ROOT / "kernels")
+    return {name: sum(map(lines, source_files(*paths))) for name, paths in folders.items()}
+
+
+def total() -> int:
+    """Lines of the whole package, kernels included."""
+    return sum(map(lines, source_files(PACKAGE, ROOT / "kernels")))
+
+
+def budgets() -> dict[str, int]:
+    """Each shelf's budget from the README: rows whose first cell names `shelf/` and whose lines cell is a number."""
+    found = {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        name = re.match(r"\W*(?:minivlmrl/)?(\w+)/", cells[0])
+        numbers = [int(cell.replace(",", "")) for cell in cells[1:] if re.fullmatch(r"[\d,]+", cell)]
+        if line.startswith("|") and name and numbers:
+            found[name[1]] = numbers[0]
+    return found
+
+
+def source_files(*folders: Path) -> list[Path]:
+    """The Python files in these folders and their subfolders."""
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+def lines(path: Path) -> int:
+    """Lines of a file, docstrings and empty lines included."""
+    return len(path.read_text().splitlines())
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status."""
+    if arguments == ["--book"]:
+        print(*(f"minivlmrl/{name}.py" for name in READING_ORDER), sep="\n")
+        return 0
+    chapters, allowed = book(), budgets()
+    rows = [(f"{name}.py", count, FILE_LINES) for name, count in chapters.items()]
+    rows.append(("the book", sum(chapters.values()), BOOK_LINES))
+    rows += [(f"{name}/", count, allowed.get(name)) for name, count in shelves().items()]
+    rows.append(("package and kernels", total(), TOTAL_LINES))
+    print(f"{'':20} {'lines':>6} {'budget':>7}")
+    for name, count, budget in rows:
+        over = "   over its budget" if budget and count > budget else ""
+        print(f"{name:20} {count:6} {budget or '':>7}{over}")
+    return int(any(budget and count > budget for _, count, budget in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
