@@ -1,0 +1,165 @@
+"""One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says what is valid."""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import operator
+import textwrap
+import tokenize
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+COMPARISONS = {  # bound in an Annotated -> the comparison, and how an error says it
+    ">=": (operator.ge, "{} or more"),
+    "<=": (operator.le, "{} or less"),
+    ">": (operator.gt, "over {}"),
+    "<": (operator.lt, "under {}"),
+}
+
+
+class InvalidValueError(ValueError):
+    """A field has a value that it must not have. `build` adds the file and the section in front."""
+
+
+def require(valid: bool, name: str, value: Any, expected: str):
+    """Refuse a value, in the `__post_init__` of a dataclass: for what depends on more than one field."""
+    if not valid:
+        raise InvalidValueError(f"{name} is {value!r:.80}, it must be {expected}")
+
+
+def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
+    """Make a dataclass of what a file says; every key, type and bound is checked.
+
+    Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
+    dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
+
+    Args:
+        cls: the dataclass.
+        values: names -> values, as parsed from YAML or JSON; a nested dataclass is a dict inside it.
+        where: the file, with which each error begins.
+        prefix: the section in that file, such as "grpo.".
+        json: the file was written by a program: unknown keys are ignored and text is only text. A recipe may say "1e-4"
+            (which YAML reads as text) for a float and a single text for a list of texts.
+    Raises:
+        ValueError: the first wrong key or value: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
+    """
+    if not isinstance(values, dict):
+        found = f"it is {values!r:.80}"
+        raise ValueError(f"{where}: {prefix.rstrip('.') or 'the file'} must hold names and values, {found}")
+    hints, found = typing.get_type_hints(cls, include_extras=True), {}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for name in values:
+        if name not in fields and not json:
+            raise ValueError(f"{where}: unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}")
+    try:
+        for name, field in fields.items():
+            if name not in values:
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                    raise ValueError(f"{where}: {prefix}{name} is missing")
+            elif dataclasses.is_dataclass(hints[name]):
+                found[name] = build(hints[name], values[name], where, f"{prefix}{name}.", json)
+            else:
+                found[name] = _read(hints[name], values[name], name, json)
+        return cls(**found)
+    except InvalidValueError as error:
+        raise ValueError(f"{where}: {prefix}{error}") from None
+
+
+def check(instance):
+    """Check the fields of a dataclass that code has made, in its `__post_init__`; ints become floats where asked."""
+    hints = typing.get_type_hints(type(instance), include_extras=True)
+    for field in dataclasses.fields(instance):
+        if not dataclasses.is_dataclass(hints[field.name]):
+            value = _read(hints[field.name], getattr(instance, field.name), field.name, json=True)
+            setattr(instance, field.name, value)
+
+
+def help_of(cls) -> dict[str, str]:
+    """Field -> the comment behind it in the source of a dataclass, its bases included; "" where there is none."""
+    comments = {}
+    for part in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(part):
+            continue
+        source = textwrap.dedent(inspect.getsource(part))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+        for node in ast.parse(source).body[0].body:
+            if isinstance(node, ast.AnnAssign):
+                lines = range(node.lineno, node.end_lineno + 1)
+                comments[node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
+    return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def type_text(hint) -> str:
+    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "list[str]", "float or null"."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
+    if origin is Literal:
+        *first, last = map(repr, inside)
+        return f"{', '.join(first)} or {last}" if first else last
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_text, inside))
+    if hint is types.NoneType:
+        return "null"
+    if origin is None:
+        return getattr(hint, "__name__", str(hint))
+    parts = ["..." if part is ... else type_text(part).partition(", ")[0] for part in inside]  # without bounds
+    return f"{origin.__name__}[{', '.join(parts)}]"
+
+
+def _read(hint, value, name: str, json: bool):
+    """`value` as a field annotated with `hint` holds it."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    choices = inside if origin in (typing.Union, types.UnionType) else (hint,)
+    if value is None and types.NoneType in choices:
+        return None
+    choices = [choice for choice in choices if choice is not types.NoneType]
+    if len(choices) > 1:
+        for choice in choices:
+            with contextlib.suppress(InvalidValueError):
+                return _read(choice, value, name, json)
+        require(False, name, value, f"of type {' or '.join(map(type_text, choices))}")
+    if choices[0] is not hint:
+        return _read(choices[0], value, name, json)
+    if origin is Annotated:
+        value, (valid, words) = _read(inside[0], value, name, json), _bound(inside[1])
+        require(value is None or valid(value), name, value, words)
+        return value
+    if origin is Literal:
+        require(any(type(value) is type(choice) and value == choice for choice in inside), name, value, type_text(hint))
+        return value
+    if origin is list and isinstance(value, str) and not json and not _is_number(inside[0]):
+        value = [value]  # --dpo.loss_type=ipo
+    if origin is list and isinstance(value, list):
+        return [_read(inside[0], item, name, json) for item in value]
+    if origin is tuple and isinstance(value, list | tuple):
+        items = inside[:1] * len(value) if ... in inside else inside
+        require(len(items) == len(value), name, value, f"a list of {len(items)} values")
+        return tuple(_read(item, part, name, json) for item, part in zip(items, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {key: _read(inside[1], item, f"{name}.{key}", json) for key, item in value.items()}
+    if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(value)
+    require(origin is None and type(value) is hint, name, value, f"of type {type_text(hint)}")
+    return value
+
+
+def _is_number(hint) -> bool:
+    return hint in (int, float) or typing.get_origin(hint) is Annotated
+
+
+def _bound(text: str):
+    """ ">= 1" or "(0, 1]" -> a test of a number, and what an error calls it."""
+    if text[0] in "[(":
+        low, high = (float(part) for part in text[1:-1].split(","))
+        above = operator.ge if text[0] == "[" else operator.gt
+        below = operator.le if text[-1] == "]" else operator.lt
+        return (lambda value: above(value, low) and below(value, high)), f"in {text}"
+    sign, number = text.split()
+    compare, words = COMPARISONS[sign]
+    return (lambda value: compare(value, float(number))), words.format(number)

@@ -1,0 +1,168 @@
+"""The checker of recipes and config files: what a dataclass declares is what a file may say."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from minivlmrl.hub.checker import build, check, help_of, require, type_text
+
+
+@dataclass
+class Base:
+    steps: Annotated[int, ">= 1"] = 100  # optimizer steps
+    rate: float = 1e-6
+
+
+@dataclass
+class Section(Base):
+    share: Annotated[float, "(0, 1]"] = 1.0  # of the tokens
+    kind: Literal["k1", "k3"] = "k1"  # which
+    # estimator
+    size: Annotated[int, "> 0"] | None = None
+    weights: list[Annotated[float, ">= 0"]] | None = None
+    losses: list[Literal["a", "b"]] = field(default_factory=lambda: ["a"])
+    low: float = 0.0
+    high: float = 1.0  # at least low
+
+    def __post_init__(self):
+        check(self)
+        require(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
+
+
+@dataclass
+class Whole:
+    needed: int
+    stop: int | list[int] | None = None
+    on: bool = False
+    text: str = ""
+    names: list[str] = field(default_factory=list)
+    table: dict[str, float] = field(default_factory=dict)
+    blocks: tuple[int, ...] = ()
+    means: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    section: Section = field(default_factory=Section)
+    anything: dict = field(default_factory=dict)
+
+
+VALID = [
+    ("stop", 1, 1),
+    ("stop", [1, 2], [1, 2]),
+    ("stop", None, None),
+    ("on", True, True),
+    ("text", "1e-4", "1e-4"),
+    ("names", "one", ["one"]),
+    ("names", [], []),
+    ("table", {"a": 2}, {"a": 2.0}),
+    ("table", {"a": "1e-4"}, {"a": 1e-4}),
+    ("blocks", [1, 2], (1, 2)),
+    ("means", [1, 2.5, 3], (1.0, 2.5, 3.0)),
+    ("section", {"rate": "1e-4"}, Section(rate=1e-4)),
+    ("section", {"rate": 1}, Section(rate=1.0)),
+    ("section", {"size": None, "kind": "k3"}, Section(kind="k3")),
+    ("section", {"weights": [1, 0]}, Section(weights=[1.0, 0.0])),
+    ("section", {"losses": "b"}, Section(losses=["b"])),
+    ("section", {}, Section()),
+    ("anything", {"a": [1]}, {"a": [1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), VALID)
+def test_valid_values(name, value, expected):
+    found = getattr(build(Whole, {"needed": 1, name: value}, "x.yaml"), name)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+WRONG = [
+    ({"stop": "one"}, "stop is 'one', it must be of type int or list[int]"),
+    ({"stop": [1, True]}, "stop is [1, True], it must be of type int or list[int]"),
+    ({"needed": True}, "needed is True, it must be of type int"),
+    ({"needed": 1.0}, "needed is 1.0, it must be of type int"),
+    ({"needed": None}, "needed is None, it must be of type int"),
+    ({"on": 1}, "on is 1, it must be of type bool"),
+    ({"text": 3}, "text is 3, it must be of type str"),
+    ({"names": [1]}, "names is 1, it must be of type str"),
+    ({"names": {"a": 1}}, "names is {'a': 1}, it must be of type list[str]"),
+    ({"table": ["a"]}, "table is ['a'], it must be of type dict[str, float]"),
+    ({"table": {"a": "high"}}, "table.a is 'high', it must be of type float"),
+    ({"blocks": 1}, "blocks is 1, it must be of type tuple[int, ...]"),
+    ({"means": [1, 2]}, "means is [1, 2], it must be a list of 3 values"),
+    ({"section": {"rate": "fast"}}, "section.rate is 'fast', it must be of type float"),
+    ({"section": {"rate": True}}, "section.rate is True, it must be of type float"),
+    ({"section": {"steps": "1e3"}}, "section.steps is '1e3', it must be of type int"),
+    ({"section": {"steps": 0}}, "section.steps is 0, it must be 1 or more"),
+    ({"section": {"share": 0}}, "section.share is 0.0, it must be in (0, 1]"),
+    ({"section": {"share": 1.1}}, "section.share is 1.1, it must be in (0, 1]"),
+    ({"section": {"share": float("nan")}}, "section.share is nan, it must be in (0, 1]"),
+    ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
+    ({"section": {"size": 0}}, "section.size is 0, it must be over 0"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float]"),
+    ({"section": {"weights": "half"}}, "section.weights is 'half', it must be of type list[float]"),
+    ({"section": {"weights": [-1]}}, "section.weights is -1.0, it must be 0 or more"),
+    ({"section": {"losses": ["c"]}}, "section.losses is 'c', it must be 'a' or 'b'"),
+    ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
+    ({"section": 1}, "section must hold names and values, it is 1"),
+    ({"section": {"stepz": 1}}, "unknown key section.stepz; valid keys here: high, kind, losses, low, rate, share, "),
+    ({"x": 1}, "unknown key x; valid keys here: anything, blocks, "),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ValueError) as error:
+        build(Whole, {"needed": 1} | values, "x.yaml")
+    assert str(error.value).startswith(f"x.yaml: {message}")
+
+
+def test_what_is_no_mapping_or_lacks_a_field_is_named():
+    with pytest.raises(ValueError, match=r"^x.yaml: the file must hold names and values, it is \[1\]$"):
+        build(Whole, [1], "x.yaml")
+    with pytest.raises(ValueError, match=r"^x.yaml: needed is missing$"):
+        build(Whole, {}, "x.yaml")
+    with pytest.raises(ValueError, match=r"^x.json: vision.steps is 0, it must be 1 or more$"):
+        build(Base, {"steps": 0}, "x.json", prefix="vision.")
+
+
+def test_a_file_written_by_a_program_has_more_keys_and_its_text_is_text():
+    assert build(Base, {"steps": 2, "more": 3}, "x.json", json=True) == Base(2)
+    for values in ({"rate": "1e-4"}, {"rate": "x"}):
+        with pytest.raises(ValueError, match="it must be of type float"):
+            build(Base, values, "x.json", json=True)
+    with pytest.raises(ValueError, match=r"names is 'one', it must be of type list\[str\]"):
+        build(Whole, {"needed": 1, "names": "one"}, "x.json", json=True)
+
+
+def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
+    with pytest.raises(ValueError, match="rate is 10000"):
+        build(Base, {"rate": 10**400}, "x.yaml")
+    with pytest.raises(ValueError) as error:
+        build(Base, {"rate": "x" * 1000}, "x.yaml")
+    assert len(str(error.value)) < 200
+
+
+def test_bounds_hold_for_code_too():
+    assert Section(share=1).share == 1.0
+    for wrong in ({"share": 2.0}, {"kind": "k2"}, {"low": 2.0}, {"steps": 0}):
+        with pytest.raises(ValueError, match="it must be"):
+            Section(**wrong)
+
+
+def test_the_help_of_a_field_is_the_comment_behind_it():
+    found = help_of(Section)
+    assert found["steps"] == "optimizer steps"
+    assert (found["rate"], found["kind"], found["high"]) == ("", "which", "at least low")
+    assert list(found)[:3] == ["steps", "rate", "share"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (Annotated[int, ">= 1"] | None, "int, 1 or more or null"),
+        (Literal["a", "b", "c"], "'a', 'b' or 'c'"),
+        (tuple[int, ...], "tuple[int, ...]"),
+        (dict[str, float], "dict[str, float]"),
+        (bool, "bool"),
+    ],
+)
+def test_types_as_a_person_reads_them(hint, text):
+    assert type_text(hint) == text
