@@ -1,11 +1,12 @@
-"""Weights, gradients and optimizer state cut into one part a rank (FSDP2), from outside: models know nothing of it.
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), from outside: models know nothing of it.
 
-Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed behind it. All that
-is left (embeddings, patch embedding, merger, last norm, head) is one more unit, the root. Embeddings and head stay in
-one unit because they may be one tensor, and because the head's weight is read beside its forward (model/logprobs.py).
+Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed after that. All
+other weights (embeddings, patch embedding, merger, last norm, head) are one more unit, the root. Embeddings and head
+share a unit because they may be one tensor, and because the head's weight is read outside its forward (logprobs.py).
 
-A sharded forward or backward is joint work: every rank has to run the same units in the same order, or all wait for
-ever. What differs from rank to rank is made equal: images here, the number of micro-batches by Algorithm.in_step.
+A sharded forward or backward is joint work: every rank must run the same units in the same order, or all wait for ever.
+So ranks have equal numbers of prompts and of micro-batches. What still differs is made equal here: whether there are
+images (VisionInStep), and how many decode steps a rank needs (Joint).
 """
 
 import copy
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -26,14 +27,14 @@ from minivlmrl.scale.ranks import World
 
 
 class Sharding:
-    """How models are cut. A model that is cut carries it as its attribute `sharding`.
+    """How models are sharded. A sharded model has it as its attribute `sharding`.
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        compute_dtype: of gathered weights and of activations.
+        compute_dtype: of gathered weights and of activations; None: dtype.
         activation_checkpointing: see recompute_blocks.
     Raises:
-        ValueError: the ranks are no multiple of section.replicas.
+        ValueError: the number of ranks is not a multiple of section.replicas.
     """
 
     def __init__(
@@ -45,10 +46,13 @@ class Sharding:
         compute_dtype: torch.dtype | None,
         activation_checkpointing: bool = False,
     ):
-        if size % section.replicas:
-            raise ValueError(f"sharding.replicas is {section.replicas}, but {size} ranks are no multiple of it")
+        replicas = section.replicas
+        if size % replicas:
+            raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
         self.device = torch.device("cpu") if section.cpu_offload else device
-        self.mesh = _mesh(size, section.replicas, device.type)
+        names = ("shard",) if replicas == 1 else ("replicate", "shard")
+        shape = (size,) if replicas == 1 else (replicas, size // replicas)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.activation_checkpointing = activation_checkpointing
         self.options = {
             "mesh": self.mesh,
@@ -58,45 +62,41 @@ class Sharding:
         }
 
     def shard(self, model: nn.Module):
-        """Cut a Qwen2_5_VL, on any device, the meta device too."""
+        """Shard a Qwen2_5_VL on any device, also on the meta device."""
         if self.activation_checkpointing:
             recompute_blocks(model)
         for block in blocks(model):
             fully_shard(block, **self.options)
         self.shard_alone(model)
         _prefetch_backward(model)
-        pace = _VisionPace()
-        model.register_forward_pre_hook(pace.before)  # behind FSDP's own, which gathers the root
-        model.register_forward_hook(pace.behind, prepend=True)  # before FSDP's own, which waits for the gradient
-        model.sharding, model.pace = self, pace
+        vision = VisionInStep()
+        model.register_forward_pre_hook(vision.before)  # runs after FSDP's own, which gathers the root
+        model.register_forward_hook(vision.after, prepend=True)  # runs before FSDP's own, which waits for the gradient
+        model.sharding, model.vision_in_step = self, vision
 
     def shard_alone(self, module: nn.Module):
-        """Cut what is not in a unit yet as one unit."""
+        """Shard what is not in a unit yet, as one unit."""
         fully_shard(module, **self.options)
         for unit in units(module):
             unit.set_gradient_divide_factor(1.0)  # a sum: each loss is divided by the global count already
             unit.set_force_sum_reduction_for_comms(True)
         module.set_modules_to_backward_prefetch([module])
 
-    def part(self, tensor: Tensor, wanted: DTensor) -> DTensor:
-        """This rank's rows of a whole tensor, and of nothing else a copy.
-
-        Args:
-            wanted: the parameter that they are for.
-        """
+    def part(self, tensor: Tensor, like: DTensor) -> DTensor:
+        """Copy this rank's rows of a full tensor, in the form of a parameter."""
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
-        own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, wanted.dtype, copy=True)
+        own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
         return DTensor.from_local(
-            own, wanted.device_mesh, wanted.placements, run_check=False, shape=wanted.shape, stride=wanted.stride()
+            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
 def _prefetch_backward(model: nn.Module):
     """Have the backward of each unit gather the one before it, which is needed next.
 
-    Said explicitly, because FSDP's own guess follows the forwards since the last backward, and of these a rank may have
-    had more than another, in a rollout: they would then gather different layers, of equal size, as if they were one.
+    FSDP's own guess follows the forwards since the last backward. In a rollout one rank may have had more of them than
+    another: they would then gather different layers of equal size as if these were one.
     """
     model.set_modules_to_backward_prefetch([model.model.layers[-1]])
     for tower in (list(model.visual.blocks), list(model.model.layers)):
@@ -104,45 +104,32 @@ def _prefetch_backward(model: nn.Module):
             block.set_modules_to_backward_prefetch([before])
 
 
-class _VisionPace:
-    """Lets a rank without images run the vision tower too if another rank has some, on one black image that counts 0.
+class VisionInStep:
+    """Makes a rank without images run the vision tower if another rank has some, on one black image that counts 0.
 
-    Without images on any rank nobody runs it: then its parameters have no gradient, and AdamW does not move them.
+    Without images on any rank none runs it: its parameters then have no gradient, and AdamW does not move them.
     """
 
     def __init__(self):
-        self.joint = True  # False while weights are whole: then each rank works for itself
-        self.nothing: Tensor | None = None
+        self.joint = True  # False while every rank has full weights
+        self.zero: Tensor | None = None
 
     def before(self, model: nn.Module, arguments: tuple):
-        images = len(arguments[0].image_grid_thw)
-        if not self.joint or not _anyone(images > 0, arguments[0].input_ids.device) or images:
+        batch, vision = arguments[0], model.config.vision_config
+        images, device = len(batch.image_grid_thw), batch.input_ids.device
+        if not self.joint or dist.get_world_size() == 1:
             return
-        config, device = model.config.vision_config, arguments[0].input_ids.device
-        side, patch = config.spatial_merge_size, config.in_channels * config.temporal_patch_size * config.patch_size**2
-        black = torch.zeros(side**2, patch, device=device)
-        self.nothing = 0 * model.visual(black, torch.tensor([[1, side, side]])).sum()
+        on_any_rank = torch.tensor(int(images > 0), device=device)
+        dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
+        if images or not on_any_rank:
+            return
+        side, channels = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
+        black = torch.zeros(side**2, channels * vision.patch_size**2, device=device)
+        self.zero = 0 * model.visual(black, torch.tensor([[1, side, side]])).sum()
 
-    def behind(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
-        if self.nothing is None:
-            return hidden
-        nothing, self.nothing = self.nothing, None
-        return hidden + nothing
-
-
-def _anyone(mine: bool, device: torch.device) -> bool:
-    """Whether any rank says yes."""
-    if dist.get_world_size() == 1:
-        return mine
-    flag = torch.tensor(int(mine), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
-
-
-def _mesh(size: int, replicas: int, device: str) -> DeviceMesh:
-    if replicas == 1:
-        return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
+        zero, self.zero = self.zero, None
+        return hidden if zero is None else hidden + zero
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -151,46 +138,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def units(module: nn.Module) -> list[FSDPModule]:
-    """What is gathered and freed as one, of a module; of one that is not cut nothing."""
+    """The units of a module, each gathered and freed as one; none if it is not sharded."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(part, FSDPModule) for part in module.modules())
+    return bool(units(module))
 
 
 def reshard(module: nn.Module):
-    """Free gathered weights. To be called before the parts are changed: the root's stay whole after a forward."""
+    """Free gathered weights. Call it before weights are changed: the root's stay gathered after a forward."""
     for unit in units(module):
         unit.reshard()
-
-
-@contextmanager
-def layer_by_layer(module: nn.Module) -> Iterator[None]:
-    """Run it, without gradient, in step with the other ranks; behind that nothing is left gathered."""
-    try:
-        yield
-    finally:
-        reshard(module)
-
-
-@contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Keep whole weights on every rank meanwhile: ranks then run it, without gradient, as often as each likes."""
-    paces = [part.pace for part in module.modules() if isinstance(part, FSDPModule) and hasattr(part, "pace")]
-    for unit in units(module):
-        unit.unshard()
-        unit.set_reshard_after_forward(False, recurse=False)
-    for pace in paces:
-        pace.joint = False
-    try:
-        yield
-    finally:
-        for pace in paces:
-            pace.joint = True
-        for unit in units(module):
-            unit.set_reshard_after_forward(not hasattr(unit, "pace"), recurse=False)
-            unit.reshard()
 
 
 @contextmanager
@@ -224,14 +183,44 @@ class Joint:
 
     def finish(self, model: nn.Module):
         """Run decode steps on one meaningless token until all ranks have finished; call it after the last step."""
-        device = self.world.device  # a part of the weights may lie elsewhere
+        device = self.world.device  # weights may be offloaded
         token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
         while self.world.sum(0)[0]:
             model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
 
 
+@contextmanager
+def layer_by_layer(module: nn.Module) -> Iterator[None]:
+    """Run it without gradient, in step with the other ranks; at the end nothing stays gathered."""
+    try:
+        yield
+    finally:
+        reshard(module)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Keep full weights on every rank; ranks then run it, without gradient, as often as each likes."""
+
+    def keep(full: bool):
+        for unit in units(module):
+            root = hasattr(unit, "vision_in_step")
+            if root:
+                unit.vision_in_step.joint = not full
+            unit.set_reshard_after_forward(not full and not root, recurse=False)
+
+    for unit in units(module):
+        unit.unshard()
+    keep(full=True)
+    try:
+        yield
+    finally:
+        keep(full=False)
+        reshard(module)
+
+
 def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy of a Qwen2_5_VL, cut like the original: each rank copies the part it holds."""
+    """Copy a Qwen2_5_VL deeply; of a sharded one each rank copies the part that it holds."""
     if not is_sharded(model):
         return copy.deepcopy(model)
     reshard(model)
@@ -239,20 +228,20 @@ def copy_model(model: nn.Module) -> nn.Module:
         twin = type(model)(model.config).to(model.lm_head.weight.dtype)
     model.sharding.shard(twin)
     assign(twin, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
-    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.requires_grad_(theirs.requires_grad)
+    for copied, parameter in zip(twin.parameters(), model.parameters(), strict=True):
+        copied.requires_grad_(parameter.requires_grad)
     return twin
 
 
 def assign(model: nn.Module, weights: dict[str, Tensor]):
-    """Give a Qwen2_5_VL on the meta device its weights, by name; a tied head has the embedding's."""
+    """Give a Qwen2_5_VL on the meta device its weights, by name; a tied head gets the embedding's."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def recompute_blocks(model: nn.Module):
-    """Keep only what enters each vision block and decoder layer, and run it once more in the backward.
+    """Keep only the input of each vision block and decoder layer, and compute the block again in the backward.
 
     The head is left out: linear_log_softmax recomputes its logits anyway.
     """
