@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,15 @@ import yaml
 from safetensors.torch import load_file
 
 from minivlmrl import train
-from minivlmrl.algorithms.ppo_loss import ppo_loss
+from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
 from minivlmrl.algorithms.preference_losses import (
     ANY_DIVERGENCE,
     DPO_LOSSES,
     F_DIVERGENCES,
     KTO_LOSS_TYPES,
+    DPOLoss,
+    KTOLoss,
+    RewardLoss,
     dpo_loss,
     kto_loss,
     reward_loss,
@@ -68,7 +72,7 @@ class Case:
         """Loss and gradients of some rows."""
         batch = {name: value[order].clone() for name, value in self.batch.items()}
         for name in self.per_token:  # what stands in the padding must not matter, so it is no zeros
-            filling = 0.0 if name == "completion_mask" else 0.7
+            filling = 0.0 if name in ("mask", "completion_mask") else 0.7
             batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=filling)
         leaves = [batch[name].requires_grad_() for name in self.leaves]
         loss = self.call(batch)
@@ -187,8 +191,9 @@ def test_bnpo_is_the_token_mean_of_each_micro_batch_weighted_by_its_rows():
 
 @pytest.mark.parametrize("loss_type", SFT_LOSS_TYPES)
 def test_sft_loss(loss_type):
-    batch = {"per_token_logps": noise(ROWS, TOKENS) - 2, "completion_mask": mask()}
-    call = lambda batch: sft_loss(**batch, num_tokens=mask().sum(), loss_type=loss_type)  # noqa: E731
+    batch = {"per_token_logps": noise(ROWS, TOKENS) - 2, "mask": mask()}
+    counts = SimpleNamespace(tokens=mask().sum())
+    call = lambda batch: sft_loss(**batch, loss_type=loss_type, counts=counts)  # noqa: E731
     case = Case(batch, ("per_token_logps",), call, tuple(batch))
     check_split(case)
     check_order(case)
@@ -200,12 +205,13 @@ def dpo_case(**options) -> Case:
     both = torch.stack([mask(), mask(LENGTHS.flip(0))], 1)
     batch = {
         "per_token_logps": noise(*shape, scale=0.6) - 2, "ref_per_token_logps": noise(*shape, seed=1, scale=0.6) - 2,
-        "completion_mask": both,
+        "mask": both,
     }  # fmt: skip
-    if options.pop("use_weighting", False):
+    options = DPOLoss(**{"label_smoothing": 0.1, **options})
+    if options.use_weighting:
         batch["log_sum_sq_probs"] = noise(*shape, seed=2).abs() - 3
-    counts = {"num_pairs": ROWS, "num_tokens": both[:, 0].sum()}
-    call = lambda batch: dpo_loss(**batch, **counts, label_smoothing=0.1, **options)[0]  # noqa: E731
+    counts = SimpleNamespace(sequences=2 * ROWS, tokens=both[:, 0].sum())
+    call = lambda batch: dpo_loss(**batch, options=options, counts=counts)[0]  # noqa: E731
     return Case(batch, ("per_token_logps",), call, tuple(batch))
 
 
@@ -239,9 +245,7 @@ def test_losses_that_sort_do_so_in_each_micro_batch(loss_type):
     assert (alone - whole).abs() > 1e-3
     smooth = dpo_case(loss_type="sigmoid", smooth_sigmoid=True)
     same(alone, smooth()[0])
-    logps, ref = (
-        (case.batch[f"{name}per_token_logps"] * case.batch["completion_mask"]).sum(-1) for name in ("", "ref_")
-    )
+    logps, ref = ((case.batch[f"{name}per_token_logps"] * case.batch["mask"]).sum(-1) for name in ("", "ref_"))
     one, other = (logps, ref) if loss_type == "aot" else ((logps - ref).T, (logps - ref).T)
     if loss_type == "aot":
         z = (one[:, 0] - one[:, 1]).sort().values - (other[:, 0] - other[:, 1]).sort().values
@@ -263,10 +267,11 @@ def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorte
 def test_kto_loss(loss_type):
     batch = {
         "per_token_logps": noise(ROWS, TOKENS), "ref_per_token_logps": noise(ROWS, TOKENS, seed=1),
-        "completion_mask": mask(), "labels": torch.tensor([True, False, True, True, False, False]),
+        "mask": mask(), "labels": torch.tensor([True, False, True, True, False, False]),
     }  # fmt: skip
-    options = {"loss_type": loss_type, "desirable_weight": 1.3, "kl": torch.tensor(0.2), "num_sequences": ROWS}
-    case = Case(batch, ("per_token_logps",), lambda batch: kto_loss(**batch, **options)[0], tuple(batch)[:3])
+    given = {"kl": torch.tensor(0.2), "counts": SimpleNamespace(sequences=ROWS)}
+    given["options"] = KTOLoss(loss_type, desirable_weight=1.3)
+    case = Case(batch, ("per_token_logps",), lambda batch: kto_loss(**batch, **given)[0], tuple(batch)[:3])
     check_split(case)
     check_order(case)
     check_padding(case)
@@ -276,7 +281,8 @@ def test_kto_loss(loss_type):
 def test_reward_loss(center):
     names = ("chosen_rewards", "rejected_rewards", "margin")
     batch = {name: noise(ROWS, seed=seed) for seed, name in enumerate(names)}
-    call = lambda batch: reward_loss(**batch, center_rewards_coefficient=center, num_pairs=ROWS)[0]  # noqa: E731
+    counts = SimpleNamespace(sequences=2 * ROWS)
+    call = lambda batch: reward_loss(**batch, options=RewardLoss(center), counts=counts)[0]  # noqa: E731
     case = Case(batch, names[:2], call)
     check_split(case)
     check_order(case)
@@ -286,11 +292,16 @@ def test_reward_loss(center):
 def test_ppo_loss(separate_mask):
     names = ("per_token_logps", "values", "old_per_token_logps", "old_values", "advantages", "returns")
     batch = {name: noise(ROWS, TOKENS, seed=seed, scale=0.6) for seed, name in enumerate(names)}
-    batch["completion_mask"] = mask()
+    batch["mask"] = mask()
     if separate_mask:
         batch["value_mask"] = mask((LENGTHS + 1).clamp(max=TOKENS))
-    counts = {"num_tokens": mask().sum(), "num_values": batch.get("value_mask", mask()).sum()}
-    case = Case(batch, names[:2], lambda batch: ppo_loss(**batch, **counts)[0], tuple(batch))
+    counts = SimpleNamespace(tokens=mask().sum())
+
+    def call(batch):
+        own = {name: value for name, value in batch.items() if name not in names[2:]}
+        return ppo_loss(**own, rollout=PPORollout(*(batch[name] for name in names[2:])), counts=counts)[0]
+
+    case = Case(batch, names[:2], call, tuple(batch))
     check_split(case)
     check_order(case)
     if not separate_mask:

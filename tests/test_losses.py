@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.audit.policy_cells import policy_batch
 from minivlmrl.losses import LOSS_TYPES, grpo_loss
 
@@ -115,8 +114,3 @@ def test_padding_does_not_count():
 def test_options_without_meaning_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         grpo_loss(**policy_batch(0) | options)
-
-
-def test_sft_by_hand():
-    mask = torch.tensor([[1.0, 0, 0], [1, 1, 1]])
-    assert sft_loss(torch.full((2, 3), -2.0), mask).item() == 2.0

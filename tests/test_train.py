@@ -643,13 +643,13 @@ def test_a_number_as_solution_is_judged_or_named(run, own, tmp_path, plain):
         (["--stages=[ppo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
         (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
         (["--sft.loss_type=mse"], r"sft\.loss_type is 'mse'; known are nll, dft"),
-        (["--stages=dpo", "--dpo.loss_type=ppo"], "dpo: loss_type is 'ppo'; known are sigmoid, hinge"),
-        (["--stages=dpo", "--dpo.loss_weights=[1, 2]"], r"dpo: loss_type is \['sigmoid'\], loss_weights \[1.0, 2.0\]"),
-        (["--stages=dpo", "--dpo.loss_type=exo_pair"], "dpo: exo_pair takes"),
-        (["--stages=dpo", "--dpo.label_smoothing=0.5"], "dpo: label_smoothing is 0.5"),
-        (["--stages=dpo", "--dpo.f_divergence_type=tv"], "dpo: .*tv"),
-        (["--stages=dpo", "--dpo.f_divergence_type=js_divergence", "--dpo.loss_type=aot"], "dpo: aot is made for"),
-        (["--stages=dpo", "--dpo.use_weighting=true", "--dpo.loss_type=aot"], "dpo: aot sorts"),
+        (["--stages=dpo", "--dpo.loss_type=ppo"], "dpo.loss_type is 'ppo'; known are sigmoid, hinge"),
+        (["--stages=dpo", "--dpo.loss_weights=[1, 2]"], r"dpo.loss_type is \['sigmoid'\], loss_weights \[1.0, 2.0\]"),
+        (["--stages=dpo", "--dpo.loss_type=exo_pair"], "dpo.loss_type exo_pair takes"),
+        (["--stages=dpo", "--dpo.label_smoothing=0.5"], "dpo.label_smoothing is 0.5"),
+        (["--stages=dpo", "--dpo.f_divergence_type=tv"], "dpo.f_divergence_type .*tv"),
+        (["--stages=dpo", "--dpo.f_divergence_type=js_divergence", "--dpo.loss_type=aot"], "dpo.loss_type aot is made for"),
+        (["--stages=dpo", "--dpo.use_weighting=true", "--dpo.loss_type=aot"], "dpo.loss_type aot sorts"),
         (["--stages=dpo", "--dpo.sync_ref_model=true", "--dpo.reference_free=true"], r"dpo\.sync_ref_model needs"),
         (
             ["--stages=dpo", "--dpo.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
@@ -738,9 +738,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
     good = run(*options, "--sft.max_steps=1", name="good")
     calls = []
 
-    def loss(*arguments):
+    def loss(*arguments, **counts):
         calls.append(1)
-        return original(*arguments) * (float("nan") if len(calls) == 2 else 1)
+        return original(*arguments, **counts) * (float("nan") if len(calls) == 2 else 1)
 
     original = sft_file.sft_loss
     monkeypatch.setattr(sft_file, "sft_loss", loss)

@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from tqdm import tqdm
 
 from minivlmrl.algorithms.algorithm import Step
 from minivlmrl.algorithms.pairs import Pair, PairAlgorithm, PairBatch, learnt_mask
-from minivlmrl.algorithms.preference_losses import check_dpo_options, dpo_loss
+from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
@@ -32,12 +34,9 @@ class DPO(PairAlgorithm):
     def check(run: RunConfig):
         config = run.dpo
         try:
-            check_dpo_options(
-                config.loss_type, config.loss_weights, config.label_smoothing, config.f_divergence_type,
-                config.use_weighting,
-            )  # fmt: skip
+            loss_options(config)
         except ValueError as error:
-            raise ValueError(f"dpo: {error}") from error
+            raise ValueError(f"dpo.{error}") from error
         for name in ("sync_ref_model", "num_shared_layers"):
             if getattr(config, name) and (config.precompute_ref_log_probs or config.reference_free):
                 raise ValueError(f"dpo.{name} needs a reference model, which precomputing or reference_free leaves out")
@@ -127,20 +126,10 @@ class DPO(PairAlgorithm):
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.completion_mask),
+            loss_options(config),
             ref_per_token_logps=by_pair(batch.ref_per_token_logps),
-            loss_type=config.loss_type,
-            loss_weights=config.loss_weights,
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            smooth_sigmoid=config.smooth_sigmoid,
-            f_divergence_type=config.f_divergence_type,
-            f_alpha_divergence_coef=config.f_alpha_divergence_coef,
-            ld_alpha=config.ld_alpha,
             log_sum_sq_probs=by_pair(weighting),
-            reference_free=config.reference_free,
-            discopop_tau=config.discopop_tau,
-            num_pairs=batch.num_sequences / 2,
-            num_tokens=batch.num_tokens,
+            counts=SimpleNamespace(sequences=batch.num_sequences, tokens=batch.num_tokens),
         )
         per_answer = (group.pad(entropies.detach()) * batch.completion_mask).sum(1) / batch.completion_mask.sum(1)
         return loss, {**metrics, "entropy": per_answer.mean()}
@@ -153,6 +142,10 @@ class DPO(PairAlgorithm):
             moved = moved - batch.ref_per_token_logps
         u, v = (by_pair(moved * batch.completion_mask)).sum(-1).unbind(1)
         return u - v
+
+
+def loss_options(config) -> DPOLoss:
+    return DPOLoss(**{field.name: getattr(config, field.name) for field in fields(DPOLoss)})
 
 
 def by_pair(rows: Tensor | None) -> Tensor | None:

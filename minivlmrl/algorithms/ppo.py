@@ -9,6 +9,7 @@ advantages are whitened over the whole rollout of all ranks. Left out: an adapti
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -138,12 +139,7 @@ class PPO(Online):
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         config, group = self.config, batch.group
         logps, entropies, values = self.score(group)
-        count = max(batch.num_tokens, 1)
-        loss, metrics = ppo_loss(
-            group.pad(logps), group.pad(values), batch.completion_mask, old_per_token_logps=batch.old_per_token_logps,
-            old_values=batch.old_values, advantages=batch.advantages, returns=batch.returns,
-            cliprange=config.cliprange, cliprange_value=config.cliprange_value, vf_coef=config.vf_coef,
-            num_tokens=count, num_values=count,
-        )  # fmt: skip
+        counts, mask = SimpleNamespace(tokens=batch.num_tokens), batch.completion_mask
+        loss, metrics = ppo_loss(group.pad(logps), group.pad(values), mask, batch, config, counts=counts)
         metrics["entropy"] = batch.mean(entropies)
         return loss, metrics | self.mismatch(batch, logps)

@@ -1,24 +1,40 @@
 """PPO's two losses, policy and value, on (B, T) tensors. Imports torch alone."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
+
+
+@dataclass
+class PPOLoss:
+    """Options of ppo_loss, and of the section `ppo` of a recipe."""
+
+    cliprange: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped to [1 - cliprange, 1 + cliprange]
+    cliprange_value: Annotated[float, ">= 0"] = 0.2  # a value is clipped to old value -+ cliprange_value
+    vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
+
+
+@dataclass
+class PPORollout:
+    """What stays fixed while a rollout is trained on; each (B, T)."""
+
+    old_per_token_logps: Tensor  # nats, of the policy that drew the tokens
+    old_values: Tensor  # of the critic at that time
+    advantages: Tensor
+    returns: Tensor  # see gae
 
 
 def ppo_loss(
     per_token_logps: Tensor,
     values: Tensor,
-    completion_mask: Tensor,
+    mask: Tensor,
+    rollout: PPORollout,
+    options: PPOLoss | None = None,
     *,
-    old_per_token_logps: Tensor,
-    old_values: Tensor,
-    advantages: Tensor,
-    returns: Tensor,
-    cliprange: float = 0.2,
-    cliprange_value: float = 0.2,
-    vf_coef: float = 0.1,
     value_mask: Tensor | None = None,
-    num_tokens: float | Tensor | None = None,
-    num_values: float | Tensor | None = None,
+    counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy loss plus vf_coef times the clipped value loss.
 
@@ -30,42 +46,41 @@ def ppo_loss(
 
     Args:
         per_token_logps, values: (B, T), nats and reward; they carry the gradient.
-        completion_mask: (B, T), 1 for real tokens.
-        old_per_token_logps, old_values: (B, T), of the policy and the critic when the tokens were drawn.
-        advantages, returns: (B, T), see advantages.gae.
-        value_mask: (B, T), where values are trained, by default completion_mask.
-        num_tokens, num_values: tokens and values of the optimizer step, by default those of the masks.
+        mask: (B, T), 1 for tokens to learn from.
+        rollout: see PPORollout; anything with its fields will do.
+        options: by default PPOLoss().
+        value_mask: (B, T), where values are trained, by default mask.
+        counts: an object with `tokens` of the optimizer step, by default those of the masks.
     Returns:
-        loss, a scalar; and diagnostics: policy_loss, value_loss, approx_kl (nats per token), clip_ratio/policy,
+        loss, a scalar; and metrics: policy_loss, value_loss, approx_kl (nats per token), clip_ratio/policy,
         clip_ratio/value (shares of tokens), ratio.
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last version that had it.
     """
-    value_mask = completion_mask if value_mask is None else value_mask
-    log_ratio = (per_token_logps - old_per_token_logps) * completion_mask  # 0 for padding: exp of it stays finite
+    o, advantages, returns = options or PPOLoss(), rollout.advantages, rollout.returns
+    value_mask = mask if value_mask is None else value_mask
+    log_ratio = (per_token_logps - rollout.old_per_token_logps) * mask  # 0 for padding: exp of it stays finite
     ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
     per_token_policy = torch.max(unclipped, clipped)
 
-    near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    near = rollout.old_values + (values - rollout.old_values).clamp(-o.cliprange_value, o.cliprange_value)
     squared, squared_near = (values - returns).square(), (near - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_near)
 
-    policy_loss = (per_token_policy * completion_mask).sum() / _count(completion_mask, num_tokens)
-    value_loss = (per_token_value * value_mask).sum() / _count(value_mask, num_values)
+    given = None if counts is None else max(counts.tokens, 1)
+    num_tokens, num_values = (x.sum().clamp(min=1) if given is None else given for x in (mask, value_mask))
+    policy_loss = (per_token_policy * mask).sum() / num_tokens
+    value_loss = (per_token_value * value_mask).sum() / num_values
     with torch.no_grad():
-        diagnostics = {
-            "policy_loss": _mean(per_token_policy, completion_mask),
+        metrics = {
+            "policy_loss": _mean(per_token_policy, mask),
             "value_loss": _mean(per_token_value, value_mask),
-            "approx_kl": _mean(0.5 * log_ratio.square(), completion_mask),
-            "clip_ratio/policy": _mean(clipped > unclipped, completion_mask),
+            "approx_kl": _mean(0.5 * log_ratio.square(), mask),
+            "clip_ratio/policy": _mean(clipped > unclipped, mask),
             "clip_ratio/value": _mean(squared_near > squared, value_mask),
-            "ratio": _mean(ratio, completion_mask),
+            "ratio": _mean(ratio, mask),
         }
-    return policy_loss + vf_coef * value_loss, diagnostics
-
-
-def _count(mask: Tensor, given: float | Tensor | None) -> float | Tensor:
-    return mask.sum().clamp(min=1) if given is None else given
+    return policy_loss + o.vf_coef * value_loss, metrics
 
 
 def _mean(value: Tensor, mask: Tensor) -> Tensor:

@@ -1,166 +1,179 @@
-"""Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch alone.
+"""Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch alone: copy it out.
 
-Dimension letters: B pairs, T tokens of the longest answer. A pair is a group of two: in (B, 2, T) tensors [:, 0] is
-chosen, [:, 1] rejected. `per_token_logps` carries the gradient, reference log-probabilities are constants.
+B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected. `per_token_logps`
+carries the gradient; log-probabilities of the reference are constants.
 
-Each loss divides by counts that the caller may give: those of the whole optimizer step. Then the gradients of
-micro-batches add up to the gradient of the step. (Not so aot and aot_unpaired, which sort the pairs of a micro-batch,
-as in TRL; nor sft with the weights of WPO, which multiply the micro-batch's mean.)
+Each loss divides by `counts`, an object with `sequences` (answers: two for each pair) and `tokens` of the optimizer
+step, by default the batch's own. With those of the whole step the gradients of its micro-batches add up to the gradient
+of the step. (Exceptions: aot and aot_unpaired sort the pairs of a micro-batch, as in TRL; and the weights of WPO
+multiply the micro-batch's mean of sft.)
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+KTOType = Literal["kto", "apo_zero_unpaired"]
+F_DIVERGENCES, KTO_LOSS_TYPES = get_args(Divergence), get_args(KTOType)
 ANY_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+
+
+@dataclass
+class DPOLoss:
+    """Options of dpo_loss, and of the section `dpo` of a recipe.
+
+    Raises:
+        ValueError: a name is unknown, or options do not go together.
+    """
+
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
+    loss_weights: list[float] | None = None  # ... with weights [0.8, 0.2, 1.0]; None: 1 each
+    beta: Annotated[float, "> 0"] = 0.1  # how much a log ratio counts; a large one keeps the policy near the reference
+    label_smoothing: float = 0.0  # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
+    smooth_sigmoid: bool = False  # ... and for sigmoid too (TRL ignores it there since 0.29)
+    f_divergence_type: Divergence = "reverse_kl"  # which divergence from the reference is bounded, see f_score
+    f_alpha_divergence_coef: float = 0.5
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight of tokens beyond the shorter answer's length
+    use_weighting: bool = False  # WPO: weight pairs with how likely the policy itself is to give such answers
+    reference_free: bool = False  # take the reference to be uniform
+    discopop_tau: Annotated[float, "> 0"] = 0.05
+
+    def __post_init__(self):
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        names, weights, divergence = self.loss_type, self.loss_weights, self.f_divergence_type
+        if not names or (weights is not None and len(names) != len(weights)):
+            raise ValueError(f"loss_type is {names}, loss_weights {weights}: give one weight for each name")
+        _check_known("f_divergence_type", divergence, F_DIVERGENCES)
+        for name in names:
+            _check_known("loss_type", name, DPO_LOSSES)
+            if divergence != "reverse_kl" and name not in ANY_DIVERGENCE:
+                others = ", ".join(ANY_DIVERGENCE)
+                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence} goes with {others}")
+            if self.use_weighting and name in ("aot", "aot_unpaired"):
+                raise ValueError(f"loss_type {name} sorts the pairs; weights of pairs (WPO) have no meaning for it")
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0, such as 1e-3")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}: a share of wrong labels, in [0, 0.5)")
 
 
 @dataclass
 class Pairs:
-    """What the losses below are made of; each tensor (B,) unless a shape is given."""
+    """What the losses below are made of; each tensor (B,) unless a shape is given. f' is that of f_score."""
 
-    chosen_logps: Tensor  # log pi(y_c | x), summed over tokens
-    rejected_logps: Tensor
-    ref_chosen_logps: Tensor
-    ref_rejected_logps: Tensor
+    logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
+    ref_logps: Tensor  # (B, 2)
     u: Tensor  # log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # the same of the rejected answer
-    score_u: Tensor  # f'(pi / pi_ref), which is u itself for the reverse KL
-    score_v: Tensor
-    chosen_length: Tensor  # tokens
-    rejected_length: Tensor
-    sft_loss: Tensor  # (B,): the pair's share of the mean negative log-probability of chosen tokens, times B
-    beta: float
-    label_smoothing: float
-    smooth_sigmoid: bool
-    discopop_tau: float
-
-    @property
-    def margin(self) -> Tensor:
-        """d = f'(pi/pi_ref)(y_c) - f'(pi/pi_ref)(y_r)."""
-        return self.score_u - self.score_v
-
-    @property
-    def mean_margin(self) -> Tensor:
-        """The same per token of each answer."""
-        return self.score_u / self.chosen_length.clamp(min=1) - self.score_v / self.rejected_length.clamp(min=1)
+    margin: Tensor  # d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r); u - v for the reverse KL
+    mean_margin: Tensor  # the same per token of each answer
+    sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
 
 
-def sigmoid(p: Pairs) -> Tensor:
+def sigmoid(p: Pairs, o: DPOLoss) -> Tensor:
     """-log sigmoid(beta d). DPO eq. 7 (arXiv 2305.18290). With smooth_sigmoid: cDPO, as TRL had it up to 0.28."""
-    return _smoothed(p.beta * p.margin, p.label_smoothing) if p.smooth_sigmoid else -logsigmoid(p.beta * p.margin)
+    return _smoothed(o.beta * p.margin, o.label_smoothing if o.smooth_sigmoid else 0.0)
 
 
-def hinge(p: Pairs) -> Tensor:
+def hinge(p: Pairs, o: DPOLoss) -> Tensor:
     """max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)."""
-    return torch.relu(1 - p.beta * p.margin)
+    return torch.relu(1 - o.beta * p.margin)
 
 
-def ipo(p: Pairs) -> Tensor:
+def ipo(p: Pairs, o: DPOLoss) -> Tensor:
     """(d - 1 / (2 beta))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its authors do."""
-    return (p.mean_margin - 1 / (2 * p.beta)).square()
+    return (p.mean_margin - 1 / (2 * o.beta)).square()
 
 
-def exo_pair(p: Pairs) -> Tensor:
+def exo_pair(p: Pairs, o: DPOLoss) -> Tensor:
     """KL between (s(bd), s(-bd)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)."""
-    z, e = p.beta * p.margin, p.label_smoothing
+    z, e = o.beta * p.margin, o.label_smoothing
     return z.sigmoid() * (logsigmoid(z) - math.log(1 - e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
 
 
-def nca_pair(p: Pairs) -> Tensor:
+def nca_pair(p: Pairs, o: DPOLoss) -> Tensor:
     """-log s(bu) - log s(-bu) / 2 - log s(-bv) / 2. NCA (arXiv 2402.05369)."""
-    return -logsigmoid(p.beta * p.u) - 0.5 * logsigmoid(-p.beta * p.u) - 0.5 * logsigmoid(-p.beta * p.v)
+    return -logsigmoid(o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.v)
 
 
-def robust(p: Pairs) -> Tensor:
+def robust(p: Pairs, o: DPOLoss) -> Tensor:
     """DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)."""
-    z, e = p.beta * p.margin, p.label_smoothing
+    z, e = o.beta * p.margin, o.label_smoothing
     return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
-def bco_pair(p: Pairs) -> Tensor:
-    """-log s(bu) - log s(-bv): right and wrong answers apart. BCO (arXiv 2404.04656) without its running mean."""
-    return -logsigmoid(p.beta * p.u) - logsigmoid(-p.beta * p.v)
+def bco_pair(p: Pairs, o: DPOLoss) -> Tensor:
+    """-log s(bu) - log s(-bv): chosen and rejected answers apart. BCO (arXiv 2404.04656) without its running mean."""
+    return -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v)
 
 
-def sppo_hard(p: Pairs) -> Tensor:
+def sppo_hard(p: Pairs, o: DPOLoss) -> Tensor:
     """(u - 1/(2b))^2 + (v + 1/(2b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv 2405.00675)."""
-    return (p.u - 0.5 / p.beta).square() + (p.v + 0.5 / p.beta).square()
+    return (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square()
 
 
-def aot(p: Pairs) -> Tensor:
+def aot(p: Pairs, o: DPOLoss) -> Tensor:
     """DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)."""
-    sorted_margin = (p.chosen_logps - p.rejected_logps).sort().values
-    return _smoothed(
-        p.beta * (sorted_margin - (p.ref_chosen_logps - p.ref_rejected_logps).sort().values), p.label_smoothing
-    )
+    policy, ref = ((logps[:, 0] - logps[:, 1]).sort().values for logps in (p.logps, p.ref_logps))
+    return _smoothed(o.beta * (policy - ref), o.label_smoothing)
 
 
-def aot_unpaired(p: Pairs) -> Tensor:
+def aot_unpaired(p: Pairs, o: DPOLoss) -> Tensor:
     """DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)."""
-    return _smoothed(p.beta * (p.u.sort().values - p.v.sort().values), p.label_smoothing)
+    return _smoothed(o.beta * (p.u.sort().values - p.v.sort().values), o.label_smoothing)
 
 
-def apo_zero(p: Pairs) -> Tensor:
+def apo_zero(p: Pairs, o: DPOLoss) -> Tensor:
     """1 - s(bu) + s(bv): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)."""
-    return 1 - (p.beta * p.u).sigmoid() + (p.beta * p.v).sigmoid()
+    return 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid()
 
 
-def apo_down(p: Pairs) -> Tensor:
+def apo_down(p: Pairs, o: DPOLoss) -> Tensor:
     """s(bu) + 1 - s(b(u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)."""
-    return (p.beta * p.u).sigmoid() + 1 - (p.beta * (p.u - p.v)).sigmoid()
+    return (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid()
 
 
-def discopop(p: Pairs) -> Tensor:
+def discopop(p: Pairs, o: DPOLoss) -> Tensor:
     """Logistic and exponential loss, mixed by m = s(bd / tau). DiscoPOP eq. 5 (arXiv 2406.08414)."""
-    z = p.beta * p.margin
-    m = (z / p.discopop_tau).sigmoid()
+    z = o.beta * p.margin
+    m = (z / o.discopop_tau).sigmoid()
     return -logsigmoid(z) * (1 - m) + (-z).exp() * m
 
 
-def sft(p: Pairs) -> Tensor:
+def sft(p: Pairs, o: DPOLoss) -> Tensor:
     """Token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO (2411.10442)."""
     return p.sft_loss
 
 
-def sigmoid_norm(p: Pairs) -> Tensor:
+def sigmoid_norm(p: Pairs, o: DPOLoss) -> Tensor:
     """-log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)."""
-    return -logsigmoid(p.beta * p.mean_margin)
+    return -logsigmoid(o.beta * p.mean_margin)
 
 
-DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
+DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss], Tensor]] = {
     f.__name__: f
     for f in (
-        sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down,
-        discopop, sft, sigmoid_norm,
+        *(sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard),
+        *(aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm),
     )
-}  # fmt: skip
+}
 
 
 def dpo_loss(
     per_token_logps: Tensor,
-    completion_mask: Tensor,
+    mask: Tensor,
+    options: DPOLoss | None = None,
     *,
     ref_per_token_logps: Tensor | None = None,
-    loss_type: str | Sequence[str] = "sigmoid",
-    loss_weights: Sequence[float] | None = None,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    smooth_sigmoid: bool = False,
-    f_divergence_type: str = "reverse_kl",
-    f_alpha_divergence_coef: float = 0.5,
-    ld_alpha: float | None = None,
     log_sum_sq_probs: Tensor | None = None,
-    reference_free: bool = False,
-    discopop_tau: float = 0.05,
-    num_pairs: float | Tensor | None = None,
-    num_tokens: float | Tensor | None = None,
+    counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization with any of 15 losses, or a weighted sum of several.
 
@@ -168,176 +181,53 @@ def dpo_loss(
 
     Args:
         per_token_logps: (B, 2, T) float, nats.
-        completion_mask: (B, 2, T), 1 for tokens of the answers.
-        ref_per_token_logps: (B, 2, T), of the reference; needed unless reference_free.
-        loss_type: a name in DPO_LOSSES, or several: MPO is ["sigmoid", "bco_pair", "sft"] ...
-        loss_weights: ... with weights [0.8, 0.2, 1.0]; by default 1 each. They are not normalised.
-        beta: how much a log ratio counts; large: stay near the reference.
-        label_smoothing: share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
-        smooth_sigmoid: ... and for sigmoid too (TRL ignores it there since 0.29).
-        f_divergence_type, f_alpha_divergence_coef: which divergence from the reference is bounded, see _score; others
-            than reverse_kl only for the losses in ANY_DIVERGENCE.
-        ld_alpha: weight of the tokens of an answer beyond the length of the shorter one (LD-DPO), policy and reference.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution; given, pairs are weighted with how
-            likely the policy is to say such answers itself (WPO). A constant for the gradient.
-        reference_free: take the reference to be uniform.
-        num_pairs: pairs of the optimizer step, by default B.
-        num_tokens: chosen tokens of the optimizer step (for sft), by default those of the mask.
+        mask: (B, 2, T), 1 for tokens of the answers.
+        options: by default DPOLoss().
+        ref_per_token_logps: (B, 2, T), of the reference; needed unless options.reference_free.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant for the gradient; needed
+            with options.use_weighting.
+        counts: of the optimizer step; `tokens` are the chosen ones, for sft.
     Returns:
-        loss, a scalar; and diagnostics, scalars: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
+        loss, a scalar; and metrics, scalars: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
         rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen, logps/rejected.
     Raises:
-        ValueError: an answer without tokens, no reference, an unknown name, or options that do not go together.
+        ValueError: an answer has no tokens, or something that an option needs is missing.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
         DPOTrainer._compute_loss of TRL 1.16.
     """
-    names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
-    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
-    check_dpo_options(names, weights, label_smoothing, f_divergence_type, log_sum_sq_probs is not None)
-    if ref_per_token_logps is None and not reference_free:
+    o = options or DPOLoss()
+    if ref_per_token_logps is None and not o.reference_free:
         raise ValueError("dpo_loss needs ref_per_token_logps; or say reference_free")
-    lengths = completion_mask.sum(-1)  # (B, 2)
+    if log_sum_sq_probs is None and o.use_weighting:
+        raise ValueError("use_weighting needs log_sum_sq_probs")
+    lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less")
 
-    B = len(completion_mask)
-    share = 1 / B if num_pairs is None else 1 / num_pairs
-    counted = completion_mask if ld_alpha is None else _fade_tail(completion_mask, ld_alpha)
+    B = len(mask)
+    num_pairs, tokens = (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
+    counted = mask if o.ld_alpha is None else _fade_tail(mask, o.ld_alpha)
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
-    ref = logps.new_zeros(()).expand(B, 2) if reference_free else (ref_per_token_logps * counted).sum(-1)
-    log_ratios = logps - ref
-    scores = _score(log_ratios, f_divergence_type, f_alpha_divergence_coef)
-    tokens = lengths[:, 0].sum() if num_tokens is None else num_tokens
-    pairs = Pairs(
-        *logps.unbind(1), *ref.unbind(1), *log_ratios.unbind(1), *scores.unbind(1), *lengths.unbind(1),
-        # summed with weight `share` over pairs this is -sum(logps of chosen tokens) / tokens
-        sft_loss=(-(per_token_logps * completion_mask)[:, 0].sum() / (tokens * share * B)).expand(B),
-        beta=beta, label_smoothing=label_smoothing, smooth_sigmoid=smooth_sigmoid, discopop_tau=discopop_tau,
-    )  # fmt: skip
-    per_pair_loss = sum(weight * DPO_LOSSES[name](pairs) for name, weight in zip(names, weights, strict=True))  # (B,)
-    if log_sum_sq_probs is not None:
+    ref_logps = logps.new_zeros(()).expand(B, 2) if o.reference_free else (ref_per_token_logps * counted).sum(-1)
+    u, v = (logps - ref_logps).unbind(1)
+    scores = f_score(logps - ref_logps, o.f_divergence_type, o.f_alpha_divergence_coef)
+    margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))
+    # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / tokens
+    sft_loss = (-(per_token_logps * mask)[:, 0].sum() / tokens * (num_pairs / B)).expand(B)
+    pairs = Pairs(logps, ref_logps, u, v, margin, mean_margin, sft_loss)
+    weights = o.loss_weights or [1.0] * len(o.loss_type)
+    per_pair_loss = sum(weight * DPO_LOSSES[name](pairs, o) for name, weight in zip(o.loss_type, weights, strict=True))
+    if o.use_weighting:
         # w = exp(mean_t(log pi - log sum_j p_j^2)), of both answers
-        aligned = ((per_token_logps.detach() - log_sum_sq_probs) * completion_mask).sum(-1) / lengths
+        aligned = ((per_token_logps.detach() - log_sum_sq_probs) * mask).sum(-1) / lengths
         per_pair_loss = per_pair_loss * aligned.sum(-1).exp()
-    return per_pair_loss.sum() * share, _diagnostics(pairs)
+    metrics = _reward_metrics(o.beta * u.detach(), o.beta * v.detach())
+    chosen, rejected = logps.detach().mean(0)
+    return per_pair_loss.sum() / num_pairs, metrics | {"logps/chosen": chosen, "logps/rejected": rejected}
 
 
-def kto_loss(
-    per_token_logps: Tensor,
-    ref_per_token_logps: Tensor,
-    completion_mask: Tensor,
-    labels: Tensor,
-    *,
-    kl: Tensor | None = None,
-    loss_type: str = "kto",
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    num_sequences: float | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Learn from single answers that are marked good or bad.
-
-        kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
-        apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
-
-    Example: policy and reference alike and kl 0: every answer has loss 0.5.
-
-    Args:
-        per_token_logps, ref_per_token_logps, completion_mask: (B, T).
-        labels: (B,) bool, True for good.
-        kl: a scalar without gradient, see kto_kl; needed for kto.
-        num_sequences: answers of the optimizer step, by default B.
-    Returns:
-        loss, a scalar; and diagnostics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN
-        where there are none), kl.
-    Raises:
-        ValueError: kto without kl, or an unknown loss_type.
-    Source: KTO eq. 8 (arXiv 2402.01306); equals TRL's KTOTrainer.
-    """
-    if loss_type not in KTO_LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r}; known are {', '.join(KTO_LOSS_TYPES)}")
-    if loss_type == "kto" and kl is None:
-        raise ValueError("loss_type kto needs kl; see kto_kl")
-    u = ((per_token_logps - ref_per_token_logps) * completion_mask).sum(-1)  # (B,)
-    point = kl if loss_type == "kto" else 0.0
-    good = labels.bool()
-    z = beta * torch.where(good, u - point, point - u)
-    weight = torch.where(good, u.new_tensor(desirable_weight), u.new_tensor(undesirable_weight))
-    per_answer_loss = weight * (1 - z.sigmoid())
-    rewards = beta * u.detach()
-    diagnostics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
-    if loss_type == "kto":
-        diagnostics["kl"] = kl
-    return per_answer_loss.sum() / (len(labels) if num_sequences is None else num_sequences), diagnostics
-
-
-def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, completion_mask: Tensor) -> Tensor:
-    """How far the policy has moved on answers to *other* prompts, (B, T) -> a scalar, never negative, no gradient.
-
-    Source: KTO's z_0; TRL's KTOTrainer, which pairs each prompt with the next row's answer.
-    """
-    log_ratio = ((per_token_logps - ref_per_token_logps) * completion_mask).sum(-1)
-    return log_ratio.mean().detach().clamp(min=0)
-
-
-def reward_loss(
-    chosen_rewards: Tensor,
-    rejected_rewards: Tensor,
-    *,
-    margin: Tensor | None = None,
-    center_rewards_coefficient: float | None = None,
-    num_pairs: float | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of the preferences.
-
-    Example: rewards 2 and 1: log(1 + e^-1) = 0.313.
-
-    Args:
-        chosen_rewards, rejected_rewards: (B,).
-        margin: (B,), by how much the chosen one is to win.
-        center_rewards_coefficient: weight of (r_c + r_r)^2, which keeps rewards around zero.
-        num_pairs: pairs of the optimizer step, by default B.
-    Returns:
-        loss, a scalar; and diagnostics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
-    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244; TRL's RewardTrainer.
-    """
-    difference = chosen_rewards - rejected_rewards
-    per_pair_loss = -logsigmoid(difference if margin is None else difference - margin)
-    if center_rewards_coefficient is not None:
-        per_pair_loss = per_pair_loss + center_rewards_coefficient * (chosen_rewards + rejected_rewards).square()
-    loss = per_pair_loss.sum() / (len(difference) if num_pairs is None else num_pairs)
-    return loss, _reward_figures(chosen_rewards.detach(), rejected_rewards.detach())
-
-
-def check_dpo_options(
-    loss_type: Sequence[str],
-    loss_weights: Sequence[float] | None,
-    label_smoothing: float,
-    f_divergence_type: str,
-    use_weighting: bool,
-):
-    """Raise ValueError for options of dpo_loss that are unknown or do not go together."""
-    if not loss_type or (loss_weights is not None and len(loss_type) != len(loss_weights)):
-        raise ValueError(f"loss_type is {loss_type}, loss_weights {loss_weights}: give one weight for each name")
-    for name in loss_type:
-        if name not in DPO_LOSSES:
-            raise ValueError(f"loss_type is {name!r}; known are {', '.join(DPO_LOSSES)}")
-        if f_divergence_type != "reverse_kl" and name not in ANY_DIVERGENCE:
-            raise ValueError(
-                f"{name} is made for reverse_kl; {f_divergence_type} goes with {', '.join(ANY_DIVERGENCE)}"
-            )
-        if use_weighting and name in ("aot", "aot_unpaired"):
-            raise ValueError(f"{name} sorts the pairs; weights of single pairs (WPO) have no meaning for it")
-    if f_divergence_type not in F_DIVERGENCES:
-        raise ValueError(f"f_divergence_type is {f_divergence_type!r}; known are {', '.join(F_DIVERGENCES)}")
-    if "exo_pair" in loss_type and not label_smoothing:
-        raise ValueError("exo_pair takes log(label_smoothing): give a label_smoothing over 0, such as 1e-3")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}: a share of wrong labels, in [0, 0.5)")
-
-
-def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(t) of t = pi / pi_ref, given log t.
+def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
+    """f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
 
     reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(a-1) - 1) / (a - 1).
     """
@@ -347,29 +237,136 @@ def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
         return 1 - (-log_ratio).exp()
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    if divergence == "alpha_divergence":
-        return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)  # e^80 still is a float32
-    raise ValueError(f"f_divergence_type is {divergence!r}; known are {', '.join(F_DIVERGENCES)}")
+    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)  # e^80 still is a float32
 
 
-def _fade_tail(completion_mask: Tensor, ld_alpha: float) -> Tensor:
+@dataclass
+class KTOLoss:
+    """Options of kto_loss, and of the section `kto` of a recipe."""
+
+    loss_type: KTOType = "kto"
+    beta: Annotated[float, "> 0"] = 0.1  # how much a log ratio counts
+    desirable_weight: Annotated[float, ">= 0"] = 1.0  # of answers with the label true
+    undesirable_weight: Annotated[float, ">= 0"] = 1.0
+
+    def __post_init__(self):
+        _check_known("loss_type", self.loss_type, KTO_LOSS_TYPES)
+
+
+def kto_loss(
+    per_token_logps: Tensor,
+    mask: Tensor,
+    labels: Tensor,
+    options: KTOLoss | None = None,
+    *,
+    ref_per_token_logps: Tensor,
+    kl: Tensor | None = None,
+    counts=None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Learn from single answers that are marked good or bad.
+
+        kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
+        apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
+
+    Example: policy and reference alike and kl 0: every answer has loss 0.5.
+
+    Args:
+        per_token_logps, mask: (B, T), nats, and 1 for tokens of the answers.
+        labels: (B,) bool, True for good.
+        options: by default KTOLoss().
+        ref_per_token_logps: (B, T), of the reference.
+        kl: a scalar without gradient, see kto_kl; needed for kto.
+        counts: of the optimizer step.
+    Returns:
+        loss, a scalar; and metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN where
+        there are none), kl.
+    Raises:
+        ValueError: kto without kl.
+    Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
+    """
+    o = options or KTOLoss()
+    if o.loss_type == "kto" and kl is None:
+        raise ValueError("loss_type kto needs kl; see kto_kl")
+    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
+    point = kl if o.loss_type == "kto" else 0.0
+    good = labels.bool()
+    z = o.beta * torch.where(good, u - point, point - u)
+    weight = torch.where(good, u.new_tensor(o.desirable_weight), u.new_tensor(o.undesirable_weight))
+    per_answer_loss = weight * (1 - z.sigmoid())
+    rewards = o.beta * u.detach()
+    metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
+    if o.loss_type == "kto":
+        metrics["kl"] = kl
+    return per_answer_loss.sum() / (len(labels) if counts is None else counts.sequences), metrics
+
+
+def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
+    """Estimate how far the policy has moved on answers to *other* prompts.
+
+    Args:
+        per_token_logps, ref_per_token_logps, mask: (B, T), of prompts with answers that belong to other prompts.
+    Returns:
+        a scalar in nats, never negative, without gradient.
+    Source: z_0 of KTO; TRL's KTOTrainer, which pairs each prompt with the next row's answer.
+    """
+    log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
+    return log_ratio.mean().detach().clamp(min=0)
+
+
+@dataclass
+class RewardLoss:
+    """Options of reward_loss, and of the section `reward_model` of a recipe."""
+
+    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2, which keeps rewards around zero
+
+
+def reward_loss(
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
+    options: RewardLoss | None = None,
+    *,
+    margin: Tensor | None = None,
+    counts=None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of the preferences.
+
+    Example: rewards 2 and 1: log(1 + e^-1) = 0.313.
+
+    Args:
+        chosen_rewards, rejected_rewards: (B,).
+        options: by default RewardLoss().
+        margin: (B,), by how much the chosen answer is to win.
+        counts: of the optimizer step.
+    Returns:
+        loss, a scalar; and metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
+    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244; TRL's RewardTrainer.
+    """
+    center = None if options is None else options.center_rewards_coefficient
+    difference = chosen_rewards - rejected_rewards
+    per_pair_loss = -logsigmoid(difference if margin is None else difference - margin)
+    if center is not None:
+        per_pair_loss = per_pair_loss + center * (chosen_rewards + rejected_rewards).square()
+    loss = per_pair_loss.sum() / (len(difference) if counts is None else counts.sequences / 2)
+    return loss, _reward_metrics(chosen_rewards.detach(), rejected_rewards.detach())
+
+
+def _check_known(name: str, value: str, known):
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}")
+
+
+def _fade_tail(mask: Tensor, ld_alpha: float) -> Tensor:
     """(B, 2, T): 1 up to the length of the shorter answer, ld_alpha beyond, 0 where there is no token."""
-    position = completion_mask.cumsum(-1)
-    shared = completion_mask.sum(-1).amin(1)[:, None, None]
-    return torch.where(position <= shared, completion_mask, ld_alpha * completion_mask)
+    position = mask.cumsum(-1)
+    shared = mask.sum(-1).amin(1)[:, None, None]
+    return torch.where(position <= shared, mask, ld_alpha * mask)
 
 
 def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
-def _diagnostics(pairs: Pairs) -> dict[str, Tensor]:
-    figures = _reward_figures(pairs.beta * pairs.u.detach(), pairs.beta * pairs.v.detach())
-    logps = {"logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps}
-    return figures | {name: value.detach().mean() for name, value in logps.items()}
-
-
-def _reward_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     return {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),

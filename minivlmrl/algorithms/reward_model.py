@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +50,9 @@ class RewardModel(PairAlgorithm):
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
-        coefficient = self.run.reward_model.center_rewards_coefficient
-        return reward_loss(
-            chosen, rejected, margin=batch.margin.to(chosen.dtype), center_rewards_coefficient=coefficient,
-            num_pairs=batch.num_sequences / 2,
-        )  # fmt: skip
+        counts = SimpleNamespace(sequences=batch.num_sequences)
+        config = self.run.reward_model
+        return reward_loss(chosen, rejected, config, margin=batch.margin.to(chosen.dtype), counts=counts)
 
     def margins(self, pairs: Sequence[Pair]) -> Tensor:
         batch = self.micro_batch(pairs, [None] * len(pairs), (1, 1))

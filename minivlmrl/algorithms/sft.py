@@ -1,6 +1,7 @@
 """Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -49,5 +50,6 @@ class SFT(Algorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.model, batch.group)
-        loss = sft_loss(batch.group.pad(logps), batch.completion_mask, batch.num_tokens, self.run.sft.loss_type)
+        counts = SimpleNamespace(tokens=batch.num_tokens)
+        loss = sft_loss(batch.group.pad(logps), batch.completion_mask, self.run.sft.loss_type, counts=counts)
         return loss, {"entropy": batch.mean(entropies)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minivlmrl import advantages, rewards
 from minivlmrl import losses as policy
+from minivlmrl.algorithms import advantages as baselines
 from minivlmrl.audit import compare
 from minivlmrl.audit.compare import Cell, Result
 
@@ -264,7 +265,7 @@ def normalized_advantages() -> Iterator[Cell]:
         values = random_rewards(seed, missing=missing)
 
         def ours(values=values, size=size) -> Result:
-            return {"advantages": advantages.normalize_then_sum(values, torch.tensor(WEIGHTS), size)}
+            return {"advantages": baselines.normalize_then_sum(values, torch.tensor(WEIGHTS), size)}
 
         def theirs(values=values, size=size) -> Result:
             option = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": WEIGHTS}
@@ -286,7 +287,7 @@ def rloo_advantages() -> Iterator[Cell]:
             total = advantages.combine(values, torch.tensor(WEIGHTS))
             total = total if clip is None else total.clamp(*clip)
             total = total - beta * ((old - ref) * mask).sum(1)
-            return {"advantages": advantages.leave_one_out(total, size, normalize)}
+            return {"advantages": baselines.leave_one_out(total, size, normalize)}
 
         def theirs(values=values, old=old, ref=ref, mask=mask, size=size, beta=beta, normalize=normalize, clip=clip):
             option = {"num_generations": size, "beta": beta, "normalize_advantages": normalize}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
     batch = {
         "per_token_logps": logps,
         "ref_per_token_logps": ref.clamp(max=-0.01),
-        "completion_mask": (torch.arange(T) < lengths).double(),
+        "mask": (torch.arange(T) < lengths).double(),
     }
     return {name: value.to(dtype) for name, value in batch.items()}
 
@@ -61,7 +62,8 @@ def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> 
 
     def ours() -> Result:
         logps = batch["per_token_logps"].clone().requires_grad_()
-        loss, metrics = preference.dpo_loss(**batch | {"per_token_logps": logps}, **options, **weighting)
+        said = preference.DPOLoss(**options, use_weighting=use_weighting)
+        loss, metrics = preference.dpo_loss(**batch | {"per_token_logps": logps}, options=said, **weighting)
         return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
 
     def theirs() -> Result:
@@ -105,15 +107,16 @@ def kto_losses() -> Iterator[Cell]:
     grid = product(preference.KTO_LOSS_TYPES, ((1.0, 1.0), (1.3, 0.7)), (0.1, 0.5), range(3))
     for loss_type, (good, bad), beta, seed in grid:
         batch = policy_batch(seed)
-        batch = {name: batch[name] for name in ("per_token_logps", "ref_per_token_logps", "completion_mask")}
-        batch["ref_per_token_logps"] = batch["ref_per_token_logps"].clamp(max=-0.01)
-        batch |= {"kl_mask": batch["completion_mask"].roll(1, 0), "labels": torch.arange(4) % 3 == seed % 3}
+        mask = batch["completion_mask"]
+        batch = {name: batch[name].clamp(max=-0.01) for name in ("per_token_logps", "ref_per_token_logps")}
+        batch |= {"mask": mask, "kl_mask": mask.roll(1, 0), "labels": torch.arange(4) % 3 == seed % 3}
         options = {"loss_type": loss_type, "beta": beta, "desirable_weight": good, "undesirable_weight": bad}
 
         def ours(batch=batch, options=options) -> Result:
             logps, ref = batch["per_token_logps"].clone().requires_grad_(), batch["ref_per_token_logps"]
             kl = preference.kto_kl(logps, ref, batch["kl_mask"])
-            loss, metrics = preference.kto_loss(logps, ref, batch["completion_mask"], batch["labels"], kl=kl, **options)
+            said, given = preference.KTOLoss(**options), {"ref_per_token_logps": ref, "kl": kl}
+            loss, metrics = preference.kto_loss(logps, batch["mask"], batch["labels"], said, **given)
             return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
 
         def theirs(batch=batch, options=options) -> Result:
@@ -130,8 +133,8 @@ def sft_losses() -> Iterator[Cell]:
 
         def ours(batch=batch, items=items, processes=processes, loss_type=loss_type) -> Result:
             logps = batch["per_token_logps"].clone().requires_grad_()
-            tokens = None if items is None else items / processes
-            loss = sft.sft_loss(logps, batch["completion_mask"], tokens, loss_type)
+            counts = None if items is None else SimpleNamespace(tokens=items / processes)
+            loss = sft.sft_loss(logps, batch["completion_mask"], loss_type, counts=counts)
             return compare.with_gradients(loss, {"per_token_logps": logps}, {})
 
         def theirs(batch=batch, items=items, processes=processes, asked=asked) -> Result:
@@ -148,8 +151,7 @@ def reward_losses() -> Iterator[Cell]:
 
         def ours(batch=batch, center=center) -> Result:
             leaves = {name: batch[name].clone().requires_grad_() for name in ("chosen", "rejected")}
-            options = {"margin": batch["margin"], "center_rewards_coefficient": center}
-            loss, _ = preference.reward_loss(*leaves.values(), **options)
+            loss, _ = preference.reward_loss(*leaves.values(), preference.RewardLoss(center), margin=batch["margin"])
             return compare.with_gradients(loss, leaves, {})
 
         def theirs(batch=batch, center=center) -> Result:

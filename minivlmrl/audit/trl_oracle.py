@@ -270,7 +270,7 @@ def dpo_loss(batch: dict, **options) -> Result:
     self = bare("DPO", **options)
     logps = batch["per_token_logps"].clone().requires_grad_()
     policy, ref, mask = (
-        x.transpose(0, 1).flatten(0, 1) for x in (logps, batch["ref_per_token_logps"], batch["completion_mask"])
+        x.transpose(0, 1).flatten(0, 1) for x in (logps, batch["ref_per_token_logps"], batch["mask"])
     )  # TRL stacks all chosen answers on all rejected ones
     self.model, self.ref_model = GivenLogps(_prompted(policy)).train(), GivenLogps(_prompted(ref))
     self.loss_types = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
@@ -288,7 +288,7 @@ def kto_loss(batch: dict, **options) -> Result:
     self.ref_model = GivenLogps(_prompted(batch["ref_per_token_logps"]))
     self.calculate_KL = self.loss_type != "apo_zero_unpaired"
     self.precompute_ref_logps = False
-    inputs = _inputs(batch["completion_mask"]) | {"label": batch["labels"]}
+    inputs = _inputs(batch["mask"]) | {"label": batch["labels"]}
     inputs |= {"KL_" + name: value for name, value in _inputs(batch["kl_mask"]).items()}
     loss = _answer(self._compute_loss, self.model, inputs, False)
     return with_gradients(loss, {"per_token_logps": logps}, _metrics(self))

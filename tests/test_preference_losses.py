@@ -1,0 +1,291 @@
+"""Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in test_parity.py."""
+
+from math import exp, log
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.algorithms.preference_losses import (
+    ANY_DIVERGENCE,
+    DPO_LOSSES,
+    DPOLoss,
+    KTOLoss,
+    RewardLoss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    reward_loss,
+)
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def near(*values):
+    """For numbers that are written with seven digits or computed with math."""
+    return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
+
+
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+def softplus(x):
+    """-log sigmoid(-x)."""
+    return log(1 + exp(x))
+
+
+# preferences: u = 0.5 (one token, -1 against -1.5), v = -1 (two tokens, -1.5 each against -1 each), beta 0.5,
+# so beta u = 0.25, beta v = -0.5, z = beta (u - v) = 0.75; per token u = 0.5, v = -0.5
+
+PAIR = tensor([[-1.0, 7.0], [-1.5, -1.5]])
+PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
+PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
+
+
+def pair_loss(loss_type, **options):
+    tensors = {name: options.pop(name) for name in ("log_sum_sq_probs", "ref_per_token_logps") if name in options}
+    options = DPOLoss(**{"loss_type": loss_type, "beta": 0.5, **options})
+    return dpo_loss(PAIR, PAIR_MASK, options, **{"ref_per_token_logps": PAIR_REF, **tensors})[0].item()
+
+
+DPO_BY_HAND = {  # softplus(-x) = -log s(x)
+    "sigmoid": softplus(-0.75),
+    "hinge": 1 - 0.75,
+    "ipo": (0.5 - -0.5 - 1 / (2 * 0.5)) ** 2,
+    "exo_pair": sigmoid(0.75) * (-softplus(-0.75) - log(0.9)) + sigmoid(-0.75) * (-softplus(0.75) - log(0.1)),
+    "nca_pair": softplus(-0.25) + 0.5 * softplus(0.25) + 0.5 * softplus(-0.5),
+    "robust": (0.9 * softplus(-0.75) - 0.1 * softplus(0.75)) / 0.8,
+    "bco_pair": softplus(-0.25) + softplus(-0.5),
+    "sppo_hard": (0.5 - 1) ** 2 + (-1 + 1) ** 2,
+    "aot": 0.9 * softplus(-0.75) + 0.1 * softplus(0.75),
+    "aot_unpaired": 0.9 * softplus(-0.75) + 0.1 * softplus(0.75),
+    "apo_zero": 1 - sigmoid(0.25) + sigmoid(-0.5),
+    "apo_down": sigmoid(0.25) + 1 - sigmoid(0.75),
+    "discopop": softplus(-0.75) * (1 - sigmoid(0.75 / 0.05)) + exp(-0.75) * sigmoid(0.75 / 0.05),
+    "sft": 1.0,
+    "sigmoid_norm": softplus(-0.5 * (0.5 - -0.5)),
+}
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSSES)
+def test_dpo(loss_type):
+    """label_smoothing 0.1, which sigmoid, sigmoid_norm and hinge do not know."""
+    assert pair_loss(loss_type, label_smoothing=0.1) == near(DPO_BY_HAND[loss_type])
+
+
+def test_dpo_in_digits():
+    """The losses that have a short number: s(0.75) = 0.679179, so -log of it is 0.386871."""
+    assert pair_loss("sigmoid") == near(0.3868710)
+    assert [pair_loss(name) for name in ("hinge", "ipo", "sppo_hard", "sft")] == near(0.25, 0.0, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    "loss_type, expected", [("hinge", 0.0), ("ipo", (1.0 - 1 / 10) ** 2), ("sppo_hard", 0.4**2 + (-1 + 0.1) ** 2)]
+)
+def test_dpo_at_another_beta(loss_type, expected):
+    """beta 5: the margin 1.5 * 5 is over 1; 1 / (2 beta) = 0.1."""
+    assert pair_loss(loss_type, beta=5.0) == near(expected)
+
+
+def pairs(chosen, rejected, ref_chosen, ref_rejected):
+    """Pairs of answers of one token each."""
+    logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
+    ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
+    return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
+
+
+def test_aot_sorts_margins():
+    """Margins 3, 1, 2 and the reference's 0, 4, 2: sorted 1 - 0, 2 - 2 and 3 - 4, so z = 1, 0, -1 at beta 1."""
+    loss, _ = dpo_loss(
+        **pairs([-1, -1, -1], [-4, -2, -3], [-5, -1, -3], [-5, -5, -5]), options=DPOLoss("aot", beta=1.0)
+    )
+    assert loss.item() == near((softplus(-1.0) + softplus(0.0) + softplus(1.0)) / 3)
+
+
+def test_aot_unpaired_sorts_log_ratios():
+    """u = 3, 1, 2 and v = 0, 4, 2: sorted 1 - 0, 2 - 2 and 3 - 4, so z = 1, 0, -1 at beta 1."""
+    batch = pairs([-1, -1, -1], [-5, -1, -3], [-4, -2, -3], [-5, -5, -5])
+    loss, _ = dpo_loss(**batch, options=DPOLoss("aot_unpaired", beta=1.0))
+    assert loss.item() == near((softplus(-1.0) + softplus(0.0) + softplus(1.0)) / 3)
+
+
+def test_sft_of_dpo_is_a_token_mean():
+    """Chosen answers of 1 and 3 tokens with -1 and -2 each: 7 / 4; of a step of 10 tokens and 8 pairs 7 / 10."""
+    logps = tensor([[-1.0, 0, 0], [-5, -5, -5]], [[-2.0, -2, -2], [-5, 0, 0]])
+    mask = tensor([[1.0, 0, 0], [1, 1, 1]], [[1.0, 1, 1], [1, 0, 0]])
+    options = DPOLoss("sft", reference_free=True)
+    assert dpo_loss(logps, mask, options)[0].item() == 7 / 4
+    assert dpo_loss(logps, mask, options, counts=SimpleNamespace(sequences=16, tokens=10))[0].item() == near(7 / 10)
+
+
+SCORES = [
+    ("reverse_kl", 0.5, 0.5, -1.0),
+    ("forward_kl", 0.5, 1 - exp(-0.5), 1 - exp(1.0)),
+    ("js_divergence", 0.5, log(2) - softplus(-0.5), log(2) - softplus(1.0)),
+    ("alpha_divergence", 0.5, (exp(-0.25) - 1) / -0.5, (exp(0.5) - 1) / -0.5),
+    ("alpha_divergence", 3.0, (exp(1.0) - 1) / 2, (exp(-2.0) - 1) / 2),
+    ("alpha_divergence", 1.0, 0.5, -1.0),  # the limit, reverse KL
+    ("alpha_divergence", 0.0, 1 - exp(-0.5), 1 - exp(1.0)),  # forward KL
+]
+
+
+@pytest.mark.parametrize("divergence, alpha, u, v", SCORES)
+def test_f_divergences(divergence, alpha, u, v):
+    """f'(pi / pi_ref) at log ratios 0.5 and -1 takes the place of u and v; per token it is divided after f'."""
+    options = {"f_divergence_type": divergence, "f_alpha_divergence_coef": alpha}
+    assert pair_loss("sigmoid", **options) == near(softplus(-0.5 * (u - v)))
+    assert pair_loss("ipo", **options) == near((u - v / 2 - 1) ** 2)
+
+
+def test_a_divergence_that_grows_too_fast_is_bounded():
+    """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
+    batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
+    logps = batch.pop("per_token_logps").float().requires_grad_()
+    options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
+    loss, _ = dpo_loss(logps, options=options, **batch)
+    assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("ld_alpha", "v"), [(0.0, -0.5), (0.4, -0.7), (1.0, -1.0)])
+def test_ld_alpha(ld_alpha, v):
+    """The rejected answer's second token is beyond the chosen one's length: v = -0.5 - 0.5 ld_alpha, in both models."""
+    assert pair_loss("sigmoid", ld_alpha=ld_alpha) == near(softplus(-0.5 * (0.5 - v)))
+    assert pair_loss("sft", ld_alpha=ld_alpha) == 1.0  # the demonstration's loss keeps its tokens
+
+
+def test_wpo():
+    """Mean log pi - log sum p^2: -1 + 0.8 = -0.2, and (-1.5 + 1.2 - 1.5 + 1.4) / 2 = -0.2: weight e^-0.4.
+
+    The weight is a constant: the gradient of the chosen token is -s(-0.75) 0.5 e^-0.4.
+    """
+    log_sum_sq_probs = tensor([[-0.8, 5.0], [-1.2, -1.4]])
+    logps = PAIR.clone().requires_grad_()
+    tensors = {"ref_per_token_logps": PAIR_REF, "log_sum_sq_probs": log_sum_sq_probs}
+    loss, _ = dpo_loss(logps, PAIR_MASK, DPOLoss(beta=0.5, use_weighting=True), **tensors)
+    assert loss.item() == near(exp(-0.4) * softplus(-0.75))
+    assert torch.autograd.grad(loss, logps)[0][0, 0].tolist() == near(-sigmoid(-0.75) * 0.5 * exp(-0.4), 0.0)
+
+
+def test_smooth_sigmoid():
+    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75); without the option labels are not smoothed."""
+    expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
+    assert pair_loss("sigmoid", label_smoothing=0.1, smooth_sigmoid=True) == near(expected)
+
+
+def test_reference_free():
+    """u = -1 and v = -3: z = 0.5 * 2 = 1."""
+    assert pair_loss("sigmoid", ref_per_token_logps=None, reference_free=True) == near(softplus(-1.0))
+    assert pair_loss("sigmoid", reference_free=True) == near(softplus(-1.0))  # one that is given does not count
+
+
+def test_mpo_is_a_weighted_sum():
+    """0.8 sigmoid + 0.2 bco_pair + 1.0 sft, not divided by 2; without weights each counts 1."""
+    names, (preference, quality, generation) = ["sigmoid", "bco_pair", "sft"], (0.3868710, 1.0500164, 1.0)
+    assert quality == near(softplus(-0.25) + softplus(-0.5))
+    assert pair_loss(names, loss_weights=[0.8, 0.2, 1.0]) == near(0.8 * preference + 0.2 * quality + 1.0 * generation)
+    assert pair_loss(names) == near(preference + quality + generation)
+
+
+def test_dpo_metrics():
+    """beta u = 0.25, beta v = -0.5; log-probabilities -1 and -3."""
+    _, metrics = dpo_loss(PAIR, PAIR_MASK, DPOLoss(beta=0.5), ref_per_token_logps=PAIR_REF)
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "rewards/chosen": near(0.25), "rewards/rejected": near(-0.5), "rewards/margins": near(0.75),
+        "rewards/accuracies": 1.0, "logps/chosen": near(-1.0), "logps/rejected": near(-3.0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loss_type, kl, good, bad",
+    [("kto", 0.2, 1 - sigmoid(0.15), 1 - sigmoid(0.6)), ("apo_zero_unpaired", 0.2, 1 - sigmoid(0.25), sigmoid(-0.5))],
+)
+def test_kto(loss_type, kl, good, bad):
+    """u = 0.5 is good, -1 bad, beta 0.5, weights 2 and 3: 0.5 (0.5 - 0.2) = 0.15, 0.5 (0.2 + 1) = 0.6.
+
+    apo_zero_unpaired does not look at kl.
+    """
+    options = KTOLoss(loss_type, beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    constants = {"ref_per_token_logps": PAIR_REF[0], "kl": torch.tensor(kl)}
+    arguments = (PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), options)
+    loss, metrics = kto_loss(*arguments, **constants)
+    assert loss.item() == near((2 * good + 3 * bad) / 2)
+    assert kto_loss(*arguments, **constants, counts=SimpleNamespace(sequences=8))[0].item() == near(
+        (2 * good + 3 * bad) / 8
+    )
+    assert (metrics["rewards/chosen"].item(), metrics["rewards/rejected"].item()) == (near(0.25), near(-0.5))
+
+
+def test_kto_kl():
+    """Rows moved by 0.5 and -1: the mean -0.25 becomes 0; by 0.5 and 1: 0.75; a constant for the gradient."""
+    assert kto_kl(PAIR[0], PAIR_REF[0], PAIR_MASK[0]).item() == 0
+    logps = tensor([0.5], [1.0]).requires_grad_()
+    kl = kto_kl(logps, torch.zeros(2, 1), torch.ones(2, 1))
+    assert kl.item() == 0.75 and not kl.requires_grad
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, (softplus(-1.0) + softplus(0.5)) / 2),
+        ({"margin": tensor(0.5, -1.0)}, (softplus(-0.5) + softplus(-0.5)) / 2),
+        ({"options": RewardLoss(0.1)}, (softplus(-1.0) + softplus(0.5)) / 2 + 0.1 * (3**2 + 0.5**2) / 2),
+        ({"counts": SimpleNamespace(sequences=16)}, (softplus(-1.0) + softplus(0.5)) / 8),
+    ],
+)
+def test_reward_loss(options, expected):
+    """Rewards 2 over 1 and 0 over 0.5: differences 1 and -0.5, less the margins 0.5 and 0.5; sums 3 and 0.5."""
+    loss, metrics = reward_loss(tensor(2.0, 0.0), tensor(1.0, 0.5), **options)
+    assert loss.item() == near(expected)
+    assert metrics["rewards/accuracies"] == 0.5 and metrics["rewards/margins"] == 0.25
+
+
+def test_docstring_examples():
+    alike = pairs([-1.0], [-2.0], [-1.0], [-2.0])
+    for loss_type, expected in {"sigmoid": 0.693147, "hinge": 1.0, "ipo": 25.0}.items():
+        assert dpo_loss(**alike, options=DPOLoss(loss_type))[0].item() == near(expected)
+    rows, labels = alike["per_token_logps"][0], torch.tensor([True, False])
+    loss, _ = kto_loss(rows, torch.ones(2, 1), labels, ref_per_token_logps=rows, kl=torch.tensor(0.0))
+    assert loss.item() == near(0.5)
+    assert reward_loss(tensor(2.0), tensor(1.0))[0].item() == pytest.approx(0.313, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
+        ({"loss_type": ["sigmoid", "kto"]}, "loss_type is 'kto'; known are"),
+        ({"loss_type": []}, "give one weight for each name"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each name"),
+        ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0, such as 1e-3"),
+        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5: a share of wrong labels, in \[0, 0.5\)"),
+        ({"label_smoothing": -0.1}, r"in \[0, 0.5\)"),
+        ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
+        (
+            {"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
+            "bco_pair is made for reverse_kl; js_divergence goes with " + ", ".join(ANY_DIVERGENCE),
+        ),
+        ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs; weights of pairs \(WPO\) have no meaning"),
+        ({"loss_type": "aot_unpaired", "use_weighting": True}, "aot_unpaired sorts the pairs"),
+        ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
+        ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
+    ],
+)
+def test_a_preference_loss_that_cannot_be_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        pair_loss(**{"loss_type": "sigmoid", **options})
+
+
+def test_an_answer_without_tokens_is_refused():
+    mask = tensor([[1.0, 0.0], [0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"an answer has no tokens: .* drop the pair or cut less"):
+        dpo_loss(PAIR, mask, ref_per_token_logps=PAIR_REF)
+
+
+def test_a_kto_loss_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="loss_type kto needs kl; see kto_kl"):
+        kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), ref_per_token_logps=PAIR_REF[0])
+    with pytest.raises(ValueError, match="'bco'; known are kto, apo_zero_unpaired"):
+        KTOLoss("bco")

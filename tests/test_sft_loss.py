@@ -1,0 +1,46 @@
+"""The losses of supervised fine-tuning by arithmetic done by hand; against TRL they are in test_parity.py."""
+
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.algorithms.sft_loss import sft_loss
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def near(*values):
+    """For numbers that are written with seven digits or computed with math."""
+    return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
+
+
+def test_dft():
+    """Probabilities 0.5 and 0.25: (0.5 log 2 + 0.25 log 4) / 2 = 0.5 log 2; the gradient of each is -p / 2."""
+    logps = tensor([log(0.5), log(0.25), 9.0]).requires_grad_()
+    mask = tensor([1.0, 1.0, 0.0])
+    loss = sft_loss(logps, mask, "dft")
+    assert loss.item() == near(0.5 * log(2))
+    assert torch.autograd.grad(loss, logps)[0][0].tolist() == near(-0.25, -0.125, 0.0)
+    assert sft_loss(logps, mask, "dft", counts=SimpleNamespace(tokens=10)).item() == near(log(2) / 10)
+
+
+def test_nll_with_the_tokens_of_the_step():
+    """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
+    logps = tensor([log(0.5), log(0.25), 9.0])
+    assert sft_loss(logps, tensor([1.0, 1.0, 0.0]), counts=SimpleNamespace(tokens=10)).item() == near(0.3 * log(2))
+    assert sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
+
+
+def test_docstring_examples():
+    logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
+    assert sft_loss(logps, mask).item() == 2.0
+    assert sft_loss(logps, mask, "dft").item() == pytest.approx(0.271, abs=5e-4)
+
+
+def test_an_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match="loss_type is 'mse'; known are nll, dft"):
+        sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")
