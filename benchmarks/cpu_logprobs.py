@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_policy_loss
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
 SEQUENCE = 128  # tokens that share an advantage: what Liger takes at a time
@@ -125,20 +125,6 @@ def ours_without_entropy(hidden, weight, ids, upstream):
     return backward(hidden, weight, upstream, linear_log_softmax(hidden, weight, ids)[0])
 
 
-def ours_in_forward(hidden, weight, ids, upstream):
-    def loss(logps, entropies, rows):
-        return upstream[0, rows] * logps + upstream[1, rows] * entropies
-
-    return torch.autograd.grad(linear_policy_loss(hidden, weight, ids, loss)[0], (hidden, weight))
-
-
-def ours_in_forward_without_entropy(hidden, weight, ids, upstream):
-    def loss(logps, entropies, rows):
-        return upstream[0, rows] * logps
-
-    return torch.autograd.grad(linear_policy_loss(hidden, weight, ids, loss)[0], (hidden, weight))
-
-
 def load_trl(outputs: tuple[str, ...]) -> Callable:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
@@ -188,11 +174,9 @@ class Way:
 WAYS = {
     "naive": Way(lambda: naive),
     "ours": Way(lambda: ours),
-    "ours, gradients in the forward": Way(lambda: ours_in_forward),
     "TRL": Way(lambda: load_trl(("entropy",))),
     "naive, without entropy": Way(lambda: naive_without_entropy, False),
     "ours, without entropy": Way(lambda: ours_without_entropy, False),
-    "ours, in the forward, without": Way(lambda: ours_in_forward_without_entropy, False),
     "TRL, without entropy": Way(lambda: load_trl(()), False),
     "Liger, without entropy": Way(load_liger, False),
     "torch, without entropy": Way(load_torch, False),

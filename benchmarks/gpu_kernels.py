@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.kernels.backend import triton
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_policy_loss
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
@@ -170,7 +170,6 @@ def logits_table(run: Run) -> None:
         upstream = torch.randn(2, rows, device=CARD)
         ways = [
             gradient_way("ours", selective, logits, ids, upstream),
-            gradient_way("ours, in place (forward too)", selective_inplace, logits, ids, upstream),
             gradient_way("torch, float32", naive, logits, ids, upstream),
             gradient_way("torch.compile", compiled(naive), logits, ids, upstream),
             *peers(load_trl_logits, load_liger_logits, arguments=(logits, ids, upstream)),
@@ -185,11 +184,6 @@ def logits_table(run: Run) -> None:
 
 def selective(logits, ids):
     return selective_log_softmax(logits, ids, temperature=TEMPERATURE, entropy=True)
-
-
-def selective_inplace(logits, ids):
-    """On a copy, which the time includes: the benchmark needs its logits again."""
-    return selective_log_softmax(logits * 1, ids, temperature=TEMPERATURE, entropy=True, inplace_backward=True)
 
 
 def naive(logits, ids):
@@ -233,7 +227,7 @@ def off_rows(phase: str, got: list[Tensor], expected: dict[str, Tensor], pick: T
 
 
 def states_table(run: Run) -> None:
-    """linear_log_softmax and linear_policy_loss: the same from hidden states; backward of log-probabilities."""
+    """linear_log_softmax: the same from hidden states; backward of log-probabilities."""
     sizes = [(8192, 151936, 2048), (2048, 151936, 2048), (32768, 151936, 2048), (8192, 152064, 3584)]
     for rows, vocab, width in [(50, 700, 32)] if run.toy else sizes:
         for share in (0.0, 0.5) if rows in (50, 8192) and width != 3584 else (0.0,):
@@ -250,7 +244,6 @@ def states_of_size(run: Run, rows: int, vocab: int, width: int, without: float) 
     inputs = (hidden, weight, ids, advantages)
     ways = [
         states_way("ours", lambda h, w, y: linear_log_softmax(h, w, y, TEMPERATURE), inputs),
-        Way("ours, gradients in the forward", both=partial(policy_loss, *inputs)),
         states_way("torch, float32", naive_states, inputs),
         states_way("torch.compile", compiled(naive_states), inputs),
         states_way("torch, checkpointed 1024 rows", checkpointed, inputs),
@@ -277,11 +270,6 @@ def states_way(name: str, function: Callable, inputs: tuple[Tensor, ...]) -> Way
         return function(hidden, weight, ids)
 
     return Way(name, forward, both)
-
-
-def policy_loss(hidden, weight, ids, advantages):
-    loss = linear_policy_loss(hidden, weight, ids, lambda logps, entropies, rows: advantages[rows] * logps, TEMPERATURE)
-    return torch.autograd.grad(loss[0], (hidden, weight))
 
 
 def naive_states(hidden, weight, ids):

@@ -1,28 +1,28 @@
-"""Softmax attention with grouped heads, the one call that every attention rule of this project ends in.
+"""Softmax attention with grouped heads: the one call that every attention of this project ends in.
 
     S = q k^T D^-1/2, -inf where a query does not see a key       P = softmax(S)       out = P v
 
-Query head i reads key head i // (H / K). Where all of it is written out, the query heads of one key head are laid end
-to end, as if they were more queries: fewer and larger products, and no copies of the keys.
+Query head i reads key head i // (H / K). Where the formula is written out, the query heads of one key head are
+concatenated as if they were more queries: fewer and larger products, and no copies of the keys.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On CPU, up to so many keys and for heads this narrow, the formula written out beats the fused kernel: with 16 to 110
-# keys, forward and backward on two threads took about half as long. With more keys the score matrices no longer fit the
-# caches, and with wider heads (80 and 128 were tried) the fused kernel is as fast or faster.
+# On a CPU, with at most this many keys and heads this narrow, the formula written out is faster than the fused kernel:
+# with 16 to 110 keys, forward and backward on two threads took about half the time. With more keys the scores no longer
+# fit the caches, and with wider heads (80 and 128 were tried) the fused kernel is as fast or faster.
 MOST_KEYS, MOST_HEAD_DIM = 128, 64
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Attend, scale D^-1/2.
+    """Compute attention with scale D^-1/2.
 
     Args:
         q: (S, H, L, D).
         k, v: (S, K, T, D), K divides H.
-        is_causal: the last query sees all keys, each one before it a key less: query i sees keys 0..T-L+i, L <= T.
+        is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Returns:
         (S, H, L, D).
     Source: torch's scaled_dot_product_attention with enable_gqa, and with causal_lower_right as its mask.
@@ -45,8 +45,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The causal dense_attention as a GPU's flash kernels do it: no mask in memory, unseen blocks of keys left out."""
-    from torch.nn.attention.bias import causal_lower_right  # takes seconds, for torch.compile's sake
+    """Compute causal dense_attention with a GPU's flash kernels: no mask in memory, unseen blocks of keys skipped."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes seconds
 
     bias = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)

@@ -1,23 +1,23 @@
 """Attention inside segments: each token attends to all tokens of its own window (or of its own frame).
 
-Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head for itself:
+Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head separately:
 
     S = c q_s k_s^T      (L, L)        P = softmax(S) over the last axis        o_s = P v_s      (L, D)
 
-Softmax is the same for 2^(S log2 e) as for e^S, with the row's largest entry taken off first. With do_s the gradient
-of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
+The softmax is computed as 2^(S log2 e), after the row's largest entry is subtracted. With do_s the gradient of o_s, and
+since a row's softmax has the Jacobian diag(p) - p p^T:
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-so q, k and v are all that the backward needs: it makes S and P again, 64 x 64 numbers that never leave the chip.
+so the backward needs q, k and v alone: it computes S and P again, 64 x 64 numbers that never leave the chip.
 
-Nothing couples two segments. In torch, consecutive segments of equal length are one batched call without a mask, and
-where these are too short to be worth a call the segments are sorted by length first. In Triton a program owns one
-segment of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one
-write of its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of
-two, and padded to 128 the backward needs a third more registers and shared memory (sm_90).
+Segments are independent. In torch, consecutive segments of equal length are one batched call without a mask; where such
+runs are too short for a call each, the segments are sorted by length first. In Triton one program computes one segment
+of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one write of
+its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of two, and padded
+to 128 the backward needs a third more registers and shared memory (sm_90).
 """
 
 import math
@@ -30,17 +30,17 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, Build, backend_for, tl, triton
 from minivlmrl.kernels.dense_attention import dense_attention
 
-# What a Triton program holds in registers. In float32 it does not: IEEE products spill 8 KB a thread, three passes of
-# tf32 still spill in the backward. So on a GPU float32 stays with torch; the interpreter has no registers and takes it.
+# Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB a thread, and three
+# passes of tf32 still spill in the backward. So float32 on a GPU goes to torch; the interpreter has no registers.
 MOST_TOKENS, MOST_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# On CPU a call costs as much as sorting so many tokens: fewer of them in a call on average, and segments are sorted.
+# On a CPU one call costs as much as sorting this many tokens: segments are sorted if calls would have fewer on average.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Consecutive runs of tokens that attend within themselves; built once per batch, used by every block.
+    """Lengths of the segments and how batched_attention calls them; built once per batch, used by every block.
 
     Args:
         lengths: tokens of each segment, in order; they sum to T.
@@ -50,22 +50,22 @@ class Segments:
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         begins = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        self.cu_seqlens = begins.to(device, torch.int32)  # (segments + 1,): where each begins, where the last one ends
-        # what batched_attention calls together: (length, tokens) of consecutive segments of one length
+        self.cu_seqlens = begins.to(device, torch.int32)  # (segments + 1,): the begin of each, and the end of the last
+        # one call each: (length, tokens) of consecutive segments of one length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        self.order = self.inverse = None  # (T,), where the segments had to be sorted for that
+        self.order = self.inverse = None  # (T,) permutations of the tokens, if the segments are sorted
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            of_token = begins.diff().repeat_interleave(begins.diff())  # (T,) length of each token's segment
-            self.order = of_token.argsort(stable=True).to(device)
+            length_of_token = begins.diff().repeat_interleave(begins.diff())  # (T,)
+            self.order = length_of_token.argsort(stable=True).to(device)
             self.inverse = self.order.argsort()
 
 
-# ---- the torch path: CPU, segments of more than 64 tokens, and the oracle of the kernels --------------------------
+# ---- the torch path: on CPUs, for segments of more than 64 tokens, and as the oracle of the kernels -----------------
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """window_attention, one batched call for consecutive segments of equal length."""
+    """Compute window_attention with one call for each run of segments of equal length."""
     if len(segments.runs) == 1:
         return _batched(q, k, v, segments.longest)
     if segments.order is not None:
@@ -85,7 +85,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] along the first axis. x (T, ...), index any shape -> (*index.shape, ...).
 
-    An embedding look-up: its backward adds whole rows, measured 17 times faster on CPU than that of x[index].
+    An embedding look-up, whose backward adds whole rows: 17 times faster on a CPU than that of x[index].
     """
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
@@ -95,7 +95,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 @triton.jit
 def _load(x, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns FIRST, FIRST + 1, ... of a segment's rows, (L, COLUMNS); zeros outside of it."""
+    """COLUMNS columns of a segment's rows from column FIRST on, (L, COLUMNS); zeros outside of the segment."""
     rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
     return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
 
@@ -115,7 +115,7 @@ def _dot(a, b, acc):
 
 @triton.jit
 def _softmax(scores, length, log2_scale, L: tl.constexpr):
-    """P from q k^T. Rows outside of the segment get weights too, but nothing reads them."""
+    """P from q k^T. Rows outside of the segment get weights too, which are never read."""
     scores = tl.where(tl.arange(0, L)[None, :] < length, scores * log2_scale, float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return weights / tl.sum(weights, 1)[:, None]
@@ -126,11 +126,11 @@ def _forward_kernel(
     q, k, v, out, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, log2_scale,
     H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
-    """One segment, one head: out = softmax(q k^T) v."""
+    """Compute out = softmax(q k^T) v for one segment and one head."""
     segment, head = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    first = start.to(tl.int64)  # times a stride it may pass 2^31
+    first = start.to(tl.int64)  # first * stride may exceed 2^31
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     v += first * v_row + head * v_head
@@ -153,7 +153,7 @@ def _backward_kernel(
     grad, q, k, v, grad_q, grad_k, grad_v, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, scale, log2_scale,
     H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
-    """One segment, one head: the lines of the derivation."""
+    """Compute the gradients for one segment and one head, as derived above."""
     segment, head = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
@@ -161,15 +161,15 @@ def _backward_kernel(
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     v += first * v_row + head * v_head
-    own = first * H * D + head * D  # where grad and the three outputs, all of one layout, begin
+    begin = first * H * D + head * D  # of grad and of the three outputs, which are all contiguous
 
     q0, k0 = _load(q, q_row, length, D, 0, L, D0), _load(k, k_row, length, D, 0, L, D0)
-    do0, v0 = _load(grad + own, H * D, length, D, 0, L, D0), _load(v, v_row, length, D, 0, L, D0)
+    do0, v0 = _load(grad + begin, H * D, length, D, 0, L, D0), _load(v, v_row, length, D, 0, L, D0)
     scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
     dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
         q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
-        do1, v1 = _load(grad + own, H * D, length, D, D0, L, D1), _load(v, v_row, length, D, D0, L, D1)
+        do1, v1 = _load(grad + begin, H * D, length, D, D0, L, D1), _load(v, v_row, length, D, D0, L, D1)
         scores = _dot(q1, tl.trans(k1), scores)
         dP = _dot(do1, tl.trans(v1), dP)
     P = _softmax(scores, length, log2_scale, L)
@@ -177,13 +177,13 @@ def _backward_kernel(
     P_t, dS = tl.trans(P.to(v0.dtype)), dS.to(v0.dtype)
     dS_t = tl.trans(dS)
 
-    _store(grad_v + own, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
-    _store(grad_q + own, _dot(dS, k0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
-    _store(grad_k + own, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(grad_v + begin, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(grad_q + begin, _dot(dS, k0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(grad_k + begin, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
     if D1 > 0:
-        _store(grad_v + own, _dot(P_t, do1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
-        _store(grad_q + own, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
-        _store(grad_k + own, _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(grad_v + begin, _dot(P_t, do1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(grad_q + begin, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(grad_k + begin, _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
 
 
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
@@ -197,25 +197,30 @@ def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def warps(L: int) -> int:
-    """Warps of a program: 4 make one group of Hopper's matrix unit, and shorter segments have no work for as many."""
+    """Warps of a program: 4 form one group of Hopper's matrix unit; shorter segments have less work."""
     return 4 if L == 64 else 2 if L == 32 else 1
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------
 
 
+def _launch(kernel, pointers: list[Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> None:
+    """Start one program for each segment and head; the backward, with more pointers, takes the scale as well."""
+    (_, H, D), (L, D0, D1) = q.shape, blocks(longest, q.shape[2])
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
+    scale = D**-0.5
+    scales = [scale * math.log2(math.e)] if kernel is _forward_kernel else [scale, scale * math.log2(math.e)]
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernel[((len(cu_seqlens) - 1) * H,)](
+            *pointers, cu_seqlens, *strides, *scales, H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1
+        )
+
+
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    (_, H, D), (q, k, v) = q.shape, (_rows(x) for x in (q, k, v))
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    L, D0, D1 = blocks(longest, D)
-    log2_scale = D**-0.5 * math.log2(math.e)
-    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        _forward_kernel[((len(cu_seqlens) - 1) * H,)](
-            q, k, v, out, cu_seqlens, *strides, log2_scale,
-            H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1,
-        )  # fmt: skip
+    _launch(_forward_kernel, [q, k, v, out], q, k, v, cu_seqlens, longest)
     return out
 
 
@@ -223,21 +228,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (_, H, D), (q, k, v) = q.shape, (_rows(x) for x in (q, k, v))
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
     grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    L, D0, D1 = blocks(longest, D)
-    scale = D**-0.5
-    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
-    with torch.cuda.device_of(q):
-        _backward_kernel[((len(cu_seqlens) - 1) * H,)](
-            grad.contiguous(), q, k, v, *grads, cu_seqlens, *strides, scale, scale * math.log2(math.e),
-            H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1,
-        )  # fmt: skip
+    _launch(_backward_kernel, [grad.contiguous(), q, k, v, *grads], q, k, v, cu_seqlens, longest)
     return grads
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The kernels step over rows and heads by any strides, but over a head's numbers one by one."""
+def _unit_stride(x: Tensor) -> Tensor:
+    """The kernels take any strides of rows and heads, but read the numbers of a head one after the other."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -269,8 +267,8 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Attend within each segment, scale D^-1/2.
 
-    Triton where backend_for chooses it and a segment fits into one program: at most 64 tokens, D <= 128, 16 bits a
-    number; else torch, whose attention over whole frames is scaled_dot_product_attention.
+    Triton runs where backend_for chooses it and a segment fits into one program: at most 64 tokens, D <= 128, float16
+    or bfloat16. Otherwise torch, with dense_attention for each length.
 
     Args:
         q, k, v: (T, H, D), one dtype.
@@ -288,22 +286,21 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 # ---- what `python -m minivlmrl kernels` compiles without a GPU ---------------------------------------------------
 
 
-def _builds(dtype: str, longest: int, head_dim: int, heads: int = 16) -> list[Build]:
+def _builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     L, D0, D1 = blocks(longest, head_dim)
-    sizes = {"H": heads, "D": head_dim, "L": L, "D0": D0, "D1": D1}
-    inputs, results = dict.fromkeys("qkv", f"*{dtype}"), ["grad_q", "grad_k", "grad_v"]
-    strides = {"cu_seqlens": "*i32"} | dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
-    forward = inputs | {"out": f"*{dtype}"} | strides | {"log2_scale": "fp32"}
-    backward = {"grad": f"*{dtype}"} | inputs | dict.fromkeys(results, f"*{dtype}") | strides
-    backward |= {"scale": "fp32", "log2_scale": "fp32"}
-    about = f"{dtype} {longest}x{head_dim}"
+    sizes, about = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}, f"{dtype} {longest}x{head_dim}"
+    strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
+    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32", "log2_scale": "fp32"} | strides
+    gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
+    kernels = {"forward": (_forward_kernel, {"out": f"*{dtype}"})}
+    kernels["backward"] = (_backward_kernel, gradients | {"scale": "fp32"})
     return [
-        Build(f"window_attention forward {about}", _forward_kernel, forward, sizes, warps(L)),
-        Build(f"window_attention backward {about}", _backward_kernel, backward, sizes, warps(L)),
+        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, warps(L))
+        for name, (kernel, signature) in kernels.items()
     ]
 
 
-# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types and the ends of what the kernels take
+# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types, and the smallest and largest heads
 CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]
 CASES += [("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128)]
 BUILDS = [build for case in CASES for build in _builds(*case)]
