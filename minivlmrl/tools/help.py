@@ -1,0 +1,60 @@
+"""What `train.py --help` prints: every option of a recipe with its default, type and sentence, section by section.
+
+torchrun train.py --help          # all sections
+torchrun train.py --help grpo     # one section
+"""
+
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+
+import yaml
+
+from minivlmrl.hub.checker import help_of, type_text
+from minivlmrl.run.config import RunConfig
+
+USAGE = "usage: torchrun train.py [RECIPE] [--section.name=value ...]"
+WIDTH = 110
+
+
+def show(section: str | None = None):
+    """Print the options of a run.
+
+    Args:
+        section: "grpo", "data" and so on, or "run" for the options outside of sections; None for all.
+    Raises:
+        ValueError: there is no such section.
+    """
+    known = sections()
+    if section is not None and section not in known:
+        raise ValueError(f"--help {section}: no such section; sections are {', '.join(known)}")
+    print(USAGE + "\n\nEvery option, as a recipe (YAML) or the command line sets it, with its default.")
+    for name in known if section is None else [section]:
+        config = known[name]
+        print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
+        print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
+
+
+def sections() -> dict[str, typing.Any]:
+    """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
+    run = RunConfig()
+    inside = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    return {"run": run} | {name: value for name, value in inside.items() if dataclasses.is_dataclass(value)}
+
+
+def option_lines(config, prefix: str) -> list[str]:
+    """Lines of the options of one dataclass; a dataclass inside it, such as data.video, follows its other options."""
+    sentences, hints = help_of(type(config)), typing.get_type_hints(type(config), include_extras=True)
+    lines, nested = [], []
+    for name, hint in hints.items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            nested += option_lines(value, f"{prefix}{name}.") if prefix else []
+            continue
+        default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
+        lines.append(f"  --{prefix}{name}={default}")
+        text = f"{type_text(hint)}; {sentences[name]}" if sentences[name] else type_text(hint)
+        lines += textwrap.wrap(text, WIDTH, initial_indent=8 * " ", subsequent_indent=8 * " ")
+    return lines + nested
