@@ -3,34 +3,42 @@
 from torch import Tensor
 
 from minivlmrl.batch import GroupBatch
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_log_sum_sq_probs
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 
-def per_token_logps(model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability of every completion token given its prompt and the tokens before it.
+def plain_per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """Compute what `per_token_logps` computes, by its definition: with all logits in memory."""
+    logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
+    log_probs = logits.log_softmax(-1)
+    logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return logps, entropies
+
+
+def per_token_logps(model, batch: GroupBatch, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """Compute the log-probability of every completion token, given its prompt and those before it.
+
+    Logits are made and dropped a block at a time, and once more in the backward: a batch never
+    holds its (M, vocab_size) logits.
 
     Args:
-        temperature: divides the logits; the one the completions were sampled with.
+        model: a Qwen2_5_VL.
+        batch: its M completion tokens are scored.
+        temperature: divides the logits; take the one that the completions were sampled with.
     Returns:
-        logps (M,) and entropies (M,) of the distributions, nats, completions in order (GroupBatch.pad makes rows).
-    Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding and without full logits.
+        logps (M,) and entropies (M,) of the distributions, in nats; GroupBatch.pad makes rows.
+    Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
     return logps_of_states(model, completion_states(model, batch), batch, temperature)
 
 
-def completion_states(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
-    """(M, hidden_size): the state that each completion token is predicted from, as the head reads it."""
-    return model(batch, wanted=batch.layout.predict_index)
+def completion_states(model, batch: GroupBatch) -> Tensor:
+    """(M, hidden_size): the state from which the head predicts each completion token."""
+    return model(batch, select=batch.layout.predict_index)
 
 
 def logps_of_states(
-    model: Qwen2_5_VL, states: Tensor, batch: GroupBatch, temperature: float = 1.0
+    model, states: Tensor, batch: GroupBatch, temperature=1.0
 ) -> tuple[Tensor, Tensor]:
-    """per_token_logps, for who needs the states for something else too."""
+    """Compute per_token_logps from states that are needed for something else too."""
     return linear_log_softmax(states, model.lm_head.weight, batch.completion_ids, temperature)
-
-
-def log_sum_sq_probs(model: Qwen2_5_VL, states: Tensor) -> Tensor:
-    """(M,) log sum_j p_j^2 of each predicted distribution, without gradient: what WPO aligns log-probabilities with."""
-    return linear_log_sum_sq_probs(states, model.lm_head.weight)

@@ -1,111 +1,108 @@
-"""Where each token sits and how that turns its query and key: M-RoPE for the decoder, 2-D rotary for the vision tower.
+"""Where each token sits: M-RoPE for the decoder, 2-D rotary for the vision tower.
 
-Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads.
+Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads. `config` is the
+ModelConfig, in `vision_rotary` the VisionConfig, of hub/model_config.py.
 """
 
 import torch
 from torch import Tensor
 
-from minivlmrl.hub.config import ModelConfig, VisionConfig
-
 
 def get_rope_index(
-    input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig, second_per_grid_ts: Tensor | None = None
+    input_ids: Tensor, image_grid_thw: Tensor, config, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
     """Give every prompt token its (time, height, width) position.
 
-    A run of text counts up on all three axes together. The tokens of an image share one time, and count rows and
-    columns of the merged grid. The time steps of a video lie as far apart as their seconds say. Text resumes one past
-    the largest position, on any axis, that the image or video used.
+    Text counts up on all three axes together. The tokens of an image share one time and count the
+    rows and columns of the merged grid; the time steps of a video are as far apart as their
+    seconds say. Text resumes one past the largest position, on any axis, of the image or video.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    A video of 3 time steps, 1 x 2 merged tokens each, 0.75 s from one to the next, 2 positions a second:
-        time   0 0 1 1 3 3 | 4       floor(i * 0.75 * 2)
+    A video of 3 steps of 1 x 2 merged tokens, 0.75 s apart, at 2 positions a second:
+        time   0 0 1 1 3 3 | 4       floor(step * 0.75 * 2)
         height 0 0 0 0 0 0 | 4
         width  0 1 0 1 0 1 | 4
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
-        image_grid_thw: (images and videos, 3) int64, in order of appearance: patches in time, height, width.
-        second_per_grid_ts: (images and videos,) float32, seconds from one time step to the next, of which an image has
-            but one; None: 1 s. Qwen2-VL does not read it: its time steps are one position apart.
+        image_grid_thw: (images and videos, 3) int64 in order: patches in time, height, width.
+        second_per_grid_ts: (images and videos,) float32, seconds between time steps; None: 1 s.
     Returns:
         position_ids (3, N) int64.
     Raises:
-        ValueError: the placeholders in input_ids are not those the grids ask for.
-    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; the rule of Qwen's own
-        code, vLLM and transformers 4.49 to 4.51. Later versions of transformers agree on text and images; for videos
-        they cut fractions of second_per_grid_ts (4.52 to about 5.17) or let text resume too early (from 5.3 on).
+        ValueError: the placeholders in input_ids are not those that the grids need.
+    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; the
+        same as transformers 4.49 to 4.51 and vLLM. Later versions of transformers differ for
+        videos: they cut fractions of a second or let text resume too early.
     """
-    ids, merge = input_ids.tolist(), config.vision_config.spatial_merge_size
-    placeholders = [i for i, token in enumerate(ids) if token in (config.image_token_id, config.video_token_id)]
-    pieces, cursor, start, used = [], 0, 0, 0
-    for number, (t, h, w) in enumerate(image_grid_thw.tolist()):
-        grid = (t, h // merge, w // merge)
-        length = grid[0] * grid[1] * grid[2]
-        at = placeholders[used] if used < len(placeholders) else len(ids)
-        if at == len(ids) or ids[at : at + length] != [ids[at]] * length:
-            raise ValueError(f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs at {at}")
-        text = torch.arange(at - start) + cursor  # (text,)
-        pieces.append(text.expand(3, -1))
-        cursor += at - start
-        time = torch.arange(t)
-        if config.vision_config.tokens_per_second is not None:
-            seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[number].item()
-            # in float32, as the checkpoints were trained: float64 rounds some products to another whole number
-            time = (time * seconds * config.vision_config.tokens_per_second).long()
-        axes = torch.meshgrid(time, torch.arange(grid[1]), torch.arange(grid[2]), indexing="ij")
-        pieces.append(torch.stack(axes).flatten(1) + cursor)  # (3, t*h*w)
-        cursor += int(max(time[-1] + 1, grid[1], grid[2]))
-        start, used = at + length, used + length
-    if used < len(placeholders):
-        at = placeholders[used]
-        raise ValueError(
-            f"input_ids have an image or video token at {at} that none of the {len(image_grid_thw)} grids asks for"
-        )
-    pieces.append((torch.arange(len(ids) - start) + cursor).expand(3, -1))
+    ids = input_ids.tolist()
+    placeholders = (config.image_token_id, config.video_token_id)
+    merge = config.vision_config.spatial_merge_size
+    pieces, end, position = [], 0, 0  # `end` of what has positions; `position` of the next token
+    for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
+        length = t * (h // merge) * (w // merge)
+        begin = next((i for i in range(end, len(ids)) if ids[i] in placeholders), len(ids))
+        if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
+            needed = f"the {length} image or video tokens that grid {(t, h, w)} needs at {begin}"
+            raise ValueError(f"input_ids lack {needed}")
+        pieces.append((torch.arange(begin - end) + position).expand(3, -1))  # text
+        position += begin - end
+        seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
+        grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
+        pieces.append(grid + position)
+        position += int(grid.max()) + 1
+        end = begin + length
+    if any(token in placeholders for token in ids[end:]):
+        count = f"{len(image_grid_thw)} grids"
+        raise ValueError(f"input_ids have an image or video token that none of the {count} needs")
+    pieces.append((torch.arange(len(ids) - end) + position).expand(3, -1))
     return torch.cat(pieces, dim=1)
 
 
-def text_rotary(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Angles of M-RoPE: frequency slot i turns by time, height or width, whichever mrope_section gives it to.
+def _grid_positions(t: int, rows: int, cols: int, seconds: float, config) -> Tensor:
+    """(3, t * rows * cols): time, row and column of each merged token, all from 0."""
+    time = torch.arange(t)
+    if config.tokens_per_second is not None:  # Qwen2-VL has none: one position a time step
+        # in float32, as the checkpoints were trained: float64 rounds some products differently
+        time = (time * seconds * config.tokens_per_second).long()
+    axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
+    return torch.stack(axes).flatten(1)
+
+
+def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the angles of M-RoPE: `mrope_section` gives each frequency to one of the three axes.
 
     Args:
         position_ids: (3, N).
     Returns:
-        cos, sin: each (N, 1, D), computed in float32, then cast to `dtype` (as the checkpoints were trained).
+        cos, sin: each (N, 1, D), computed in float32 and then cast, as in training.
     """
-    half = config.head_dim // 2
-    inv_freq = _inverse_frequencies(half, config.rope_theta, position_ids.device)
+    inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
     axis = [axis for axis, count in enumerate(config.mrope_section) for _ in range(count)]
-    axis = torch.tensor(axis, device=position_ids.device)  # (D/2,): 0 for time, 1 for height, 2 for width
     angles = position_ids[axis].T.float() * inv_freq  # (N, D/2)
     angles = torch.cat([angles, angles], dim=-1)[:, None]  # (N, 1, D)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def vision_rotary(
-    image_grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Angles of the vision tower's 2-D rotary: the first half of the slots turns by row, the second by column.
+def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor, Tensor]:
+    """Compute the angles of the tower: half of the frequencies turn by row, half by column.
 
-    Rows follow the order of pixel_values: merge blocks in raster order, inside a block its patches in raster order.
+    Patches are in the order of pixel_values: merge blocks in raster order, and inside a block its
+    patches in raster order. All frames have the same angles: there is no rotary in time here.
 
     Returns:
         cos, sin: each (P, 1, D) float32.
     """
-    quarter = config.hidden_size // config.num_heads // 4
-    inv_freq = _inverse_frequencies(quarter, 10000.0, device)
-    angles = []
+    inv_freq = _inverse_frequencies(config.hidden_size // config.num_heads // 4, 10000.0, device)
+    merge, angles = config.spatial_merge_size, []
     for t, h, w in image_grid_thw.tolist():
-        rows = torch.arange(h, device=inv_freq.device)[:, None].expand(h, w)
-        cols = torch.arange(w, device=inv_freq.device).expand(h, w)
-        row_col = torch.stack([_blocks(rows, config.spatial_merge_size), _blocks(cols, config.spatial_merge_size)], -1)
-        # (h*w, 2, 1) x (D/4,) -> (h*w, D/2); every frame has the same angles: there is no rotary in time here
-        angles.append((row_col[..., None].float() * inv_freq).flatten(1).repeat(t, 1))
+        row_col = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
+        blocks = row_col.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+        row_col = blocks.reshape(h * w, 2, 1).to(inv_freq)
+        angles.append((row_col * inv_freq).flatten(1).repeat(t, 1))  # (t*h*w, D/2)
     angles = torch.cat(angles)
     angles = torch.cat([angles, angles], dim=-1)[:, None]  # (P, 1, D)
     return angles.cos(), angles.sin()
@@ -117,12 +114,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _inverse_frequencies(count: int, theta: float, device: torch.device) -> Tensor:
-    """theta^(-i/count) for i < count, float32: the slowest slot turns `theta` times slower than the fastest."""
+def _inverse_frequencies(count: int, theta: float, device) -> Tensor:
+    """(count,) float32: theta^(-i/count), so the slowest turns about `theta` times slower."""
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
-
-
-def _blocks(grid: Tensor, merge: int) -> Tensor:
-    """(h, w) in raster order -> (h*w,) in the order of pixel_values: block by block of merge x merge."""
-    h, w = grid.shape
-    return grid.reshape(h // merge, merge, w // merge, merge).transpose(1, 2).flatten()

@@ -1,10 +1,10 @@
-"""The layers that decoder and vision tower are made of, besides attention.
+"""The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
 
-The vision tower: flattened patches -> one decoder token per 2 x 2 patches.
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has no windows, LayerNorm and
+QuickGELU. RMSNorm and SwiGLU are the decoder's too.
 
-Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has none of the three, see NORMS and MLPS.
-
-Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged tokens (P / 4).
+Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
+tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
 from functools import partial
@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.hub.config import VisionConfig
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.rope import apply_rotary, vision_rotary
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32, the weight in the model's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the statistics are in float32."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -33,7 +32,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). The vision tower of Qwen2.5-VL has biases, the decoder has none."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). The tower has biases, the decoder has none."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -46,7 +45,7 @@ class MLP(nn.Module):
 
 
 class QuickGELUMLP(nn.Module):
-    """fc2(h sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU, in the vision tower of Qwen2-VL."""
+    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -58,13 +57,44 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
-EPS = 1e-6  # hard-coded in the original too
+EPS = 1e-6  # of the tower's norms
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
 MLPS = {"swiglu": partial(MLP, bias=True), "quick_gelu": QuickGELUMLP}
 
 
+def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], list[int]]:
+    """Sort merged tokens so that each attention window is one consecutive run.
+
+    Every frame is tiled from its top left by windows of window_size pixels; windows at the right
+    and bottom edges are smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two
+    windows, columns 0 to 3 and column 4:
+        order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
+
+    Returns:
+        order (M,): the raster index of each merged token, in window order;
+        window_lengths, frame_lengths: patches of each window and of each frame, in that order.
+    Source: get_window_index of transformers' Qwen2_5_VL, without its padding by -100.
+    """
+    merge = config.spatial_merge_size
+    order, window_lengths, frame_lengths, offset = [], [], [], 0
+    for t, h, w in image_grid_thw.tolist():
+        rows, cols = h // merge, w // merge
+        side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
+        if config.window_size:
+            side = config.window_size // merge // config.patch_size
+        windows_a_row = -(-cols // side)
+        window = (torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side
+        in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
+        frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
+        order.append((frames + in_frame).flatten())
+        window_lengths += (window.flatten().bincount() * merge**2).tolist() * t
+        frame_lengths += [h * w] * t
+        offset += t * rows * cols
+    return torch.cat(order), window_lengths, frame_lengths
+
+
 class VisionTransformer(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
@@ -72,64 +102,35 @@ class VisionTransformer(nn.Module):
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos of a batch, each frame pair for itself.
+        """Encode all images and videos of a batch, each pair of frames by itself.
 
         Args:
-            pixel_values: (P, channels * frames * patch * patch), rows as data/image.py makes them.
-            image_grid_thw: (images and videos, 3), patches of each in time, height, width; their products sum to P.
+            pixel_values: (P, channels * frames * patch * patch), rows in the order of image.py.
+            image_grid_thw: (images and videos, 3): patches in time, height, width.
         Returns:
-            (M, out_hidden_size), images and videos in order, merged tokens of each in raster order, frame by frame.
+            (M, out_hidden_size), images and videos in order, merged tokens in raster order.
         """
         order, window_lengths, frame_lengths = window_order(image_grid_thw, self.config)
         order = order.to(pixel_values.device)
-        windows, frames = Segments(window_lengths, order.device), Segments(frame_lengths, order.device)
-        patches_per_token = self.config.spatial_merge_size**2
-        # the tower works in window order; merging is per token, so the raster order can wait until the end
-        patch_order = (order[:, None] * patches_per_token + torch.arange(patches_per_token).to(order)).flatten()
-        cos, sin = (angle[patch_order] for angle in vision_rotary(image_grid_thw, self.config, order.device))
+        windows, frames = (Segments(x, order.device) for x in (window_lengths, frame_lengths))
+        # patches in window order; merging is per token, so raster order can wait until the end
+        patches = torch.arange(len(pixel_values), device=order.device)
+        patch_order = patches.view(len(order), -1)[order].flatten()  # (P,)
+        rotary = vision_rotary(image_grid_thw, self.config, order.device)
+        cos, sin = (angle[patch_order] for angle in rotary)
         x = self.patch_embed(pixel_values[patch_order])  # (P, E)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
         return self.merger(x)[order.argsort()]
 
 
-def window_order(image_grid_thw: Tensor, config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
-    """Sort merged tokens so that each attention window is one consecutive run.
-
-    Every frame is tiled from its top left by windows of window_size pixels; windows at the right and bottom edges are
-    just smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two windows, columns 0-3 and column 4:
-        order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
-
-    Returns:
-        order (M,): merged token (raster order) at each place of the window order;
-        window_lengths, frame_lengths: patches of each window and of each frame, in that order.
-    Source: Qwen2_5_VisionTransformerPretrainedModel.get_window_index, without its padding by -100.
-    """
-    merge = config.spatial_merge_size
-    order, window_lengths, frame_lengths, offset = [], [], [], 0
-    for t, h, w in image_grid_thw.tolist():
-        rows, cols = h // merge, w // merge
-        # merged tokens a side of a window; without windows the frame is one
-        side = config.window_size // merge // config.patch_size if config.window_size else max(rows, cols)
-        window_row, window_col = torch.arange(rows) // side, torch.arange(cols) // side
-        window = (window_row[:, None] * (int(window_col[-1]) + 1) + window_col).flatten()  # (rows*cols,)
-        in_frame = window.argsort(stable=True)
-        lengths = (window.bincount() * merge**2).tolist()
-        for _ in range(t):
-            order.append(in_frame + offset)
-            window_lengths += lengths
-            frame_lengths.append(h * w)
-            offset += rows * cols
-    return torch.cat(order), window_lengths, frame_lengths
-
-
 class PatchEmbed(nn.Module):
-    """One linear map of a flattened patch. The checkpoint stores it as a 3-D convolution with stride = kernel size."""
+    """A linear map of a flattened patch; checkpoints store it as a 3-D convolution."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config):
         super().__init__()
-        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, kernel, stride=kernel, bias=False)
+        size = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, size, size, bias=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
@@ -137,7 +138,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config):
         super().__init__()
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
@@ -150,7 +151,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
@@ -158,20 +159,20 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # each (P, H, D)
-        # cos and sin are float32 and promote: the rotation itself runs in float32, unlike the decoder's
-        q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
+        # cos and sin are float32, so the rotation runs in float32, unlike the decoder's
+        q, k = (apply_rotary(x, cos, sin).to(v.dtype) for x in (q, k))
         return self.proj(window_attention(q, k, v, segments).flatten(1))
 
 
 class PatchMerger(nn.Module):
-    """Norm per patch, then the 2 x 2 patches of a block side by side through a two-layer MLP."""
+    """Norm per patch; then the 2 x 2 patches of a block, side by side, through a two-layer MLP."""
 
-    def __init__(self, config: VisionConfig):
+    def __init__(self, config):
         super().__init__()
-        width = config.hidden_size * config.spatial_merge_size**2
-        self.width = width
+        self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.out_hidden_size))
+        out = nn.Linear(self.width, config.out_hidden_size)
+        self.mlp = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) -> (M, out_hidden_size)

@@ -1,7 +1,7 @@
 """Positions of prompts with images and videos by an installed transformers: python tests/record_positions.py
 
 Videos follow the rule of transformers 4.49 to 4.51, which is Qwen's own and vLLM's; later versions depart from it (see
-model/rope.py). So test_positions.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this
+rope.py). So test_rope.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this
 script printed with transformers 4.51.3 (and 4.49.0: the same).
 """
 

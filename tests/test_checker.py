@@ -162,6 +162,8 @@ def test_the_help_of_a_field_is_the_comment_behind_it():
         (tuple[int, ...], "tuple[int, ...]"),
         (dict[str, float], "dict[str, float]"),
         (bool, "bool"),
+        (list[Literal["a", "b"]], "list[str]"),
+        (list[Annotated[float, ">= 0"]], "list[float]"),
     ],
 )
 def test_types_as_a_person_reads_them(hint, text):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from hub_configs import SIZES, real_config
+from oracle import CLASSES, their_inputs, worst_difference
 from safetensors.torch import load_file, save_file
-from test_oracle_model import CLASSES, their_inputs, worst_difference
 
 from minivlmrl.batch import pack
 from minivlmrl.chat import Control, QwenTemplate

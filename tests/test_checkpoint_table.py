@@ -15,7 +15,7 @@ import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from test_oracle_model import CLASSES, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 TOLERANCE = 1e-5  # largest difference of a logit, as a share of the largest logit
 BATCHES = {

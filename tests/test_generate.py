@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_oracle_model import their_inputs
+from oracle import their_inputs
 
 from minivlmrl.batch import pack
 from minivlmrl.generate import generate, uniforms

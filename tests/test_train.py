@@ -648,7 +648,10 @@ def test_a_number_as_solution_is_judged_or_named(run, own, tmp_path, plain):
         (["--stages=dpo", "--dpo.loss_type=exo_pair"], "dpo.loss_type exo_pair takes"),
         (["--stages=dpo", "--dpo.label_smoothing=0.5"], "dpo.label_smoothing is 0.5"),
         (["--stages=dpo", "--dpo.f_divergence_type=tv"], "dpo.f_divergence_type .*tv"),
-        (["--stages=dpo", "--dpo.f_divergence_type=js_divergence", "--dpo.loss_type=aot"], "dpo.loss_type aot is made for"),
+        (
+            ["--stages=dpo", "--dpo.f_divergence_type=js_divergence", "--dpo.loss_type=aot"],
+            "dpo.loss_type aot is made for",
+        ),
         (["--stages=dpo", "--dpo.use_weighting=true", "--dpo.loss_type=aot"], "dpo.loss_type aot sorts"),
         (["--stages=dpo", "--dpo.sync_ref_model=true", "--dpo.reference_free=true"], r"dpo\.sync_ref_model needs"),
         (

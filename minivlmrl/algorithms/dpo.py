@@ -16,7 +16,8 @@ from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
+from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
+from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.sharding import reshard
 
@@ -122,7 +123,9 @@ class DPO(PairAlgorithm):
         config, group = self.config, batch.group
         states = completion_states(self.model, group)
         logps, entropies = logps_of_states(self.model, states, group)
-        weighting = group.pad(log_sum_sq_probs(self.model, states)) if config.use_weighting else None
+        weighting = (
+            group.pad(linear_log_sum_sq_probs(states, self.model.lm_head.weight)) if config.use_weighting else None
+        )
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.completion_mask),

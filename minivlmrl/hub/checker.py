@@ -107,8 +107,14 @@ def type_text(hint) -> str:
         return "null"
     if origin is None:
         return getattr(hint, "__name__", str(hint))
-    parts = ["..." if part is ... else type_text(part).partition(", ")[0] for part in inside]  # without bounds
-    return f"{origin.__name__}[{', '.join(parts)}]"
+    return f"{origin.__name__}[{', '.join('...' if part is ... else _type_of(part).__name__ for part in inside)}]"
+
+
+def _type_of(hint):
+    """The type of a list's items, without bounds and choices."""
+    while typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
+    return type(typing.get_args(hint)[0]) if typing.get_origin(hint) is Literal else hint
 
 
 def _read(hint, value, name: str, json: bool):
@@ -132,7 +138,7 @@ def _read(hint, value, name: str, json: bool):
     if origin is Literal:
         require(any(type(value) is type(choice) and value == choice for choice in inside), name, value, type_text(hint))
         return value
-    if origin is list and isinstance(value, str) and not json and not _is_number(inside[0]):
+    if origin is list and isinstance(value, str) and not json and _type_of(inside[0]) is str:
         value = [value]  # --dpo.loss_type=ipo
     if origin is list and isinstance(value, list):
         return [_read(inside[0], item, name, json) for item in value]
@@ -147,10 +153,6 @@ def _read(hint, value, name: str, json: bool):
             value = float(value)
     require(origin is None and type(value) is hint, name, value, f"of type {type_text(hint)}")
     return value
-
-
-def _is_number(hint) -> bool:
-    return hint in (int, float) or typing.get_origin(hint) is Annotated
 
 
 def _bound(text: str):

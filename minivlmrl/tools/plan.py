@@ -202,7 +202,7 @@ class Costs:
         batch = meta_batch(self.config, work)
         with torch.set_grad_enabled(train), LiveBytes(list(model.parameters())) as live:
             if work.num_generations == 0:
-                model(batch, wanted=batch.layout.last_index)
+                model(batch, select=batch.layout.last_index)
             else:
                 logps, _ = per_token_logps(model, batch)
                 if train:

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.attention import GroupLayout
 from minivlmrl.batch import pack
-from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import grpo_loss
+from minivlmrl.logprobs import per_token_logps, plain_per_token_logps
 
 import tiny
 
@@ -82,26 +80,37 @@ def test_a_completion_sees_nothing_of_another_group_or_completion():
 
 
 def test_splitting_into_micro_batches_does_not_change_the_gradient():
+    """Of a loss that divides by the step's count of tokens."""
     model = tiny.model(dtype=torch.float64)
     prompts, completions = groups(3)
-    batch = pack(prompts, completions, model.config)
-    advantages = torch.randn(12, dtype=torch.float64)
-    counts = {"num_sequences": 12, "num_tokens": len(batch.completion_ids), "max_completion_length": 9}
+    tokens = sum(len(completion) for group in completions for completion in group)
+    advantages = torch.randn(15, 1, dtype=torch.float64)
 
-    def gradients(pieces, loss_type):
+    def gradients(pieces):
         model.zero_grad()
         for start, stop in pieces:
             part = pack(prompts[start:stop], completions[start:stop], model.config)
             logps, _ = per_token_logps(model, part)
-            mine = advantages[start * 3 : stop * 3]
-            grpo_loss(part.pad(logps), mine, part.completion_mask, loss_type=loss_type, **counts)[0].backward()
+            (-advantages[start * 3 : stop * 3] * part.pad(logps)).sum().div(tokens).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    for loss_type in ("grpo", "dapo", "dr_grpo"):
-        whole = gradients([(0, 4)], loss_type)
-        split = gradients([(0, 1), (1, 3), (3, 4)], loss_type)
-        for name in whole:
-            assert_equal(split[name], whole[name])
+    whole, split = gradients([(0, 5)]), gradients([(0, 1), (1, 3), (3, 5)])
+    for name in whole:
+        assert_equal(split[name], whole[name])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_fused_call_equals_its_definition(temperature):
+    model = tiny.model(dtype=torch.float64)
+    batch = pack(*groups(3), model.config)
+    results = []
+    for score in (per_token_logps, plain_per_token_logps):
+        model.zero_grad()
+        logps, entropies = score(model, batch, temperature)
+        (logps.sum() + 0.3 * entropies.sum()).backward()
+        results.append([logps.detach(), entropies.detach(), *(p.grad.clone() for p in model.parameters())])
+    for fused, plain in zip(*results, strict=True):
+        assert_equal(fused, plain)
 
 
 def test_order_of_groups_does_not_matter():
@@ -110,35 +119,13 @@ def test_order_of_groups_does_not_matter():
     batch = pack(prompts, completions, model.config)
     forward = batch.split(per_token_logps(model, batch)[0])
     batch = pack(prompts[::-1], completions[::-1], model.config)
-    backward = batch.split(per_token_logps(model, batch)[0])
+    mirrored_rows = batch.split(per_token_logps(model, batch)[0])
     for row in range(10):
         mirrored = (4 - row // 2) * 2 + row % 2
-        assert_equal(backward[mirrored], forward[row])
+        assert_equal(mirrored_rows[mirrored], forward[row])
 
 
-def test_the_docstring_example():
-    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
-    layout = GroupLayout([3], [[3, 2]])
-    assert layout.num_tokens == 6
-    assert layout.predict_index.tolist() == [2, 3, 4, 2, 5]  # both completions start from the prompt's last token
-    assert layout.last_index.tolist() == [2]
-    prompt = tiny.prompt(torch.Generator(), [], text=3)
-    batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
-    assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
-    assert batch.completion_ids.tolist() == [10, 11, 12, 20, 21]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]] * 3
-
-
-def test_positions_continue_from_the_prompt():
-    """A 4 x 6 image takes 3 positions (its wider merged side), not 6: the text after it goes on from there."""
-    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)], text=2)
-    batch = pack([prompt], [[tiny.completion(torch.Generator(), 3)] * 2], tiny.config())
-    end = int(prompt.input_ids.shape[0])
-    assert batch.position_ids[:, :end].max() == end - 6 + 3 - 1
-    assert batch.position_ids[:, end:].tolist() == [[end - 3, end - 2] * 2] * 3
-
-
-def test_masks_come_from_lengths_not_from_token_ids():
+def test_image_tokens_in_a_completion_are_scored_as_text():
     """A completion may contain the image token or the pad token: they are text like any other."""
     model = tiny.model(dtype=torch.float64)
     prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
@@ -150,9 +137,3 @@ def test_masks_come_from_lengths_not_from_token_ids():
     hidden = model(batch)[batch.layout.predict_index]
     expected = model.lm_head(hidden).log_softmax(-1).gather(1, completion[:, None])[:, 0]
     assert_equal(logps, expected)
-
-
-def test_an_empty_completion_is_refused():
-    prompt = tiny.prompt(torch.Generator(), [])
-    with pytest.raises(ValueError, match="no tokens"):
-        pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())

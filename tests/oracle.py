@@ -1,0 +1,43 @@
+"""transformers' models as the oracle: what several test files ask of them. Import it where transformers is there."""
+
+import pytest
+import torch
+
+from minivlmrl.batch import pack
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+CLASSES = {
+    "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
+    "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
+}
+
+
+def their_inputs(prompt):
+    ids = prompt.input_ids[None]
+    # without it they use 1-D positions
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).long() + 2 * (ids == tiny.VIDEO).long()}
+    is_video = prompt.image_grid_thw[:, 0] > 1
+    patches = is_video.repeat_interleave(prompt.image_grid_thw.prod(1))
+    for kind, rows, key in ((~is_video, ~patches, ""), (is_video, patches, "_videos")):
+        if kind.any():
+            inputs[f"pixel_values{key}"] = prompt.pixel_values[rows]
+            inputs["video_grid_thw" if key else "image_grid_thw"] = prompt.image_grid_thw[kind]
+    return inputs
+
+
+def our_logits(model, rows):
+    """One packed batch of all rows, cut into rows again."""
+    batch = pack(rows, [[] for _ in rows], model.config)
+    return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
+
+
+def worst_difference(theirs, ours, rows):
+    """Over rows: the largest difference of a logit, as a share of the largest logit."""
+    with torch.no_grad():
+        expected = [theirs(**their_inputs(row)).logits[0] for row in rows]
+        return max(
+            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(our_logits(ours, rows), expected, strict=True)
+        )

@@ -1,0 +1,130 @@
+"""Who sees whom: the layout of a packed run, the mask, the two calls of a group and the decoding of rows."""
+
+import random
+
+import pytest
+import torch
+
+from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def random_lengths(seed):
+    """Up to 4 prompts, up to 3 completions of each, many very short: a completion of 1 has no token in the run."""
+    rng = random.Random(seed)
+    prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
+    return prompts, [[rng.choice([1, 2, rng.randint(1, 90)]) for _ in range(rng.randint(0, 3))] for _ in prompts]
+
+
+def qkv(tokens, seed=0, heads=(4, 2, 2), dim=16):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, h, dim, generator=generator, dtype=torch.float64) for h in heads]
+
+
+def masked_softmax(q, k, v, mask):
+    """Attention by its formula, (N, H, D): every query against every key, those it does not see at -inf."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
+
+
+def test_the_layout_of_the_docstring_example():
+    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
+    layout = GroupLayout([3], [[3, 2]])
+    assert layout.num_tokens == 6
+    assert layout.predict_index.tolist() == [2, 3, 4, 2, 5]  # both completions start from the prompt's last token
+    assert layout.last_index.tolist() == [2]
+    assert layout.row_lengths == [3, 2]
+    assert visible(layout).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_mask_is_the_rule(seed):
+    """Against the rule written down from lengths, pair by pair."""
+    prompts, completions = random_lengths(seed)
+    tokens = []  # (group, completion or None, index in its span) of each token of the run
+    for group, (length, rows) in enumerate(zip(prompts, completions, strict=True)):
+        tokens += [(group, None, t) for t in range(length)]
+        for row, n in enumerate(rows):
+            tokens += [(group, row, t) for t in range(n - 1)]
+    expected = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for i, (group, row, t) in enumerate(tokens):
+        for j, (other, own, s) in enumerate(tokens):
+            expected[i, j] = group == other and (s <= t if own == row else own is None)
+    assert torch.equal(visible(GroupLayout(prompts, completions)), expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_two_calls_are_the_masked_softmax(seed):
+    """Values and gradients."""
+    layout = GroupLayout(*random_lengths(seed))
+    inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
+    upstream = qkv(layout.num_tokens, seed + 100)[0]
+    expected = masked_softmax(*inputs, visible(layout))
+    actual = GroupAttention(layout)(0, *inputs)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
+    """Rows of different lengths, two layers; a row leaves when its tokens end, and its prompt with its last row."""
+    rng = random.Random(seed)
+    prompts = [rng.randint(1, 9) for _ in range(3)]
+    spans = [[rng.randint(1, 6) for _ in range(3)] for _ in prompts]
+    layout = GroupLayout(prompts, [[n + 1 for n in group] for group in spans])
+    layers = [qkv(layout.num_tokens, seed + layer) for layer in range(2)]
+    expected = [masked_softmax(*layer, visible(layout)) for layer in layers]
+
+    start, prompt_index, rows = 0, [], []  # where each span is in the run
+    for prompt, group in zip(prompts, spans, strict=True):
+        prompt_index += range(start, start + prompt)
+        start += prompt
+        for n in group:
+            rows.append(list(range(start, start + n)))
+            start += n
+    prefill = GroupAttention(GroupLayout(prompts, [[]] * 3), keep_keys=True)
+    for index, layer in enumerate(layers):
+        found = prefill(index, *(x[prompt_index] for x in layer))
+        torch.testing.assert_close(found, expected[index][prompt_index], atol=1e-12, rtol=1e-12)
+    owner = torch.arange(3).repeat_interleave(3)
+    decode = DecodeAttention(prefill.keys, prefill.layout, owner, capacity=6)
+    running = list(range(9))
+    for step in range(6):
+        index = [rows[row][step] for row in running]
+        for number, layer in enumerate(layers):
+            found = decode(number, *(x[index] for x in layer))
+            torch.testing.assert_close(found, expected[number][index], atol=1e-12, rtol=1e-12)
+        decode.advance()
+        rest = [i for i, row in enumerate(running) if len(rows[row]) > step + 1]
+        if not rest:
+            break
+        if len(rest) < len(running):
+            decode.keep(torch.tensor(rest))
+            running = [running[i] for i in rest]
+        assert len(decode.prompt[0][0]) == len({row // 3 for row in running})
+
+
+@gpu
+def test_gradients_on_a_gpu():
+    """bfloat16 there against float64 here."""
+    prompts, completions = [300, 130], [[40, 200, 1], [90]]
+    exact = GroupLayout(prompts, completions)
+    *halves, upstream = (x.bfloat16() for x in qkv(exact.num_tokens, heads=(16, 2, 2, 16), dim=128))
+    inputs = [x.double().requires_grad_() for x in halves]
+    expected = GroupAttention(exact)(0, *inputs)
+    gradients = torch.autograd.grad(expected, inputs, upstream.double())
+    inputs = [x.cuda().requires_grad_() for x in halves]
+    actual = GroupAttention(GroupLayout(prompts, completions, "cuda"))(0, *inputs)
+    pairs = [(actual, expected), *zip(torch.autograd.grad(actual, inputs, upstream.cuda()), gradients, strict=True)]
+    for ours, theirs in pairs:
+        assert (ours.cpu().double() - theirs).norm() / theirs.norm() < 1e-2

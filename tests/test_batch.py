@@ -1,0 +1,54 @@
+"""The packed batch: where prompts, completions, their positions and their images are in the run."""
+
+import pytest
+import torch
+
+from minivlmrl.batch import pack
+
+import tiny
+
+
+def test_the_docstring_example():
+    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
+    prompt = tiny.prompt(torch.Generator(), [], text=3)
+    batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
+    assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
+    assert batch.completion_ids.tolist() == [10, 11, 12, 20, 21]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]] * 3
+
+
+def test_positions_continue_from_the_prompt():
+    """A 4 x 6 image takes 3 positions (its wider merged side), not 6: the text after it goes on from there."""
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)], text=2)
+    batch = pack([prompt], [[tiny.completion(torch.Generator(), 3)] * 2], tiny.config())
+    end = int(prompt.input_ids.shape[0])
+    assert batch.position_ids[:, :end].max() == end - 6 + 3 - 1
+    assert batch.position_ids[:, end:].tolist() == [[end - 3, end - 2] * 2] * 3
+
+
+def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
+    """A completion may contain the image token or the pad token: they are text like any other."""
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
+    completions = [torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE]), torch.tensor([7])]
+    batch = pack([prompt], [completions], tiny.config())
+    assert len(batch.vision_index) == 6
+    assert batch.completion_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    assert batch.pad(batch.completion_ids).tolist() == [[tiny.IMAGE, 0, 2, tiny.IMAGE], [7, 0, 0, 0]]
+    assert [piece.tolist() for piece in batch.split(batch.completion_ids)] == [c.tolist() for c in completions]
+
+
+def test_images_of_later_prompts_are_found_after_the_completions_of_earlier_ones():
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(3, 4, 4), (1, 2, 2)])]
+    completions = [[torch.tensor([tiny.IMAGE, 5]), torch.tensor([6])], [], [torch.tensor([tiny.VIDEO] * 3)]]
+    batch = pack(prompts, completions, tiny.config())
+    ids = batch.input_ids[batch.vision_index].tolist()
+    assert ids == [tiny.IMAGE] * 6 + [tiny.VIDEO] * 12 + [tiny.IMAGE]
+    assert batch.image_grid_thw.tolist() == [[1, 4, 6], [3, 4, 4], [1, 2, 2]]
+    assert len(batch.pixel_values) == 24 + 48 + 4
+
+
+def test_an_empty_completion_is_refused():
+    prompt = tiny.prompt(torch.Generator(), [])
+    with pytest.raises(ValueError, match="no tokens"):
+        pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())

@@ -1,0 +1,122 @@
+"""The model against transformers 5.23: logits and gradients, and mutations that must show."""
+
+import pytest
+import torch
+
+from minivlmrl import decoder, rope, vision
+from minivlmrl.hub.checkpoint import load_model
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES, our_logits, their_inputs, worst_difference  # noqa: E402 (asks for transformers too)
+
+# ragged windows, several images in a row of text, a text-only row
+ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
+# videos of several time steps, alone and beside images
+VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False)],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL"],
+)
+def pair(request, tmp_path_factory):
+    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
+    model_type, tied = request.param
+    config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
+    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager")
+    tiny.telling_weights(theirs)
+    theirs.tie_weights()
+    folder = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(folder)
+    return theirs.eval(), load_model(folder)
+
+
+def prompts(seed=0, rows=ROWS):
+    generator = torch.Generator().manual_seed(seed)
+    return [tiny.prompt(generator, grids) for grids in rows]
+
+
+def test_logits_equal_transformers(pair):
+    assert worst_difference(*pair, prompts()) <= 1e-5
+
+
+def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair):
+    """Its own positions of videos are wrong in 5.23, see rope.get_rope_index; ours stand in test_rope.py."""
+    theirs, ours = pair
+    for row in prompts(3, VIDEO_ROWS):
+        positions = rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config, row.second_per_grid_ts)
+        with torch.no_grad():
+            expected = theirs(**their_inputs(row), position_ids=positions[:, None]).logits[0]
+            assert (our_logits(ours, [row])[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gradients_equal_transformers(pair):
+    theirs, ours = pair
+    rows = prompts(1)
+    labels = [row.input_ids.roll(-1) for row in rows]
+    for model, all_logits in (
+        (theirs, [theirs(**their_inputs(row)).logits[0] for row in rows]),
+        (ours, our_logits(ours, rows)),
+    ):
+        model.zero_grad()
+        sum(torch.nn.functional.cross_entropy(x, y) for x, y in zip(all_logits, labels, strict=True)).backward()
+    expected = {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): p.grad
+        for name, p in theirs.named_parameters()
+    }
+    for name, p in ours.named_parameters():
+        difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
+        assert difference <= 5e-5, f"{name}: {difference:.1e}"
+    assert not expected  # every parameter of theirs was compared
+
+
+# Each of these is a bug that other ports have had. If the comparison above could not see it, it would prove nothing.
+
+
+def swap_rows_and_columns(monkeypatch):
+    original = vision.vision_rotary
+
+    def swapped(*arguments):
+        def swap(angles):  # the first half of each rotated half turns by row, the second by column
+            row, column = angles.chunk(2, dim=-1)[0].chunk(2, dim=-1)
+            return torch.cat([column, row, column, row], dim=-1)
+
+        return tuple(map(swap, original(*arguments)))
+
+    monkeypatch.setattr(vision, "vision_rotary", swapped)
+
+
+def drop_windows(monkeypatch):
+    original = vision.window_order
+
+    def one_window_a_frame(grids, config):
+        order, _, frames = original(grids, config)
+        return order, frames, frames
+
+    monkeypatch.setattr(vision, "window_order", one_window_a_frame)
+
+
+def wrong_mrope_order(monkeypatch):
+    original = decoder.text_rotary
+    monkeypatch.setattr(decoder, "text_rotary", lambda ids, *rest: original(ids[[0, 2, 1]], *rest))
+
+
+def positions_without_images(monkeypatch):
+    monkeypatch.setattr("minivlmrl.batch.get_rope_index", lambda ids, *rest: torch.arange(len(ids)).expand(3, -1))
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [swap_rows_and_columns, drop_windows, wrong_mrope_order, positions_without_images],
+    ids=lambda f: f.__name__,
+)
+def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
+    mutate(monkeypatch)
+    if mutate is drop_windows and pair[1].config.model_type == "qwen2_vl":  # it has no windows
+        assert worst_difference(*pair, prompts()) <= 1e-5
+    else:
+        assert worst_difference(*pair, prompts()) > 1e-3

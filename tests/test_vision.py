@@ -1,0 +1,78 @@
+"""The vision tower against transformers 5.23: its windows, its norms and its output."""
+
+import random
+
+import pytest
+import torch
+
+from minivlmrl import vision
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import CLASSES  # noqa: E402 (asks for transformers too)
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_the_tower_equals_transformers(model_type):
+    """Ragged windows, two time steps, several images at once."""
+    ours = tiny.model(model_type=model_type)
+    config = transformers.AutoConfig.for_model(**ours.config.to_dict())
+    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager").model.visual.eval()
+    theirs.load_state_dict(ours.visual.state_dict())
+    grids = torch.tensor([(1, 6, 10), (2, 18, 4), (1, 20, 18)])
+    pixels = torch.randn(int(grids.prod(1).sum()), 1176, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = theirs(pixels, grid_thw=grids), ours.visual(pixels, grids)
+    expected = getattr(expected, "pooler_output", expected)
+    assert found.shape == (len(pixels) // 4, ours.config.hidden_size)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("grid", [(1, 6, 10), (1, 8, 8), (2, 10, 14), (1, 18, 4), (1, 58, 84), (1, 2, 2)])
+def test_windows_equal_transformers(grid):
+    from transformers.vision_utils import get_vision_window_index
+
+    config = tiny.config().vision_config
+    grids = torch.tensor([grid, (1, 4, 6)])
+    index, cu_seqlens = get_vision_window_index(grids, config.spatial_merge_size, config.window_size, config.patch_size)
+    order, window_lengths, frame_lengths = vision.window_order(grids, config)
+    assert order.tolist() == torch.as_tensor(index).tolist()
+    assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
+    assert frame_lengths == [grid[1] * grid[2]] * grid[0] + [24]
+
+
+def test_windows_of_2000_random_grids_equal_transformers():
+    from transformers.vision_utils import get_vision_window_index
+
+    config, rng = tiny.config().vision_config, random.Random(0)
+    for _ in range(2000):
+        grids = torch.tensor([
+            (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
+            for _ in range(rng.randint(1, 3))
+        ])  # fmt: skip
+        index, cu_seqlens = get_vision_window_index(
+            grids, config.spatial_merge_size, config.window_size, config.patch_size
+        )
+        order, window_lengths, _ = vision.window_order(grids, config)
+        assert order.tolist() == torch.as_tensor(index).tolist(), grids
+        assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
+
+
+def test_windows_of_the_docstring_example():
+    order, lengths, _ = vision.window_order(torch.tensor([[1, 6, 10]]), tiny.config().vision_config)
+    assert order.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 4, 9, 14]
+    assert lengths == [48, 12]
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_norms_of_the_vision_tower_add_a_millionth(model_type):
+    """Telling on inputs of that size alone, which no picture makes."""
+    visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
+    x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, visual.merger.ln_q):
+        layer_norm = model_type == "qwen2_vl"
+        centred = x - x.mean(-1, keepdim=True) if layer_norm else x
+        expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
