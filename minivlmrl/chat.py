@@ -10,7 +10,9 @@ class Control(str):
     """A control token, as opposed to text that happens to look like one."""
 
 
-IMAGE = Control("<|image_pad|>")  # one for each image; the processor repeats it once per merged image token
+IMAGE = Control(
+    "<|image_pad|>"
+)  # one for each image; the processor repeats it once per merged image token
 VIDEO = Control("<|video_pad|>")  # one for each video, likewise
 
 
@@ -31,7 +33,9 @@ class QwenTemplate:
             ValueError: tools, of which this template has no word; or what `render` refuses.
         """
         _refuse_tools(tools)
-        return render(messages, add_generation_prompt=add_generation_prompt, add_vision_id=add_vision_id)
+        return render(
+            messages, add_generation_prompt=add_generation_prompt, add_vision_id=add_vision_id
+        )
 
     def render_completion(
         self,
@@ -46,7 +50,9 @@ class QwenTemplate:
         return render_completion(turns)
 
 
-def render(messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False) -> list[str]:
+def render(
+    messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False
+) -> list[str]:
     r"""Lay out a conversation for the model to continue as the assistant.
 
     Example: one user message with an image and "What?" gives, joined,
@@ -97,19 +103,32 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     laid_out = [_turn(i, turn) for i, turn in enumerate(turns)]
     roles = check_turns(turns)
     flagged = []
-    for role, (start, name, *inside, newline) in zip(roles, laid_out, strict=True):  # inside ends with <|im_end|>
+    for role, (start, name, *inside, newline) in zip(
+        roles, laid_out, strict=True
+    ):  # inside ends with <|im_end|>
         trained = role == "assistant"
-        flagged += [(start, False), (name, False), *((piece, trained) for piece in inside), (newline, False)]
-    return join_text(flagged[2:-1])  # the prompt has the first <|im_start|>assistant\n, and <|im_end|> is the end
+        flagged += [
+            (start, False),
+            (name, False),
+            *((piece, trained) for piece in inside),
+            (newline, False),
+        ]
+    return join_text(
+        flagged[2:-1]
+    )  # the prompt has the first <|im_start|>assistant\n, and <|im_end|> is the end
 
 
 def check_message(number: int, message: dict):
     """Refuse what is no message. One that calls tools may do without content."""
-    role, inside = (message.get("role"), content_parts(message)) if isinstance(message, dict) else (None, None)
+    role, inside = (
+        (message.get("role"), content_parts(message)) if isinstance(message, dict) else (None, None)
+    )
     if inside is None and role is not None and message.get("tool_calls"):
         inside = []
     if not isinstance(role, str) or not isinstance(inside, list):
-        raise ValueError(f"message {number} needs a role, and content that is text or a list of parts: {message!r:.80}")
+        raise ValueError(
+            f"message {number} needs a role, and content that is text or a list of parts: {message!r:.80}"
+        )
     for part in inside:
         if part_kind(part) is None:
             shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
@@ -122,7 +141,9 @@ def check_turns(turns: list[dict]) -> list[str]:
     """Refuse turns that are no completion; return their roles."""
     roles = [turn["role"] for turn in turns]
     if not roles or {roles[0], roles[-1]} != {"assistant"}:
-        raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
+        raise ValueError(
+            f"turns must begin and end with an assistant turn; their roles are {roles}"
+        )
     for kind in (part_kind(part) for turn in turns for part in content_parts(turn) or ()):
         if kind in ("image", "video"):
             raise ValueError(
@@ -174,7 +195,9 @@ def _turn(number: int, message: dict, seen: Counter | None = None) -> list[str]:
     """Lay out one message; seen counts images and videos if they are to be numbered."""
     check_message(number, message)
     if message.get("tool_calls"):
-        raise ValueError(f"message {number} has tool_calls, which Qwen's default template leaves out; {TOOLS_ADVICE}")
+        raise ValueError(
+            f"message {number} has tool_calls, which Qwen's default template leaves out; {TOOLS_ADVICE}"
+        )
     pieces: list[str] = []
     for part in content_parts(message):
         kind = part_kind(part)
@@ -187,7 +210,12 @@ def _vision(kind: str, seen: Counter | None) -> list[str]:
     if seen is not None:
         seen[kind] += 1
         label = [f"{'Picture' if kind == 'image' else 'Video'} {seen[kind]}: "]
-    return [*label, Control("<|vision_start|>"), IMAGE if kind == "image" else VIDEO, Control("<|vision_end|>")]
+    return [
+        *label,
+        Control("<|vision_start|>"),
+        IMAGE if kind == "image" else VIDEO,
+        Control("<|vision_end|>"),
+    ]
 
 
 def _refuse_tools(tools: list[dict] | None):

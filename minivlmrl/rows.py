@@ -21,7 +21,14 @@ from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, Tokenizer
 from minivlmrl.image import ImageProcessor
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
-NO_SIZES = ("type", "text", "image", "image_url", "video", "video_url")  # keys of a part that say what, not how large
+NO_SIZES = (
+    "type",
+    "text",
+    "image",
+    "image_url",
+    "video",
+    "video_url",
+)  # keys of a part that say what, not how large
 
 
 @dataclass
@@ -29,9 +36,13 @@ class Prompt:
     """One question as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    pixel_values: Tensor  # (patches of all its images and videos, in order of appearance, patch_dim) float32
+    pixel_values: (
+        Tensor  # (patches of all its images and videos, in order of appearance, patch_dim) float32
+    )
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
-    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: time step to time step, 0 for an image
+    second_per_grid_ts: Tensor | None = (
+        None  # (images and videos,) float32: time step to time step, 0 for an image
+    )
 
 
 @dataclass
@@ -43,10 +54,14 @@ class Processor:
     template: QwenTemplate | ChatTemplate = field(default_factory=QwenTemplate)
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     special: dict[str, int] = field(init=False)  # control token -> id
-    carried: dict[str, bytes] = field(default_factory=dict, repr=False)  # the folder's files that a save keeps, by name
+    carried: dict[str, bytes] = field(
+        default_factory=dict, repr=False
+    )  # the folder's files that a save keeps, by name
 
     def __post_init__(self):
-        self.special = {name: self.tokenizer.token_id(name) for name in SPECIAL_TOKENS} | self.tokenizer.special_tokens
+        self.special = {
+            name: self.tokenizer.token_id(name) for name in SPECIAL_TOKENS
+        } | self.tokenizer.special_tokens
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -54,7 +69,10 @@ class Processor:
         return tuple(self.special[end] for end in ENDS)
 
     def __call__(
-        self, messages: list[dict], images: Sequence[PIL.Image.Image] = (), videos: Sequence[Video] = ()
+        self,
+        messages: list[dict],
+        images: Sequence[PIL.Image.Image] = (),
+        videos: Sequence[Video] = (),
     ) -> Prompt:
         """Render a conversation up to where the assistant has to answer.
 
@@ -69,21 +87,36 @@ class Processor:
         pieces = self.template.render(messages, add_vision_id=self.add_vision_id)
         seen = self._see(messages, images, videos)
         # by identity: text may spell the same
-        placeholders = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
+        placeholders = [
+            "image" if piece is IMAGE else "video"
+            for piece in pieces
+            if piece is IMAGE or piece is VIDEO
+        ]
         if placeholders != [kind for kind, *_ in seen]:
-            raise ValueError(f"the chat template shows {placeholders}, the messages have {[kind for kind, *_ in seen]}")
+            raise ValueError(
+                f"the chat template shows {placeholders}, the messages have {[kind for kind, *_ in seen]}"
+            )
         tokens_of_each = iter([self.image_processor.num_tokens(grid) for _, _, grid, _ in seen])
         ids = []
         for piece in pieces:
-            ids += self._encode(piece) * (next(tokens_of_each) if piece is IMAGE or piece is VIDEO else 1)
+            ids += self._encode(piece) * (
+                next(tokens_of_each) if piece is IMAGE or piece is VIDEO else 1
+            )
         return Prompt(
             torch.tensor(ids),
-            torch.cat([torch.zeros(0, self.image_processor.patch_dim), *(pixels for _, pixels, _, _ in seen)]),
+            torch.cat(
+                [
+                    torch.zeros(0, self.image_processor.patch_dim),
+                    *(pixels for _, pixels, _, _ in seen),
+                ]
+            ),
             torch.tensor([grid for _, _, grid, _ in seen], dtype=torch.long).view(-1, 3),
             torch.tensor([seconds for *_, seconds in seen], dtype=torch.float32),
         )
 
-    def _see(self, messages, images, videos) -> list[tuple[str, Tensor, tuple[int, int, int], float]]:
+    def _see(
+        self, messages, images, videos
+    ) -> list[tuple[str, Tensor, tuple[int, int, int], float]]:
         """For each image and video part: its kind, pixel_values, image_grid_thw and seconds between time steps."""
         parts = [part for message in messages for part in content_parts(message) or ()]
         parts = [(kind, part) for part in parts if (kind := part_kind(part)) in ("image", "video")]
@@ -97,14 +130,20 @@ class Processor:
         waiting, seen = {"image": iter(images), "video": iter(videos)}, []
         see_video = VideoProcessor(self.image_processor)
         for kind, part in parts:
-            sizes = {name: value for name, value in part.items() if name not in (*NO_SIZES, *SAMPLING_OPTIONS)}
+            sizes = {
+                name: value
+                for name, value in part.items()
+                if name not in (*NO_SIZES, *SAMPLING_OPTIONS)
+            }
             if kind == "image":
                 seen.append((kind, *self.image_processor(next(waiting[kind]), **sizes), 0.0))
             else:
                 seen.append((kind, *see_video(next(waiting[kind]), **sizes)))
         return seen
 
-    def encode_completion(self, messages: list[dict], completion: str | list[dict]) -> tuple[Tensor, Tensor]:
+    def encode_completion(
+        self, messages: list[dict], completion: str | list[dict]
+    ) -> tuple[Tensor, Tensor]:
         """Turn an answer into tokens, as the model has to write them behind a prompt.
 
         Args:
@@ -116,13 +155,23 @@ class Processor:
         Raises:
             ValueError: see chat.render_completion; or the template ends with a token that generation does not stop at.
         """
-        turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        laid_out = self.template.render_completion(messages, turns, add_vision_id=self.add_vision_id)
+        turns = (
+            [{"role": "assistant", "content": completion}]
+            if isinstance(completion, str)
+            else completion
+        )
+        laid_out = self.template.render_completion(
+            messages, turns, add_vision_id=self.add_vision_id
+        )
         if laid_out[-1][0] not in ENDS:
-            raise ValueError(f"the chat template closes a turn with {laid_out[-1][0]!r}, at which no completion stops")
+            raise ValueError(
+                f"the chat template closes a turn with {laid_out[-1][0]!r}, at which no completion stops"
+            )
         pieces = [(self._encode(piece), trained) for piece, trained in laid_out]
         ids = [token for tokens, _ in pieces for token in tokens]
-        return torch.tensor(ids), torch.tensor([trained for tokens, trained in pieces for _ in tokens])
+        return torch.tensor(ids), torch.tensor(
+            [trained for tokens, trained in pieces for _ in tokens]
+        )
 
     def _encode(self, piece: str) -> list[int]:
         return [self.special[piece]] if isinstance(piece, Control) else self.tokenizer.encode(piece)
@@ -138,8 +187,12 @@ class Row:
     """One example. An answer is text, or a list of turns that begins and ends with one of the assistant's."""
 
     messages: list[dict]  # the prompt, see chat.render
-    images: list[PIL.Image.Image]  # one for each image part of the prompt, in order; videos below likewise
-    columns: dict = field(default_factory=dict)  # problem, solution, ...: what the rewards are given
+    images: list[
+        PIL.Image.Image
+    ]  # one for each image part of the prompt, in order; videos below likewise
+    columns: dict = field(
+        default_factory=dict
+    )  # problem, solution, ...: what the rewards are given
     completion: str | list[dict] | None = None  # a demonstrated answer, for sft
     chosen: str | list[dict] | None = None  # the better of two answers, for preferences
     rejected: str | list[dict] | None = None  # the worse
@@ -200,13 +253,25 @@ class JsonLines:
         video_options: dict | None = None,
         allow_urls: bool = False,
     ):
-        self.path, self.prompt_template, self.system_prompt = Path(path), prompt_template, system_prompt
-        self.constants, self.video_options, self.allow_urls = constants or {}, video_options or {}, allow_urls
+        self.path, self.prompt_template, self.system_prompt = (
+            Path(path),
+            prompt_template,
+            system_prompt,
+        )
+        self.constants, self.video_options, self.allow_urls = (
+            constants or {},
+            video_options or {},
+            allow_urls,
+        )
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
-        self.rows: list[tuple[int, Row, list[Media]]] = []  # line number, the row without its images, where they are
+        self.rows: list[
+            tuple[int, Row, list[Media]]
+        ] = []  # line number, the row without its images, where they are
         try:
-            lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
+            lines = self.path.read_text(encoding="utf-8").split(
+                "\n"
+            )  # not splitlines: it cuts at U+2028 too
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 ({error})") from error
         for number, line in enumerate(lines, start=1):
@@ -222,24 +287,36 @@ class JsonLines:
     def _parse(self, line: str, required: tuple[str, ...]) -> tuple[Row, list[Media]]:
         try:
             columns = json.loads(line)
-            json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
+            json.dumps(
+                columns, ensure_ascii=False
+            ).encode()  # half a surrogate pair is JSON, but no text to tokenize
         except ValueError as error:
             raise ValueError(f"not JSON ({error})") from error
         if not isinstance(columns, dict):
             raise ValueError(f"a row must be an object with columns, it is {columns!r:.40}")
         margin = columns.get("margin")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-            raise ValueError(f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}")
+            raise ValueError(
+                f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}"
+            )
         listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
         counts = {kind: len(media) for kind, media in listed.items()}
-        messages, answers = read_conversation(columns, counts, self.prompt_template, self.system_prompt)
+        messages, answers = read_conversation(
+            columns, counts, self.prompt_template, self.system_prompt
+        )
         messages, media = place_media(messages, listed, self.video_options)
         check_columns(columns, media)
-        present = {"problem", *answers, *(column for column, value in columns.items() if value is not None)}
+        present = {
+            "problem",
+            *answers,
+            *(column for column, value in columns.items() if value is not None),
+        }
         for column in required:
             if column not in present:
                 raise ValueError(f"column {column!r} is missing; the row has {sorted(columns)}")
-        columns |= {name: value for name, value in self.constants.items() if columns.get(name) is None}
+        columns |= {
+            name: value for name, value in self.constants.items() if columns.get(name) is None
+        }
         return Row(messages, [], columns, **answers), media
 
     def __len__(self) -> int:
@@ -252,6 +329,8 @@ class JsonLines:
             loaded = [(one.kind, one.load(self.path.parent, self.allow_urls)) for one in media]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        images, videos = ([item for kind, item in loaded if kind == wanted] for wanted in ("image", "video"))
+        images, videos = (
+            [item for kind, item in loaded if kind == wanted] for wanted in ("image", "video")
+        )
         columns = {name: row.columns.get(name) for name in self.columns}
         return replace(row, images=images, videos=videos, columns=columns, where=where)

@@ -15,10 +15,12 @@ which is done below; resizing and normalising use none of them.
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import random
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -42,6 +44,18 @@ def noise(mode, size, seed=0):
         image.info["transparency"] = 2
         return image
     return PIL.Image.frombytes(mode, size, pixels.tobytes())
+
+
+def encoded(image, kind):
+    """The bytes of an image as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def recorded(name):
+    """What was recorded of "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
+    return json.loads((Path(__file__).parent / "recorded" / f"vision_{name}.json").read_text())
 
 
 def image_cases():

@@ -1,24 +1,68 @@
 """Where the bytes of an image or a video come from: a file, a URL, a data URI or memory."""
 
 import base64
-import binascii
+import contextlib
 import http.client
 import io
 import time
+import urllib.parse
 import urllib.request
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+
+import PIL.Image
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
+# Pillow's own limit: 12000 x 9000 passes, 20000 x 20000 does not. As RGB that is half a GiB; without a limit a file of
+# a few kilobytes could ask for any amount.
+MAX_IMAGE_PIXELS = 178_956_970
+
+Source = str | Path | bytes
 
 
-def open_source(
-    source: str | Path | bytes, folder: str | Path | None, allow_url: bool
-) -> tuple[str, Path | io.BytesIO]:
+@contextlib.contextmanager
+def open_image(
+    source: Source | PIL.Image.Image, folder: str | Path | None = None, allow_url: bool = False
+) -> Iterator[PIL.Image.Image]:
+    """Open an image, and name it in every error inside the block.
+
+    Args:
+        source, folder, allow_url: see open_source; an image in memory is taken as it is.
+    Raises:
+        ValueError: it is missing, cut off, not an image, over MAX_IMAGE_PIXELS, or see open_source.
+    """
+    if isinstance(source, PIL.Image.Image):
+        name, file = f"image of {source.width} x {source.height} pixels", None
+    else:
+        name, file = open_source(source, folder, allow_url)
+    try:
+        with contextlib.ExitStack() as stack:
+            with warnings.catch_warnings():  # Pillow warns from half of our limit on
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+                image = source if file is None else stack.enter_context(PIL.Image.open(file))
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
+            if image.format == "EPS":  # Pillow would run Ghostscript, and Ghostscript the program that an EPS file is
+                raise ValueError("EPS files are programs; convert it to PNG")
+            yield image
+    except PIL.UnidentifiedImageError as error:
+        raise ValueError(f"{name}: cannot be read as an image (none of the formats that Pillow knows)") from error
+    except Exception as error:  # damaged files make Pillow's decoders raise anything: struct.error, IndexError, ...
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
+
+
+def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> tuple[str, Path | io.BytesIO]:
     """Find where the bytes of an image or video are.
 
+    Args:
+        source: path, file:// URL, data URI (base64), http(s) URL, or the bytes of a file.
+        folder: where a relative path starts.
+        allow_url: download http(s) URLs.
     Returns:
-        name: for messages, of bearable length.
+        name: for messages, shortened if it is long.
         file: path, or the bytes when they are not in a file.
     Raises:
         ValueError: another type, a data URI that is not base64, a URL without allow_url or without an answer.
@@ -42,12 +86,13 @@ def open_source(
 
 
 def _decode_data_uri(name: str, uri: str) -> bytes:
+    """The bytes of a data URI. urllib's own handler skips letters that are not base64; these are refused here."""
     header, comma, data = uri.partition(",")
     if not comma or not header.endswith(";base64"):
         raise ValueError(f"{name}: a data URI must look like data:image/png;base64,...")
     try:
         return base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError) as error:  # ValueError: letters beyond ASCII
+    except ValueError as error:
         raise ValueError(f"{name}: not base64 ({error})") from error
 
 

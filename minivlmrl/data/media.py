@@ -6,8 +6,9 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.chat import content_parts, part_kind
-from minivlmrl.data.video import VIDEO_OPTIONS, Video, load_video
-from minivlmrl.image import IMAGE_OPTIONS, check_options, load_image
+from minivlmrl.data.sizes import IMAGE_OPTIONS, VIDEO_OPTIONS, check_options
+from minivlmrl.data.video import Video, load_video
+from minivlmrl.image import load_image
 
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}

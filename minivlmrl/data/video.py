@@ -11,23 +11,14 @@ import numpy as np
 import PIL.Image
 from torch import Tensor
 
-from minivlmrl.data.fetch import open_source
+from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, open_source
 from minivlmrl.data.frames import FPS, FRAME_FACTOR, number, sample_indices
-from minivlmrl.image import (
-    IMAGE_OPTIONS,
-    MAX_IMAGE_PIXELS,
-    ImageProcessor,
-    check_bounds,
-    check_options,
-    load_image,
-    smart_resize,
-    to_rgb,
-)
+from minivlmrl.data.sizes import VIDEO_OPTIONS, check_bounds, check_options, read_options
+from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
 
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # decoder tokens a frame would be as an image
 TOTAL_TOKENS = 115_200  # of all frames of a video together: 0.9 of 128000
 MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after resizing: 6 GiB as RGB
-VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
 
 
 @dataclass
@@ -254,7 +245,8 @@ class VideoProcessor:
         """
         total_pixels = options.pop("total_pixels", None)
         if "resized_height" in options:
-            return self.image_processor.resized_size(height, width, **options)
+            height, width, bounds = read_options(self.image_processor, height, width, options)
+            return smart_resize(height, width, self.image_processor.factor, *bounds)
         token = self.image_processor.factor**2
         least = options.get("min_pixels", MIN_FRAME_TOKENS * token)
         share = (total_pixels or TOTAL_TOKENS * token) / nframes * FRAME_FACTOR

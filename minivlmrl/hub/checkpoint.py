@@ -17,6 +17,7 @@ from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.atomic_folder import replacing
 from minivlmrl.hub.config import ModelConfig
 from minivlmrl.hub.folder import find_folder, read_carried, read_index, read_json, write_json
+from minivlmrl.hub.preprocessor import checked, read_image_processor, write_image_processor
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -146,7 +147,7 @@ def random_model(
     if max_pixels:
         bounds["max_pixels"] = max_pixels
     images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, **bounds)
-    return model, Processor(tokenizer, images)
+    return model, Processor(tokenizer, checked(images, "data"))
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
@@ -161,10 +162,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """
     folder = find_folder(folder)
     file, settings = _image_settings(folder)
-    try:
-        images = ImageProcessor.from_dict(settings, min_pixels, max_pixels)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    images = read_image_processor(settings, str(file), min_pixels, max_pixels)
     tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     return Processor(tokenizer, images, template or QwenTemplate(), carried=read_carried(folder))
@@ -238,7 +236,7 @@ def save_checkpoint(
 
 
 def _write_processor(folder: Path, processor: Processor):
-    write_json(folder / "preprocessor_config.json", processor.image_processor.to_dict())
+    write_json(folder / "preprocessor_config.json", write_image_processor(processor.image_processor))
     for name, content in processor.carried.items():
         (folder / name).write_bytes(content)
     template, end_of_text = processor.template, processor.special["<|endoftext|>"]

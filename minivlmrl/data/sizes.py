@@ -1,0 +1,75 @@
+"""How large the model sees one image or video: options of a message part, as in qwen-vl-utils.
+
+An image or video part may have min_pixels and max_pixels, bounds of the area (of a frame) that replace the
+processor's; or resized_height and resized_width, which replace the image's own size, and then only the processor's
+bounds hold. A video part may have total_pixels, a bound of all its frames together.
+"""
+
+from collections.abc import Collection
+
+from minivlmrl.data.fetch import MAX_IMAGE_PIXELS
+from minivlmrl.image import ImageProcessor
+
+BOUNDS = ("min_pixels", "max_pixels")
+IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
+VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
+
+
+def read_options(
+    processor: ImageProcessor, height: int, width: int, options: dict[str, int | None]
+) -> tuple[int, int, tuple[int, int]]:
+    """Apply the options of one image.
+
+    Args:
+        height, width: of the image, in pixels.
+        options: see IMAGE_OPTIONS; None counts as not given.
+    Returns:
+        height, width, (min_pixels, max_pixels): what smart_resize is given.
+    Raises:
+        ValueError: an option is unknown, of the wrong type or out of bounds (named).
+    """
+    options = check_options(options, IMAGE_OPTIONS)
+    if "resized_height" in options:
+        height, width, options = options["resized_height"], options["resized_width"], {}
+    bounds = options.get("min_pixels", processor.min_pixels), options.get("max_pixels", processor.max_pixels)
+    check_bounds(*bounds, processor.factor, options)
+    return height, width, bounds
+
+
+def check_options(options: dict[str, int | None], known: Collection[str]) -> dict[str, int]:
+    """Size options of one image or video without those that are None (ValueError names the wrong one)."""
+    for name in options:
+        if name not in known:
+            raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        check_area(name, value)
+    if ("resized_height" in given) != ("resized_width" in given):
+        raise ValueError("resized_height and resized_width belong together: give both or neither")
+    return given
+
+
+def check_area(name: str, value: int):
+    """Raise ValueError for what is no whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} {value!r}: need a whole number above 0")
+
+
+def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collection[str] = BOUNDS):
+    """Raise ValueError for bounds that no image could keep.
+
+    Args:
+        min_pixels, max_pixels: areas in pixels.
+        factor: side of a decoder token, in pixels.
+        given: which of the bounds the image asks for itself; another is a default, and the error says so.
+    """
+    for name, value in zip(BOUNDS, (min_pixels, max_pixels), strict=True):
+        check_area(name, value)
+    if min_pixels > max_pixels:
+        names = [name if name in given else f"the default {name}" for name in BOUNDS]
+        cure = "".join(f"; give {name} too" for name in BOUNDS if name not in given)
+        raise ValueError(f"{names[0]} {min_pixels} and {names[1]} {max_pixels}: need 0 < min <= max{cure}")
+    if max_pixels < factor**2:
+        raise ValueError(f"max_pixels {max_pixels} is less than one token, {factor} x {factor} pixels")
+    if min_pixels > MAX_IMAGE_PIXELS:
+        raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")

@@ -1,0 +1,108 @@
+"""preprocessor_config.json <-> ImageProcessor."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from minivlmrl.data.sizes import check_bounds
+from minivlmrl.hub.checker import build
+from minivlmrl.image import ImageProcessor
+
+Count = Annotated[int, ">= 1"] | None
+Mean = Annotated[float, "(-1e6, 1e6)"]
+Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
+# image_processor_type -> resize. Before transformers 5 only Fast meant torchvision's kernels; since then the plain name
+# means them where torchvision is installed and Pillow's where it is not, and we read it in its older sense.
+RESIZE_OF_TYPE = {
+    "Qwen2VLImageProcessor": "pil",
+    "Qwen2VLImageProcessorPil": "pil",
+    "Qwen2_5_VLImageProcessor": "pil",
+    "Qwen2VLImageProcessorFast": "torch",
+}
+SAME_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")  # as in ImageProcessor
+
+
+@dataclass
+class Size:
+    """`size` of the file: areas in pixels, under either pair of names."""
+
+    shortest_edge: Count = None
+    longest_edge: Count = None
+    min_pixels: Count = None
+    max_pixels: Count = None
+
+
+@dataclass
+class Settings:
+    """The file. Settings that change pixels and of which we have one value allow that value alone; null is missing."""
+
+    image_processor_type: Literal[*RESIZE_OF_TYPE] | None = None
+    patch_size: Count = None
+    temporal_patch_size: Count = None
+    merge_size: Count = None
+    min_pixels: Count = None
+    max_pixels: Count = None
+    size: dict | None = field(default_factory=dict)
+    image_mean: tuple[Mean, Mean, Mean] | None = None
+    image_std: tuple[Std, Std, Std] | None = None
+    do_resize: Literal[True] | None = None
+    do_rescale: Literal[True] | None = None
+    do_normalize: Literal[True] | None = None
+    do_convert_rgb: Literal[True] | None = None
+    do_center_crop: Literal[False] | None = None
+    do_pad: Literal[False] | None = None
+    rescale_factor: Literal[1 / 255] | None = None
+    resample: Literal[3] | None = None  # bicubic
+
+
+def read_image_processor(
+    content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
+) -> ImageProcessor:
+    """Make an image processor of a preprocessor_config.json.
+
+    Pixel bounds that the file does not give are those of transformers' class, so that both make the same patches.
+
+    Args:
+        content: of the file; keys without meaning for us are ignored.
+        where: the file, with which errors begin.
+        min_pixels, max_pixels: bounds of an image's area, which override the file's.
+    Raises:
+        ValueError: a field has the wrong type or a value that is not supported (named).
+    """
+    settings = build(Settings, content, where, json=True)
+    given = {name: value for name, value in (settings.size or {}).items() if value is not None}
+    size = build(Size, given, where, "size.")
+    least = (min_pixels, settings.min_pixels, size.shortest_edge, size.min_pixels, 56 * 56)
+    most = (max_pixels, settings.max_pixels, size.longest_edge, size.max_pixels, 28 * 28 * 1280)
+    bounds = [next(value for value in values if value is not None) for values in (least, most)]
+    same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
+    resize = RESIZE_OF_TYPE.get(settings.image_processor_type, "pil")
+    return checked(ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize), where)
+
+
+def checked(processor: ImageProcessor, where: str) -> ImageProcessor:
+    """Return the processor (ValueError: no image could keep its pixel bounds)."""
+    try:
+        check_bounds(processor.min_pixels, processor.max_pixels, processor.factor)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return processor
+
+
+def write_image_processor(processor: ImageProcessor) -> dict:
+    """The content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
+    least, most = processor.min_pixels, processor.max_pixels
+    fixed = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
+        **dict.fromkeys(fixed, True),
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+        "image_mean": list(processor.image_mean),
+        "image_std": list(processor.image_std),
+        "min_pixels": least,
+        "max_pixels": most,
+        "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
+        "patch_size": processor.patch_size,
+        "temporal_patch_size": processor.temporal_patch_size,
+        "merge_size": processor.merge_size,
+    }

@@ -1,0 +1,269 @@
+"""Files, URLs, data URIs and bytes: where images come from, damaged ones, and downloads."""
+
+import base64
+import struct
+import warnings
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import PIL.features
+import PIL.Image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_vision import encoded, noise
+
+from minivlmrl.data import fetch
+from minivlmrl.image import load_image
+
+HAS = [kind for kind in ("AVIF", "JPEG2000") if PIL.features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind])]
+
+KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", "DDS", *HAS]  # a cut one is noticed
+
+ALL_KINDS = [*KINDS, "DIB", "ICNS", "IM", "MPO", "PCX", "QOI", "SPIDER"]
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"gone\.png: cannot be read as an image"):
+        load_image(tmp_path / "gone.png")
+
+
+def test_a_folder_is_no_image(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read as an image"):
+        load_image(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"P6 x", b'{"problem": 1}'])
+def test_a_file_that_is_no_image_is_named(tmp_path, content):
+    (tmp_path / "notes.jpg").write_bytes(content)
+    with pytest.raises(ValueError, match=r"notes\.jpg: cannot be read as an image"):
+        load_image(tmp_path / "notes.jpg")
+
+
+@pytest.mark.filterwarnings("ignore:::PIL")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
+    whole = encoded(noise("RGB", (40, 30)), kind)
+    file = tmp_path / "cut.img"
+    for share in (0.02, 0.1, 0.3, 0.6, 0.9):
+        file.write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises(ValueError, match=r"cut\.img: cannot be read as an image"):
+            load_image(file)
+
+
+WHOLE = {}
+
+
+@st.composite
+def damaged(draw):
+    """A file of any format that is cut, has bytes changed, or is random behind the format's first bytes."""
+    kind = draw(st.sampled_from(ALL_KINDS))
+    if kind not in WHOLE:
+        WHOLE[kind] = encoded(noise(draw(st.sampled_from(["RGB"])), (12, 9)), kind)
+    content = bytearray(WHOLE[kind])
+    if draw(st.integers(0, 9)) == 0:
+        return bytes(content[: draw(st.integers(0, 16))]) + draw(st.binary(max_size=200))
+    where = st.integers(0, len(content) - 1) | st.integers(0, min(64, len(content) - 1))  # headers more often
+    for place, value in draw(
+        st.lists(st.tuples(where, st.integers(0, 255) | st.sampled_from([0, 127, 255])), max_size=6)
+    ):
+        content[place] = value
+    return bytes(content[: draw(st.integers(0, len(content)) | st.just(len(content)))])
+
+
+@pytest.mark.filterwarnings("ignore:::PIL")
+@settings(max_examples=400, deadline=None)
+@given(damaged())
+def test_a_damaged_file_gives_an_image_or_a_value_error(content):
+    """Whatever Pillow stumbles over, the user hears of it as ValueError with the source's name."""
+    try:
+        image = load_image(content)
+    except ValueError as error:
+        assert str(error).startswith(f"{len(content)} bytes: cannot be read as an image (")
+    else:
+        assert image.mode == "RGB"
+        assert min(image.size) > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(content):
+    with pytest.raises(ValueError, match=rf"^{len(content)} bytes: cannot be read as an image"):
+        load_image(content)
+
+
+def png_header(width, height):
+    """The beginning of a PNG that claims a size and has no pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + b"\0\0\0\4IDATxxxx"
+    )
+
+
+@pytest.mark.parametrize("size", [(20_000, 20_000), (13_378, 13_377), (2**31 - 1, 2**31 - 1)])
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
+    with pytest.raises(ValueError, match=r"cannot be read as an image \(.*(exceeds limit|are over) .*"):
+        load_image(png_header(*size))
+
+
+def test_the_pixel_limit_holds_where_pillow_has_none(monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", None)
+    with pytest.raises(ValueError, match="20000 x 20000 pixels are over 178956970; scale it down"):
+        load_image(png_header(20_000, 20_000))
+
+
+def test_large_photos_pass_the_pixel_limit_without_a_warning():
+    """12000 x 9000 is over the size from which Pillow warns: this file fails later, for its missing pixels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="cannot be read as an image") as refused:
+            load_image(png_header(12_000, 9000))
+    assert not any(word in str(refused.value) for word in ("bomb", "over", "exceeds"))
+
+
+def test_a_postscript_file_is_not_executed():
+    with pytest.raises(ValueError, match="EPS files are programs"):
+        load_image(encoded(noise("RGB", (4, 4)), "EPS"))
+
+
+PICTURE = noise("RGB", (6, 5), seed=3)
+
+PNG = encoded(PICTURE, "PNG")
+
+
+def same(image):
+    return image.mode == "RGB" and image.size == PICTURE.size and image.tobytes() == PICTURE.tobytes()
+
+
+def test_every_kind_of_source_gives_the_same_image(tmp_path):
+    folder = tmp_path / "my images"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(PNG)
+    assert same(load_image(folder / "a.png"))
+    assert same(load_image(str(folder / "a.png")))
+    assert same(load_image("a.png", folder))
+    assert same(load_image(Path("my images/a.png"), str(tmp_path)))
+    assert same(load_image(str(folder / "a.png"), "/elsewhere"))  # absolute
+    assert same(load_image(f"file://{folder}/a.png"))
+    assert same(load_image(f"file://localhost{folder}/a.png".replace(" ", "%20")))
+    assert same(load_image(PNG))
+    assert same(load_image(bytearray(PNG)))
+    assert same(load_image(PICTURE))
+    encoded_ = base64.b64encode(PNG).decode()
+    assert same(load_image(f"data:image/png;base64,{encoded_}"))
+    assert same(load_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
+
+
+def test_a_data_uri_with_a_letter_too_many_is_refused():
+    """Lenient decoders skip it, and skip as well what a cut or garbled URI has in place of its content."""
+    with pytest.raises(ValueError, match="not base64"):
+        load_image(f"data:image/png;base64,*{base64.b64encode(PNG).decode()}")
+
+
+def test_an_image_in_memory_is_turned_upright_and_put_on_white():
+    image = PIL.Image.new("LA", (3, 2), (0, 0))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    loaded = load_image(image)
+    assert loaded.size == (2, 3)
+    assert set(loaded.get_flattened_data()) == {(255, 255, 255)}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
+        ("data:image/png;base64", "a data URI must look like"),
+        ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
+        ("data:image/png;base64,ab*=", "not base64"),
+        ("data:image/png;base64,äöü=", "not base64"),
+        ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
+        (
+            "data:image/png;base64," + "A" * 4000,
+            r"^data:image/png;base64,A{38}\.\.\. \(4022 characters\): cannot be read",
+        ),
+        ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
+        ("a\0b.png", "cannot be read as an image"),
+        ("", r"^\.: cannot be read as an image \(Is a directory\)$"),
+        (
+            "http://example.com/a.png",
+            r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$",
+        ),
+        ("https://example.com/a.png", "data.allow_urls: true"),
+        (None, "a path, URL, data URI or bytes, not NoneType"),
+        ({"url": "a.png"}, "not dict"),
+        (7, "not int"),
+        (b"", "^0 bytes: cannot be read as an image"),
+        (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
+    ],
+)
+def test_a_source_that_gives_no_image_is_named(source, message):
+    with pytest.raises(ValueError, match=message):
+        load_image(source)
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/missing.png":
+            self.send_error(404)
+            return
+        if self.path == "/to-a-file.png":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(PNG) + (self.path == "/cut.png")))
+        self.end_headers()
+        self.wfile.write(b"no picture".ljust(len(PNG)) if self.path == "/text.png" else PNG)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_url_is_downloaded_when_allowed(server):
+    assert same(load_image(f"{server}/a.png", allow_url=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing.png", r"missing\.png: cannot be downloaded \(HTTP Error 404"),
+        ("cut.png", r"cut\.png: cannot be downloaded \(the connection ended 1 bytes early"),
+        ("text.png", r"text\.png: cannot be read as an image"),
+        ("to-a-file.png", r"to-a-file\.png: cannot be downloaded"),
+    ],
+)
+def test_a_url_without_an_image_is_named(server, path, message):
+    with pytest.raises(ValueError, match=message):
+        load_image(f"{server}/{path}", allow_url=True)
+
+
+def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_DOWNLOAD", len(PNG) - 1)
+    with pytest.raises(ValueError, match=rf"a\.png: cannot be downloaded \(over {len(PNG) - 1} bytes"):
+        load_image(f"{server}/a.png", allow_url=True)
+    monkeypatch.undo()
+    clock = iter([0.0, fetch.TIMEOUT + 1.0])
+    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock, 1e9))
+    with pytest.raises(ValueError, match=r"cannot be downloaded \(not finished after 60 seconds"):
+        load_image(f"{server}/a.png", allow_url=True)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[", "http://127.0.0.1:1/a.png", "http://a b/", "http://127.0.0.1:x/"]
+)
+def test_a_url_that_nobody_answers_is_named(url):
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        load_image(url, allow_url=True)

@@ -1,0 +1,141 @@
+"""preprocessor_config.json: what a folder says means what it means in transformers, and mistakes are named."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_vision import noise
+
+from minivlmrl.hub.preprocessor import checked, read_image_processor, write_image_processor
+from minivlmrl.image import ImageProcessor
+
+
+def test_pixel_bounds_must_be_in_order():
+    with pytest.raises(ValueError, match=r"recipe\.yaml: min_pixels 4000 and max_pixels 3136"):
+        checked(ImageProcessor(min_pixels=4000, max_pixels=3136), "recipe.yaml")
+
+
+def read(content, **bounds):
+    return read_image_processor(content, "preprocessor_config.json", **bounds)
+
+
+HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+
+
+def test_the_hubs_settings_are_the_defaults():
+    assert read(HUB_CONFIG) == ImageProcessor()
+
+
+@pytest.mark.parametrize(
+    ("config", "bounds"),
+    [
+        ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
+        ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
+        ({"size": {"min_pixels": 784, "max_pixels": 5000}}, (784, 5000)),  # Qwen2-VL's files
+        ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
+        ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "min_pixels": 1000}, (1000, 5000)),
+        ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
+        ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
+    ],
+)
+def test_pixel_bounds_of_a_folder(config, bounds):
+    processor = read(config)
+    assert (processor.min_pixels, processor.max_pixels) == bounds
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, HUB_CONFIG]
+)
+def test_a_folders_settings_mean_what_they_mean_in_transformers(config):
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image = noise("RGB", (1500, 900))
+    expected = Qwen2VLImageProcessorPil.from_dict(dict(config))(images=[image], return_tensors="pt")
+    assert torch.equal(read(config)(image)[0], expected["pixel_values"])
+
+
+def test_arguments_override_a_folders_settings():
+    processor = read(HUB_CONFIG, min_pixels=784, max_pixels=1000)
+    assert processor == ImageProcessor(min_pixels=784, max_pixels=1000)
+
+
+CUSTOM = {
+    "patch_size": 7, "temporal_patch_size": 1, "merge_size": 3, "min_pixels": 441, "max_pixels": 9000,
+    "image_mean": (0.5, 0.25, 0.125), "image_std": (0.5, 0.3, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("resize", ["pil", "torch"])
+@pytest.mark.parametrize("options", [{}, CUSTOM], ids=["hub", "custom"])
+def test_settings_come_back_as_they_were_written(options, resize):
+    processor = ImageProcessor(**options, resize=resize)
+    assert read(json.loads(json.dumps(write_image_processor(processor)))) == processor
+
+
+@pytest.mark.parametrize("resize", ["pil", "torch"])
+def test_transformers_reads_what_we_write(tmp_path, resize):
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    processor, image = ImageProcessor(**CUSTOM, resize=resize), noise("RGB", (200, 120))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor)))
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected = theirs(images=[image], return_tensors="pt")
+    assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
+
+
+def test_the_fast_processor_of_a_folder_resizes_with_torch():
+    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize == "torch"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
+        *[(name, True) for name in ("do_center_crop", "do_pad")],
+        ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
+        ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]), ("image_processor_type", 3),
+        ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("size", "big"),
+        ("min_pixels", "3136"), ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", [1]), ("max_pixels", True),
+        ("patch_size", 0), ("patch_size", "14"), ("patch_size", 14.0), ("patch_size", 10**9), ("merge_size", {}),
+        ("temporal_patch_size", -2), ("image_mean", 0.5), ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]),
+        ("image_mean", [0.5, 0.5, float("nan")]), ("image_std", [0.5, 0, 0.5]), ("image_std", [-1, 1, 1]),
+        ("image_std", [True, 1, 1]), ("image_std", "abc"), ("image_std", [1, 1, 10**400]),
+        ("image_std", [1, 1, 1e-300]),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_not_supported_is_named(field, value):
+    with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
+        read({**HUB_CONFIG, field: value})
+
+
+FIELDS = [*write_image_processor(ImageProcessor()), "do_center_crop", "do_pad", "processor_class", "made_up"]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["shortest_edge", "a"]), inner, max_size=2)
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_a_random_settings_file_gives_a_processor_or_a_value_error(changes):
+    try:
+        processor = read(HUB_CONFIG | changes)
+    except ValueError as error:
+        assert any(name in str(error) for name in FIELDS), error
+    else:
+        assert read(write_image_processor(processor)) == processor
+
+
+@pytest.mark.parametrize("settings_", [None, [], "a", 3])
+def test_settings_that_are_no_object_are_refused(settings_):
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json: the file must hold names and values"):
+        read(settings_)
