@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.batch import pack
+from minivlmrl.chat import Tokenizer
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import SamplingConfig
 from minivlmrl.sampling.filters import filter_logits

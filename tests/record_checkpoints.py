@@ -36,11 +36,11 @@ def write(root: Path):
     from minivlmrl.decoder import Qwen2_5_VL
     from minivlmrl.hub.checkpoint import save_checkpoint
     from minivlmrl.hub.config import ModelConfig
-    from minivlmrl.hub.tokenizer import Tokenizer
+    from minivlmrl.hub.tokenizer import train_tokenizer
     from minivlmrl.image import ImageProcessor
     from minivlmrl.rows import Processor
 
-    processor = Processor(Tokenizer.train([TEXT], vocab_size=300), ImageProcessor())
+    processor = Processor(train_tokenizer([TEXT], vocab_size=300), ImageProcessor())
     ramp = torch.arange(60 * 90 * 3).mul(7).remainder(251).to(torch.uint8).view(60, 90, 3)
     image = PIL.Image.fromarray(ramp.numpy())
     expected = {"ids": processor.tokenizer.encode(TEXT), "image": image}

@@ -10,7 +10,7 @@ from oracle import their_inputs
 from minivlmrl.batch import pack
 from minivlmrl.generate import generate, uniforms
 from minivlmrl.hub.checkpoint import load_model
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import NOT_HONOURED, SamplingConfig
 from minivlmrl.sampling.stop_strings import StopStrings
@@ -49,7 +49,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token for each of the model's: what the numbers it draws would say."""
-    return Tokenizer.train(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
+    return train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):

@@ -17,7 +17,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.run.config import SamplingConfig
 from minivlmrl.sampling.stop_strings import token_bytes
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     """A checkpoint of a random model, which says half characters more often than whole ones, and two images."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
-    model, processor = random_model(folder / "model.json", Tokenizer.train(TEXT, vocab_size=360), seed=0)
+    model, processor = random_model(folder / "model.json", train_tokenizer(TEXT, vocab_size=360), seed=0)
     save_checkpoint(folder / "checkpoint", tiny.telling_weights(model), processor)
     for seed, (name, size) in enumerate({"a.png": (84, 56), "b.png": (28, 112)}.items()):
         noise = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
@@ -174,7 +174,7 @@ def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask):
 @pytest.mark.parametrize("text", ["é", "猫🐈x", "a\n\tb", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
     """With one token a byte; the sign for the unreadable is a character like others."""
-    tokenizer = Tokenizer.train([], vocab_size=270)
+    tokenizer = train_tokenizer([], vocab_size=270)
     stream, pieces = command.Stream(tokenizer, ()), []
     for token_id in tokenizer.encode(text):
         stream([0], [token_id])
@@ -184,14 +184,14 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 
 
 def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_not_shown(capsys):
-    tokenizer = Tokenizer.train([], vocab_size=270)
-    stream = command.Stream(tokenizer, [tokenizer.token_id("<|im_end|>")])
-    for token_id in [*tokenizer.encode("a猫")[:-1], tokenizer.token_id("<|im_end|>")]:
+    tokenizer = train_tokenizer([], vocab_size=270)
+    stream = command.Stream(tokenizer, [tokenizer.special_tokens["<|im_end|>"]])
+    for token_id in [*tokenizer.encode("a猫")[:-1], tokenizer.special_tokens["<|im_end|>"]]:
         stream([0], [token_id])
     assert capsys.readouterr().out == "a"
     stream.end()
     assert capsys.readouterr().out == "\ufffd\n"
-    assert token_bytes(tokenizer, tokenizer.token_id("<|im_end|>")) == b"<|im_end|>"
+    assert token_bytes(tokenizer, tokenizer.special_tokens["<|im_end|>"]) == b"<|im_end|>"
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, Tokenizer
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -63,7 +63,7 @@ def oracle(tmp_path_factory):
             return type(argument)
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    PROCESSOR.tokenizer.save(folder / "tokenizer.json")
+    PROCESSOR.tokenizer.backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
     tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
     template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
@@ -207,7 +207,7 @@ def test_the_mask_of_several_turns_equals_transformers(oracle):
 
 def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
-    tokenizer = Tokenizer.train(["assistant\n\n"] * 3, vocab_size=280)
+    tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
     assert len(tokenizer.encode("\n\n")) == 1
     processor = Processor(tokenizer, ImageProcessor())
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
@@ -238,14 +238,6 @@ def test_a_control_token_inside_a_completion_is_shown():
 
 def test_both_stop_tokens():
     assert PROCESSOR.stop_token_ids == (PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|endoftext|>"])
-
-
-def test_a_tokenizer_without_a_control_token_is_refused():
-    content = json.loads(shapes.tokenizer().backend.to_str())
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "<|vision_pad|>"]
-    backend = type(PROCESSOR.tokenizer.backend).from_str(json.dumps(content))
-    with pytest.raises(ValueError, match=r"control token <\|vision_pad\|> is missing"):
-        Processor(Tokenizer(backend), ImageProcessor())
 
 
 def test_every_control_token_has_its_id():

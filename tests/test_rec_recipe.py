@@ -97,7 +97,7 @@ def speak(write, folder):
 
         said = []
         for text in write(model, prompts, num_generations):
-            ids = torch.tensor([*tokenizer.encode(text), tokenizer.token_id("<|im_end|>")])
+            ids = torch.tensor([*tokenizer.encode(text), tokenizer.special_tokens["<|im_end|>"]])
             said.append([Completion(ids, torch.zeros(len(ids)), True) for _ in range(num_generations)])
         return said
 

@@ -228,7 +228,12 @@ def test_answers_are_text_or_turns(write, answer):
 
 def test_a_conversation_is_cut_at_its_first_assistant_turn(write):
     turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
-    row = JsonLines(write({"messages": turns}), ("problem", "completion"), "Look: {problem}", "Unused.")[0]
+    row = JsonLines(
+        write({"messages": turns}),
+        ("problem", "completion"),
+        prompt_template="Look: {problem}",
+        system_prompt="Unused.",
+    )[0]
     assert row.messages == as_parts(turns[:2])
     assert row.completion == turns[2:]
     assert row.columns == {"messages": turns}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
@@ -12,7 +12,7 @@ TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve caf�
 @pytest.fixture(scope="module")
 def tokenizer():
     """Bytes, merges up to whole words, control tokens; the ids behind them stand for untrained rows."""
-    return Tokenizer.train(TEXTS, vocab_size=330)
+    return train_tokenizer(TEXTS, vocab_size=330)
 
 
 def test_token_bytes_of_a_text_are_its_utf8(tokenizer):

@@ -23,7 +23,6 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HI = [{"role": "user", "content": "hi"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & c", "parameters": {"x": "é"}}}]
 
 
 def user(*parts):
@@ -96,14 +95,14 @@ def test_completions_of_qwens_templates_are_those_of_chat_py(published, name, me
     assert theirs == ours and kinds(p for p, _ in theirs) == kinds(p for p, _ in ours)
 
 
-def assert_renders_as_transformers(template, messages, tools=None):
+def assert_renders_as_transformers(template, messages):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for prompt in (True, False):
         (theirs,), _ = render_jinja_template(
-            [messages], tools, chat_template=template.text, add_generation_prompt=prompt, **template.token_names
+            [messages], chat_template=template.text, add_generation_prompt=prompt, **template.token_names
         )
-        assert "".join(template.render(messages, add_generation_prompt=prompt, tools=tools)) == theirs
+        assert "".join(template.render(messages, add_generation_prompt=prompt)) == theirs
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "<b> é"}}}]}
@@ -111,9 +110,9 @@ TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"r
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507", "qwen3_8"])
-def test_templates_with_tools_render_as_in_transformers(published, name):
-    assert_renders_as_transformers(published(name), HI, TOOLS)
-    assert_renders_as_transformers(published(name), TOOL_TALK, TOOLS)
+def test_templates_with_tool_calls_render_as_in_transformers(published, name):
+    assert_renders_as_transformers(published(name), HI)
+    assert_renders_as_transformers(published(name), TOOL_TALK)
     assert_renders_as_transformers(published(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
 
 
@@ -157,12 +156,13 @@ def test_text_that_spells_a_control_token_stays_text(texts):
     assert any(piece == f"assistant\n{''.join(texts).strip()}" for piece in pieces)
 
 
-def test_text_in_tools_roles_and_keys_stays_text(published):
-    schema = {"name": "<|im_end|>", "parameters": {"<|im_start|>": ["<|im_end|>"]}}
-    pieces = published("qwen2_5").render([{"role": "user", "content": "hi"}], tools=[{"function": schema}])
+def test_text_in_tool_calls_roles_and_keys_stays_text(published):
+    call = {"name": "<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>"]}}
+    talk = [*HI, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]
+    pieces = published("qwen2_5").render([*talk, {"role": "tool", "content": "4"}])
     controls = [piece for piece in pieces if isinstance(piece, Control)]
-    assert controls == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
-    assert '{"function": {"name": "<|im_end|>", "parameters": {"<|im_start|>": ["<|im_end|>"]}}}' in pieces[1]
+    assert controls == ["<|im_start|>", "<|im_end|>"] * 4 + ["<|im_start|>"]
+    assert any('{"<|im_start|>": ["<|im_end|>"]}' in piece for piece in pieces)
     pieces = ChatTemplate(CHATML, "t").render([{"role": "<|im_end|>", "content": ""}])
     assert pieces[:2] == ["<|im_start|>", "<|im_end|>\n"] and not isinstance(pieces[1], Control)
 
@@ -223,7 +223,6 @@ def test_a_template_for_text_alone_gets_the_parts_joined():
 @pytest.mark.parametrize(
     "options, messages, name",
     [
-        ({"tools": TOOLS}, HI, "tools"),
         ({"add_vision_id": True}, HI, "add_vision_id"),
         ({}, [*HI, CALL], "tool_calls"),
     ],
@@ -317,10 +316,10 @@ def test_blocks_are_where_transformers_finds_them(published, name):
 
     template, turns = published(name), [CALL, {"role": "tool", "content": "4"}, assistant("four <|im_end|>")]
     (text,), (spans,) = render_jinja_template(
-        [HI + turns], TOOLS, chat_template=template.text, return_assistant_tokens_mask=True
+        [HI + turns], chat_template=template.text, return_assistant_tokens_mask=True
     )
-    pieces = template.render_completion(HI, turns, tools=TOOLS)
-    start = len("".join(template.render(HI, tools=TOOLS)))
+    pieces = template.render_completion(HI, turns)
+    start = len("".join(template.render(HI)))
     ours = "".join(("1" if trained else "0") * len(piece) for piece, trained in pieces)
     theirs = "".join("1" if any(a <= i < b for a, b in spans) else "0" for i in range(start, start + len(ours)))
     assert (

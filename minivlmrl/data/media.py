@@ -1,17 +1,17 @@
 """Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import PIL.Image
 
-from minivlmrl.chat import content_parts, part_kind
-from minivlmrl.data.sizes import IMAGE_OPTIONS, VIDEO_OPTIONS, check_options
+from minivlmrl.chat import IMAGE, VIDEO, content_parts, part_kind
+from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import Video, load_video
 from minivlmrl.image import load_image
 
-SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
-OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
+NO_OPTIONS = ("type", "text", "image", "image_url", "video", "video_url")  # other keys of a part
 COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options whose names a column for rewards may well have
 
 
@@ -91,6 +91,49 @@ def place_media(
             parts.append(part)
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
     return placed, used
+
+
+def load_media(
+    media: list[Media], folder: Path, allow_urls: bool, where: str
+) -> tuple[list[PIL.Image.Image], list[Video]]:
+    """Read the images and videos of a row (ValueError: begins with `where`, the row's file and line)."""
+    try:
+        loaded = [(one.kind, one.load(folder, allow_urls)) for one in media]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return tuple([item for kind, item in loaded if kind == wanted] for wanted in OPTIONS)
+
+
+def shown_parts(
+    pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
+) -> list[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
+    """Find what each image and video part of a rendered prompt shows.
+
+    Args:
+        pieces: the prompt as a chat template laid it out.
+        messages: from which it did.
+        images, videos: one for each part of its kind, in order.
+    Returns:
+        for each part: "image" or "video", the image or video, and its size options, see sizes.py.
+    Raises:
+        ValueError: the parts of a kind are not as many as what came with them, or the template shows others.
+    """
+    parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
+    parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
+    kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}
+    for kind, items in given.items():
+        if kinds.count(kind) != len(items):
+            raise ValueError(
+                f"the prompt has {kinds.count(kind)} {kind} placeholder(s) but {len(items)} {kind}(s) came with it; "
+                f"put one placeholder where each {kind} belongs"
+            )
+    # by identity: text may spell the same
+    shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
+    if shown != kinds:
+        raise ValueError(f"the chat template shows {shown}, the messages have {kinds}")
+    waiting, skipped = {kind: iter(items) for kind, items in given.items()}, (*NO_OPTIONS, *SAMPLING_OPTIONS)
+    sizes = [{name: value for name, value in part.items() if name not in skipped} for _, part in parts]
+    return [(kind, next(waiting[kind]), options) for kind, options in zip(kinds, sizes, strict=True)]
 
 
 def check_columns(columns: dict, media: list[Media]):

@@ -13,6 +13,8 @@ from minivlmrl.image import ImageProcessor
 BOUNDS = ("min_pixels", "max_pixels")
 IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
 VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
+OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
 def read_options(

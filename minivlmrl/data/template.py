@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import meta
 
-from minivlmrl.chat import IMAGE, VIDEO, Control, check_message, check_turns, content_parts, join_text, part_kind
+from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
 from minivlmrl.data.sandbox import environment, plain
+from minivlmrl.data.turns import check_ends, check_message
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
@@ -96,7 +97,6 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         add_vision_id: bool = False,
-        tools: list[dict] | None = None,
     ) -> list[str]:
         """Lay out a conversation.
 
@@ -105,16 +105,15 @@ class ChatTemplate:
                 no <|image_pad|> knows content as text only, and gets the parts of a message joined.
             add_generation_prompt: end with what begins an assistant's turn.
             add_vision_id: number images and videos.
-            tools: JSON schemas of functions.
         Returns:
             Pieces as of chat.render; joined they are what transformers' apply_chat_template renders.
         Raises:
-            ValueError: what is no message, a template that fails (file and line), that leaves out images, videos,
-                tools or tool_calls, or that reads something into a text that spells a control token.
+            ValueError: what is no message, a template that fails (file and line), that leaves out images, videos or
+                tool_calls, or that reads something into a text that spells a control token.
         """
-        messages, tools = self._checked(messages, add_vision_id, tools)
-        marks = self._marks(messages, tools)
-        text = self._lay_out(messages, marks, add_generation_prompt, add_vision_id=add_vision_id, tools=tools)
+        messages = self._checked(messages, add_vision_id)
+        marks = self._marks(messages)
+        text = self._lay_out(messages, marks, add_generation_prompt, add_vision_id)
         return [piece for piece, _ in join_text([(piece, False) for piece in self._cut(text, marks)])]
 
     def render_completion(
@@ -123,14 +122,13 @@ class ChatTemplate:
         turns: list[dict],
         *,
         add_vision_id: bool = False,
-        tools: list[dict] | None = None,
     ) -> list[tuple[str, bool]]:
         """Lay out what follows a rendered prompt: an answer, or an answer and the rest of its conversation.
 
         Args:
             messages: the prompt.
-            turns: see chat.render_completion; they may call tools.
-            add_vision_id, tools: as they were for the prompt.
+            turns: see chat.render_completion; they may have tool_calls.
+            add_vision_id: as it was for the prompt.
         Returns:
             Pieces as of chat.render_completion, each with a flag: written by the assistant. That is what stands in
             the template's {% generation %} blocks; without these what each assistant turn adds to the conversation
@@ -142,24 +140,25 @@ class ChatTemplate:
                 end; else see `render`.
         """
         prompt = len(messages)
-        whole, tools = self._checked([*messages, *turns], add_vision_id, tools)
-        check_turns(turns)
-        marks, options = self._marks(whole, tools), {"add_vision_id": add_vision_id, "tools": tools}
-        text = self._lay_out(whole, marks, False, **options)
+        whole = self._checked([*messages, *turns], add_vision_id)
+        check_ends(turns)
+        marks = self._marks(whole)
+        text = self._lay_out(whole, marks, False, add_vision_id)
 
         def length(count: int, add_generation_prompt: bool) -> int:
-            beginning = self._lay_out(whole[:count], marks, add_generation_prompt, **options)
+            beginning = self._lay_out(whole[:count], marks, add_generation_prompt, add_vision_id)
             if not text.startswith(beginning):
                 raise ValueError(
                     f"{self.source}: with this chat template the first {count} messages are laid out in another way "
-                    f"when {len(whole) - count} more follow, so no completion can be trained behind them; "
+                    f"when {len(whole) - count} more follow, so no completion can be trained after them; "
                     "use a template that only ever appends"
                 )
             return len(beginning)
 
         start = length(prompt, True)
         if "generation_begins" in self.variables:
-            spans = self._generation_blocks(text, self._lay_out(whole, marks, False, track=True, **options), marks)
+            tracked = self._lay_out(whole, marks, False, add_vision_id, track=True)
+            spans = self._generation_blocks(text, tracked, marks)
         else:
             written = [i for i in range(prompt, len(whole)) if whole[i]["role"] == "assistant"]
             spans = [(length(i, True), length(i + 1, False)) for i in written]
@@ -173,13 +172,12 @@ class ChatTemplate:
             position = end
         return join_text(pieces)
 
-    def _checked(self, messages: list[dict], add_vision_id: bool, tools: list[dict] | None) -> tuple[list, list | None]:
+    def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop; turn the rest into plain data, and None into what is missing."""
         for i, message in enumerate(messages):
             check_message(i, message)
         kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
         places = [
-            ("tools", tools, "tools" in self.variables),
             ("add_vision_id", add_vision_id, "add_vision_id" in self.variables),
             ("tool_calls", any(message.get("tool_calls") for message in messages), "tool_calls" in self.text),
             ("images", "image" in kinds, self.shows["image"]),
@@ -193,27 +191,30 @@ class ChatTemplate:
             if isinstance(message.get("content"), list):
                 parts = [_without_none(part) for part in message["content"]]
                 message["content"] = parts if any(self.shows.values()) else "".join(part["text"] for part in parts)
-        return plain(messages), plain(tools or None)
+        return plain(messages)
 
-    def _marks(self, messages: list[dict], tools: list | None) -> Marks:
-        used = set(json.dumps([messages, tools, self.token_names], ensure_ascii=False)) | set(self.text)
+    def _marks(self, messages: list[dict]) -> Marks:
+        used = set(json.dumps([messages, self.token_names], ensure_ascii=False)) | set(self.text)
         return Marks(*islice((chr(c) for c in range(0xE000, 0x10FFFE) if chr(c) not in used), 3))
 
     def _lay_out(
-        self, messages: list[dict], marks: Marks, add_generation_prompt: bool, track: bool = False, **options: Any
+        self,
+        messages: list[dict],
+        marks: Marks,
+        add_generation_prompt: bool,
+        add_vision_id: bool,
+        track: bool = False,
     ) -> str:
         """Render with marks in what users wrote and, if it is to be tracked, around what is generated."""
         begin, end = marks[1:] if track else ("", "")
-        options |= {"add_generation_prompt": add_generation_prompt, "documents": None}
-        options |= {"generation_begins": begin, "generation_ends": end}
-        given = {"messages": messages, "tools": options.pop("tools")}
-        marked = self._marked(given, marks.text)
+        options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
+        options |= {"tools": None, "documents": None, "generation_begins": begin, "generation_ends": end}
+        options |= self.token_names
+        marked = self._marked(messages, marks.text)
         with self._naming():
-            text = self.template.render(**self.token_names, **options, **marked)
-            same = marked == given or text.replace(marks.text, "") == self.template.render(
-                **self.token_names, **options, **given
-            )
-        if not same:
+            text = self.template.render(messages=marked, **options)
+            unmarked = text if marked == messages else self.template.render(messages=messages, **options)
+        if text.replace(marks.text, "") != unmarked.replace(marks.text, ""):
             raise ValueError(
                 f"{self.source}: this chat template reads something into a text of the conversation that spells (the "
                 "beginning of) a control token; take that out of the text"

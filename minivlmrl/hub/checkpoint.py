@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from minivlmrl.chat import QwenTemplate
+from minivlmrl.chat import Tokenizer
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.atomic_folder import replacing
 from minivlmrl.hub.config import ModelConfig
 from minivlmrl.hub.folder import find_folder, read_carried, read_index, read_json, write_json
 from minivlmrl.hub.preprocessor import checked, read_image_processor, write_image_processor
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.scale.sharding import Sharding, assign
@@ -138,7 +138,7 @@ def random_model(
     """
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     for name, token in CONTROL_TOKENS.items():
-        values[name] = tokenizer.token_id(token)
+        values[name] = tokenizer.special_tokens[token]
     config = ModelConfig.from_dict(values)
     model = Qwen2_5_VL(config)
     model.initialize(torch.Generator().manual_seed(seed))
@@ -163,9 +163,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     folder = find_folder(folder)
     file, settings = _image_settings(folder)
     images = read_image_processor(settings, str(file), min_pixels, max_pixels)
-    tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    return Processor(tokenizer, images, template or QwenTemplate(), carried=read_carried(folder))
+    return Processor(tokenizer, images, template, carried=read_carried(folder))
 
 
 def _image_settings(folder: Path) -> tuple[Path, dict]:
@@ -240,11 +240,11 @@ def _write_processor(folder: Path, processor: Processor):
     for name, content in processor.carried.items():
         (folder / name).write_bytes(content)
     template, end_of_text = processor.template, processor.special["<|endoftext|>"]
-    if isinstance(template, ChatTemplate) and Path(template.source).name == "processor_config.json":
+    if template is not None and Path(template.source).name == "processor_config.json":
         # that file is not carried, for the image settings beside it may be others now; this is the next that is asked
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if "tokenizer.json" not in processor.carried:
-        processor.tokenizer.save(folder / "tokenizer.json")
+        processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
     ours = {"tokenizer_config.json": TOKENIZER_CONFIG, "generation_config.json": generation}
     for name in ours.keys() - processor.carried.keys():

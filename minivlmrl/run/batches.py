@@ -89,7 +89,8 @@ def _files(
 
 def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
     return JsonLines(
-        path, ("problem", *columns), config.prompt_template, config.system_prompt, limit,
+        path, ("problem", *columns), limit,
+        prompt_template=config.prompt_template, system_prompt=config.system_prompt,
         constants={"box_space": config.box_space},
         video_options={name: value for name, value in asdict(config.video).items() if value is not None},
         allow_urls=config.allow_urls,

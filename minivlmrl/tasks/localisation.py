@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import PIL.ImageDraw
 
+from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE
 
@@ -227,4 +228,4 @@ def tokenizer() -> Tokenizer:
     corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
     answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
     texts = ["system\nYou are a helpful assistant.", "user\n", *map(problem, NAMES), "assistant\n", *answers]
-    return Tokenizer.train(texts, vocab_size=512)
+    return train_tokenizer(texts, vocab_size=512)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import PIL.ImageDraw
 
+from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
 
 COLORS = {
@@ -106,4 +107,4 @@ def draw(label: str, rng: random.Random) -> PIL.Image.Image:
 def tokenizer() -> Tokenizer:
     """Byte-level BPE trained on everything the task says; some 370 tokens."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
-    return Tokenizer.train(texts, vocab_size=512)
+    return train_tokenizer(texts, vocab_size=512)

@@ -15,12 +15,12 @@ from collections.abc import Collection
 
 import torch
 
+from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
-from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.run.config import SamplingConfig
 from minivlmrl.sampling.stop_strings import token_bytes

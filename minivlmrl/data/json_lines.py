@@ -1,0 +1,84 @@
+"""A line of a JSON lines file -> Row: its prompt, answers, columns and what its images and videos are.
+
+A row has a prompt, as needed answers (`completion` for sft, `chosen` and `rejected` for preferences, `completion` and
+`label` for kto), `image` or `images` (a path, relative to the file, a list of paths, or what media.read_media knows
+besides), `video` or `videos`, `solution` (for the accuracy reward), and any other columns that rewards ask for. Prompt
+and answers have one of the forms of conversations.read_conversation:
+
+    {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
+    {"image": "cat.jpg", "prompt": [{"role": "user", "content": "How many?"}], "chosen": "Two.", "rejected": "One."}
+    {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "Two."}]}
+    {"video": {"video": "cat.mp4", "fps": 1}, "problem": "How often does it blink?", "solution": "3"}
+    {"prompt": "1 + 1?", "completion": "Three.", "label": false}
+"""
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minivlmrl.data.conversations import read_conversation
+from minivlmrl.data.media import Media, check_columns, place_media, read_media
+from minivlmrl.rows import Row
+
+
+@dataclass
+class RowOptions:
+    """How the rows of a file are read."""
+
+    prompt_template: str = "{problem}"  # the user message; {problem} is the row's
+    system_prompt: str | None = None  # replaces Qwen's default system message
+    constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
+    video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
+    allow_urls: bool = False  # fetch images and videos where a row names an http(s) URL
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of a file that are not blank, with their numbers (ValueError: there are none, or it is not text)."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path}: has no rows")
+    yield from numbered
+
+
+def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
+    """Read one row.
+
+    Args:
+        line: JSON.
+        required: columns that it must have. "problem" means a prompt and "completion" a demonstrated answer, in any
+            form.
+    Returns:
+        the row without its images and videos; these, in order of appearance.
+    Raises:
+        ValueError: names the column, what is wrong with it and what to do.
+    """
+    try:
+        columns = json.loads(line)
+        json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(columns, dict):
+        raise ValueError(f"a row must be an object with columns, it is {columns!r:.40}")
+    margin, label = columns.get("margin"), columns.get("label")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise ValueError(f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}")
+    if "label" in required and label is not None and not isinstance(label, bool):
+        raise ValueError(f"column 'label' must be true or false, whether the completion is good; it is {label!r:.40}")
+    listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
+    counts = {kind: len(media) for kind, media in listed.items()}
+    messages, answers = read_conversation(columns, counts, options.prompt_template, options.system_prompt)
+    messages, media = place_media(messages, listed, options.video_options)
+    check_columns(columns, media)
+    present = {"problem", *answers, *(name for name, value in columns.items() if value is not None)}
+    for name in required:
+        if name not in present:
+            raise ValueError(f"column {name!r} is missing; the row has {sorted(columns)}")
+    columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
+    return Row(messages, [], columns, **answers), media
