@@ -1,6 +1,7 @@
 """`python -m minivlmrl TOOL`: one table of everything that can be started; `python -m minivlmrl` prints it."""
 
 import importlib
+import os
 import sys
 
 TOOLS = {  # name: (module:function, what it does)
@@ -27,7 +28,17 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\n{name!r} is not one of these tools", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
     module, _, function = TOOLS[name][0].partition(":")
-    return getattr(importlib.import_module(module), function)(arguments[1:])
+    try:
+        return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
+    except (ValueError, FloatingPointError) as error:  # what the user has to change
+        print(f"python -m minivlmrl {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 130  # as in shells
+    except BrokenPipeError:  # the reader of the output, such as `head`, is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        return 141
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minivlmrl import attention
+from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import generate, sample
@@ -15,7 +16,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig, SamplingConfig, ShardingSection
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.tools.plan import GB, STAGES, Costs, LiveBytes, Work, main, meta_batch, plan, smallest_saving, table
+from minivlmrl.tools.plan import GB, STAGES, Costs, LiveBytes, Work, meta_batch, plan, smallest_saving, table
 
 import tiny
 
@@ -79,13 +80,13 @@ def test_forward_and_backward(config):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with LiveBytes([*model.parameters(), batch.pixel_values]) as live:
         per_token_logps(model, batch)[0].sum().backward()
-    near(Costs(config).passing(torch.float32, WORK, True), live.most + batch.pixel_values.nbytes)
+    near(Costs(config).activations(torch.float32, WORK, True), live.most + batch.pixel_values.nbytes)
 
 
 def test_recomputing_keeps_less(config):
     costs = Costs(config)
-    assert costs.passing(torch.float32, WORK, True, True) < costs.passing(torch.float32, WORK, True)
-    assert costs.passing(torch.float32, WORK, False) < costs.passing(torch.float32, WORK, True)
+    assert costs.activations(torch.float32, WORK, True, True) < costs.activations(torch.float32, WORK, True)
+    assert costs.activations(torch.float32, WORK, False) < costs.activations(torch.float32, WORK, True)
 
 
 def test_keys_and_values(config, monkeypatch):
@@ -164,24 +165,24 @@ def test_the_smallest_saving_is_suggested():
 
     names = {"recompute": "activation_checkpointing", "shard": "sharding.enabled", "batch": "micro_batch_size"}
     needs = {names[name]: size for name, size in needs.items()}
-    assert smallest_saving(make, "grpo", 8, 100) == []
-    assert smallest_saving(make, "grpo", 8, 50) == ["--model.activation_checkpointing=true"]
-    assert smallest_saving(make, "grpo", 8, 70) == ["--model.activation_checkpointing=true"]
-    assert smallest_saving(make, "grpo", 8, 20) == ["--model.activation_checkpointing=true", "--sharding.enabled=true"]
-    assert smallest_saving(make, "grpo", 8, 10) is None
+    assert smallest_saving(make, "grpo", 100) == []
+    assert smallest_saving(make, "grpo", 50) == ["--model.activation_checkpointing=true"]
+    assert smallest_saving(make, "grpo", 70) == ["--model.activation_checkpointing=true"]
+    assert smallest_saving(make, "grpo", 20) == ["--model.activation_checkpointing=true", "--sharding.enabled=true"]
+    assert smallest_saving(make, "grpo", 10) is None
 
 
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(MODEL))
     small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
-    main(["--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    start(["plan", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
     shown = capsys.readouterr().out
     assert f"{Costs(ModelConfig.from_dict(MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
-    main(["--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
-    assert "does not fit, whatever is saved" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="unknown algorithm 'foo'"):
-        main(["--model", str(file), "--stages=[foo]"])
-    with pytest.raises(ValueError, match="no such file or folder; of a repository do: hf download"):
-        main(["--model", str(tmp_path / "none")])
+    start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    assert "does not fit with any saving" in capsys.readouterr().out
+    assert start(["plan", "--model", str(file), "--stages=[foo]"]) == 2
+    assert "unknown algorithm 'foo'" in capsys.readouterr().err
+    assert start(["plan", "--model", str(tmp_path / "none")]) == 2
+    assert "no such file or folder; of a repository do: hf download" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
@@ -47,7 +48,7 @@ def ask(folder, capsys):
     """Run the command in this process; its status, stdout and stderr."""
 
     def ask(*arguments, prompt="How many cats?"):
-        status = command.main(["--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
+        status = start(["ask", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
         return status, *capsys.readouterr()
 
     return ask
@@ -196,7 +197,7 @@ def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_
 
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
-    (["--image", __file__], "test_generate_command.py"),
+    (["--image", __file__], "test_ask.py"),
     (["--video", "missing.mp4"], "missing.mp4"),
     (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
     (["--stop_strings", ""], "stop_strings is [''], it must be without an empty text"),
