@@ -42,7 +42,9 @@ from minivlmrl.scale.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.tools.report import print_table, write_report
 
 ALGORITHMS = {"sft": SFT, "dpo": DPO, "reward_model": RewardModel, "grpo": GRPO, "ppo": PPO}
-DEFAULT_RECIPE = Path(__file__).parents[1] / "recipes" / "shapes.yaml"
+# in a wheel recipes/ is part of the package
+RECIPES = next(folder / "recipes" for folder in Path(__file__).parents if (folder / "recipes").is_dir())
+DEFAULT_RECIPE = RECIPES / "shapes.yaml"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a run looks like: a small table on the terminal and report.png, curves above a strip of held-out answers."""
+"""The results of a run: a table on the terminal, and report.png with curves and held-out answers."""
 
 import json
 import warnings
@@ -23,17 +23,19 @@ def print_table(summary: dict, chance_name: str = "chance"):
     if summary["chance"] is not None:
         print(f"{chance_name:<{width}}" + f"{summary['chance']:>9.3f}" * 2)
     for name in stages:
-        figures = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
-        print(f"{name.replace('_', ' '):<{width}}" + "".join(figures))
+        cells = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
+        print(f"{name.replace('_', ' '):<{width}}" + "".join(cells))
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
 
 def write_report(
     folder: Path, summary: dict, rows: Dataset | None, results: dict[str, Evaluation], chance_name: str = "chance"
 ):
-    """Draw report.png from metrics.jsonl and the evaluations.
+    """Draw report.png from metrics.jsonl and the evaluations; without matplotlib (the extra `report`), say so.
 
-    Needs matplotlib (the extra `report`); without it says so and leaves the picture out.
+    Args:
+        rows: the held-out rows of the evaluations.
+        results: evaluation -> its result, in order; the answers of the last two are drawn.
     """
     try:
         import matplotlib
@@ -47,12 +49,13 @@ def write_report(
     evaluations = list(results)[-2:] if rows is not None else []
     figure = plt.figure(figsize=(12, 6.6 if evaluations else 3.4))
     above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1)) if evaluations else (figure, None)
-    _curves(
-        above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98}), lines, summary, chance_name
-    )
+    axes = above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98})
+    _curves(axes, lines, summary, chance_name)
     if evaluations:
         _strip(below, rows, {name: results[name] for name in evaluations})
-    with warnings.catch_warnings():  # one of each character that the font cannot draw and shows as a box, as in Chinese
+    with (
+        warnings.catch_warnings()
+    ):  # one for each character that the font does not have, such as Chinese; it is drawn as a box
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(folder / "report.png", dpi=110)
     plt.close(figure)
@@ -60,17 +63,18 @@ def write_report(
 
 
 def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
-    """The last stage's rewards, accuracy by stage, and what the policy does to itself (entropy, KL)."""
+    """The last stage's rewards, accuracy by stage, and the policy's entropy and KL."""
     lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
     steps = [line["step"] for line in lines]
-    kind = "reward" if lines and "reward" in lines[0] else "rewards"  # of drawn answers, or of pairs
-    shown = {"reward": ("reward", "rewards/"), "rewards": ("rewards/chosen", "rewards/rejected")}[kind]
-    for name in (key for key in (lines[0] if lines else {}) if key.startswith(shown)):
+    names = list(lines[0]) if lines else []
+    pairs = "reward" not in names  # rewards of pairs, not of sampled answers
+    shown = ("rewards/chosen", "rewards/rejected") if pairs else ("reward", "rewards/")
+    for name in (name for name in names if name.startswith(shown)):
         if name != "reward_std":
             values = [line[name] for line in lines]
             [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
             axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
-    title = {"reward": "training reward", "rewards": "rewards of pairs"}[kind]
+    title = "rewards of pairs" if pairs else "training reward"
     axes[0].set(title=f"{title} (bold: mean of 10 steps)", xlabel="step")
     stages = [name for name in summary if name not in ("chance", "seconds")]
     for offset, kind in ((-0.2, "sampled"), (0.2, "greedy")):
@@ -83,7 +87,7 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
     axes[1].set_xticks(range(len(stages)), wrapped)
     axes[1].set(title="held-out rows", ylim=(0, 1.1))
     for name in ("entropy", "kl"):
-        if lines and name in lines[0]:
+        if name in names:
             axes[2].plot(steps, [line[name] for line in lines], label=f"{name} (nats per token)")
     axes[2].set(title="the policy", xlabel="step")
     for axis in axes:
@@ -92,53 +96,45 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
 
 
 def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
-    """Held-out images, what is true, and what the model answers before and after the last stage.
+    """Held-out images with the true answer, and the model's answers before and after the last stage.
 
-    Images whose answer became right or wrong (for boxes: an IoU of at least 0.5, or not any more) come first.
+    Images with an answer that became right or wrong (for boxes: an IoU of at least 0.5, or no longer) come first.
     """
     right = {name: [answer.score >= 0.5 for answer in result.answers] for name, result in results.items()}
     before, after = (list(right.values()) * 2)[:2] if len(right) == 1 else right.values()
     changes = [a - b for b, a in zip(before, after, strict=True)]
     order = sorted(range(len(changes)), key=lambda i: changes[i] == 0)[:SHOWN]
-    axes = figure.subplots(
-        1, len(order), squeeze=False, gridspec_kw={"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
-    )
-    for i, axis in zip(order, axes[0], strict=True):
-        row = rows[i]
+    margins = {"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
+    axes = figure.subplots(1, len(order), squeeze=False, gridspec_kw=margins)[0]
+    for i, axis in zip(order, axes, strict=True):
+        row, boxes = rows[i], _true_boxes(rows[i])
         if row.images or row.videos:
             axis.imshow(row.images[0] if row.images else row.videos[0].frames[0])
         axis.set(xticks=[], yticks=[])
-        truth = _true_boxes(row)
         solution = row.columns.get("solution")
-        axis.set_title(_short(_question(row) if truth or solution is None else solution), fontsize=9)
-        for box in truth:
+        axis.set_title(_short(_question(row) if boxes or solution is None else solution), fontsize=9)
+        for box in boxes:
             _outline(axis, box, TRUE, "-")
         for line, (name, result) in enumerate(results.items()):
-            answer = result.answers[i]
-            said = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
-            axis.text(
-                0.5, -0.06 - 0.3 * line, f"{name.replace('_', ' ')}\n{_short(said)}", fontsize=8, ha="center", va="top",
-                color=RIGHT if right[name][i] else WRONG, transform=axis.transAxes,
-            )  # fmt: skip
-            answered = parse_boxes(box_rewards.answer(answer.text)) if truth and answer.extent else []
+            answer, color = result.answers[i], RIGHT if right[name][i] else WRONG
+            words = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
+            text, style = f"{name.replace('_', ' ')}\n{_short(words)}", {"fontsize": 8, "ha": "center", "va": "top"}
+            axis.text(0.5, -0.06 - 0.3 * line, text, color=color, transform=axis.transAxes, **style)
+            answered = parse_boxes(box_rewards.answer(answer.text)) if boxes and answer.extent else []
             for box in [Box(*numbers, answer.extent).to(row.images[0].size) for numbers in answered]:
-                _outline(axis, box, RIGHT if right[name][i] else WRONG, (":", "--")[line])
-    boxes = any(axis.lines for axis in axes[0])
-    above = (
-        "the question stands above; black: true, dotted: before, dashed: after" if boxes else "the truth stands above"
-    )
-    figure.suptitle(
-        f"greedy answers to {len(changes)} held-out images: {changes.count(1)} became right, {changes.count(-1)} wrong "
-        f"(these come first; {above})", fontsize=10,
-    )  # fmt: skip
+                _outline(axis, box, color, (":", "--")[line])
+    legend = "above: the true answer"
+    if any(axis.lines for axis in axes):
+        legend = "above: the question; black: the true box, dotted: before, dashed: after"
+    became = f"{changes.count(1)} became right, {changes.count(-1)} wrong (these come first; {legend})"
+    figure.suptitle(f"greedy answers to {len(changes)} held-out images: {became}", fontsize=10)
 
 
 def _true_boxes(row: Row) -> list[Box]:
     """Boxes of the solution, in pixels of the row's image; none if the solution is something else."""
     solution = row.columns.get("solution")
-    said = solution if isinstance(solution, str) else json.dumps(solution)
-    size = row.images[0].size if row.images else None
-    return [Box(*numbers, size) for numbers in parse_boxes(box_rewards.answer(said))] if size else []
+    text = solution if isinstance(solution, str) else json.dumps(solution)
+    return [Box(*numbers, row.images[0].size) for numbers in parse_boxes(box_rewards.answer(text)) if row.images]
 
 
 def _question(row: Row) -> str:
@@ -153,13 +149,13 @@ def _outline(axis, box: Box, color: str, style: str):
 
 
 def _smooth(values: list[float | None], window: int = 10) -> list[float]:
-    """Mean of each value and up to window - 1 before it; None (not judged) left out."""
+    """Mean of each value and up to window - 1 before it, without None (no reward)."""
     known = [[v for v in values[max(0, i - window + 1) : i + 1] if v is not None] for i in range(len(values))]
     return [sum(v) / len(v) if v else float("nan") for v in known]
 
 
 def _short(text: str, limit: int = 24) -> str:
-    """One line of what can be drawn; $ would start a formula."""
+    """One line of printable characters; $ would start a formula."""
     printable = "".join(c if c.isprintable() else " " for c in str(text))
     line = " ".join(printable.split()).replace("$", r"\$") or "(no answer)"
     return line if len(line) <= limit else line[: limit - 1] + "…"

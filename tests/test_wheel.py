@@ -1,0 +1,58 @@
+"""A wheel contains all that a run needs: it is built without a network and trained from in an empty folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder into which the wheel of this source tree is unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("minivlmrl", "kernels", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    subprocess.run([sys.executable, "-m", *build], check=True)
+    [wheel] = folder.glob("minivlmrl-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    shutil.rmtree(source)
+    return folder / "site"
+
+
+def run(installed, folder, *arguments):
+    """`python -m minivlmrl` with the wheel alone on the path, in a folder of its own."""
+    environment = {"PYTHONPATH": str(installed), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "minivlmrl", *arguments]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_default_recipe_trains_from_the_wheel_alone(installed, tmp_path):
+    short = ["--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--data.eval_rows=4"]
+    assert "held-out" in run(installed, tmp_path, "train", *short)
+    lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo"]
+    assert (tmp_path / "runs" / "shapes" / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(installed):
+    for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
+        for path in [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".json")]:
+            if path != ROOT / "minivlmrl" / "kernels" / "__init__.py":  # points to kernels/ in a source tree
+                assert (installed / "minivlmrl" / inside / path.relative_to(ROOT / folder)).is_file(), path
+    [scripts] = installed.glob("*.dist-info/entry_points.txt")
+    assert "minivlmrl = minivlmrl.__main__:main" in scripts.read_text()
