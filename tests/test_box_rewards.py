@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from minivlmrl.reward_functions.boxes import acc_0_5, answer, box_format, giou, iou
+from minivlmrl.reward_functions.box_rewards import acc_0_5, answer, box_format, giou, iou
 from minivlmrl.rewards import score
 
 SIZE = (200, 100)  # of the image file

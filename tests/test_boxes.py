@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
@@ -269,6 +270,16 @@ def test_match_docstring_example():
 
 def test_match_of_nothing():
     assert match([], [box(0, 0, 1, 1)]) == match([box(0, 0, 1, 1)], []) == match([], []) == []
+
+
+def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    near, far = box(0, 0, 2, 2), box(5, 5, 7, 7)
+    assert match([near], [near]) == [(0, 0)]
+    assert match([far, near], [near]) == [(1, 0)]
+    assert match([near], [far, near]) == [(0, 1)]
+    with pytest.raises(ValueError, match=r"needs scipy: pip install .*\[boxes\]"):
+        match([near, far], [far, near])
 
 
 def test_match_finds_a_shuffle_of_fifty_quickly():

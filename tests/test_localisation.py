@@ -12,7 +12,7 @@ import yaml
 
 from minivlmrl.hub.config import ModelConfig
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions import boxes as box_rewards
+from minivlmrl.reward_functions import box_rewards
 from minivlmrl.rows import Processor
 from minivlmrl.tasks.localisation import (  # fmt: skip
     GRID,

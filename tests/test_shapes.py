@@ -25,6 +25,7 @@ from minivlmrl.tasks.shapes import (  # fmt: skip
     tokenizer,
     worse,
 )
+from minivlmrl.tasks.table import get_task
 
 
 def pictures(rows):
@@ -128,6 +129,20 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
     for row in (Shapes(50, "0/sft", wrong_labels=0.5)[i] for i in range(50)):
         digest.update(row.images[0].tobytes() + f"{row.columns}{row.completion}".encode())
     assert digest.hexdigest() == "862eb074bf2256e17a87dc43b84c99ff60d594220ec647ac6e62247678caf4e8"
+
+
+def test_labelled_rows_have_one_answer_and_say_whether_it_is_the_right_one():
+    """In turn the chosen and the rejected answer of the pairs, which stay as they are."""
+    data = DataSection(task="shapes", pairs=6)
+    training, _ = get_task("shapes").datasets(data, 0)
+    pairs, labelled = training["pairs"], training["labels"]
+    assert len(labelled) == len(pairs) == 6
+    for i in range(6):
+        row, pair = labelled[i], pairs[i]
+        assert row.columns == pair.columns | {"label": i % 2 == 0}
+        assert row.completion == (pair.rejected if i % 2 else pair.chosen)
+        assert (row.chosen, row.rejected) == (None, None)
+        assert row.images[0].tobytes() == pair.images[0].tobytes()
 
 
 def test_splits_and_seeds_share_no_picture():

@@ -431,6 +431,20 @@ MISTAKES += [
 ]
 
 
+@pytest.mark.parametrize("label", ["yes", 1, 0.0, [True]])
+def test_a_label_is_true_or_false(write, label):
+    """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
+    row = {"prompt": "a", "completion": "b", "label": label}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' must be true or false, .* it is "):
+        JsonLines(write(row), ("problem", "completion", "label"))
+    assert JsonLines(write(row))[0].columns["label"] == label
+    for label in (True, False):
+        rows = JsonLines(write(row | {"label": label}), ("problem", "completion", "label"))
+        assert rows[0].columns["label"] is label
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is missing"):
+        JsonLines(write(row | {"label": None}), ("problem", "completion", "label"))
+
+
 @pytest.mark.parametrize(("row", "message"), MISTAKES)
 def test_a_mistake_is_named_when_the_file_is_read(write, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):

@@ -135,54 +135,22 @@ def match(
         similarity: of a predicted and a true box.
     Returns:
         min(n, m) pairs (index of predicted, index of truth), by the first; pairs that do not overlap included.
+    Raises:
+        ValueError: there are several of both and scipy is not installed.
     """
     if not predicted or not truth:
         return []
-    if len(predicted) > len(truth):
-        columns = assign([[-similarity(p, t) for p in predicted] for t in truth])
-        return sorted((p, t) for t, p in enumerate(columns))
-    return list(enumerate(assign([[-similarity(p, t) for t in truth] for p in predicted])))
-
-
-def assign(cost: list[list[float]]) -> list[int]:
-    """Give each row its own column at the least total cost: the Hungarian algorithm, rows^2 * columns steps.
-
-    Rows and columns have prices such that no cost is below the sum of its two. Rows come in one after the other. Each
-    looks for a free column along pairs whose cost is just their prices, moving other rows on to other columns; where
-    there is no such way, prices change by the least that opens another pair.
-
-    Args:
-        cost: rows of equal length, at least as many columns as rows.
-    Returns:
-        the column of each row.
-    Source: Kuhn 1955 and Munkres 1957, in the form with shortest paths (Jonker and Volgenant 1987).
-    """
-    rows, columns = len(cost), len(cost[0])
-    row_price, column_price = [0.0] * (rows + 1), [0.0] * (columns + 1)
-    owner = [0] * (columns + 1)  # row of each column, both counted from 1; 0: nobody. Column 0 holds who comes in
-    for row in range(1, rows + 1):
-        owner[0], column = row, 0
-        slack, before, reached = [math.inf] * (columns + 1), [0] * (columns + 1), [False] * (columns + 1)
-        while owner[column]:
-            reached[column], i = True, owner[column]
-            open_columns = [j for j in range(1, columns + 1) if not reached[j]]
-            for j in open_columns:
-                above = cost[i - 1][j - 1] - row_price[i] - column_price[j]
-                if above < slack[j]:
-                    slack[j], before[j] = above, column
-            nearest = min(open_columns, key=slack.__getitem__)
-            step = slack[nearest]
-            for j in range(columns + 1):
-                if reached[j]:
-                    row_price[owner[j]] += step
-                    column_price[j] -= step
-                else:
-                    slack[j] -= step
-            column = nearest
-        while column:
-            owner[column], column = owner[before[column]], before[column]
-    column_of = {owner[j]: j - 1 for j in range(1, columns + 1)}
-    return [column_of[row] for row in range(1, rows + 1)]
+    table = [[similarity(p, t) for t in truth] for p in predicted]
+    if len(truth) == 1:
+        return [(max(range(len(predicted)), key=lambda p: table[p][0]), 0)]
+    if len(predicted) == 1:
+        return [(0, max(range(len(truth)), key=table[0].__getitem__))]
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ValueError("matching several boxes needs scipy: pip install -c constraints.txt -e '.[boxes]'") from error
+    pairs = linear_sum_assignment(table, maximize=True)
+    return list(zip(*(indices.tolist() for indices in pairs), strict=True))
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
@@ -208,27 +176,27 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
     try:
-        said = json.loads(text, parse_int=float, object_pairs_hook=unique)
-        groups = [read_group(item) for item in (said if is_list_of_groups(said) else [said])]
+        said = json.loads(text, parse_int=float, object_pairs_hook=_unique)
+        groups = [_read_group(item) for item in (said if _is_list_of_groups(said) else [said])]
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
         groups = [tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
     return groups if all(group and all(map(math.isfinite, group)) for group in groups) else []
 
 
-def is_list_of_groups(said: object) -> bool:
+def _is_list_of_groups(said: object) -> bool:
     return isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
 
 
-def read_group(item: object) -> tuple[float, ...] | None:
+def _read_group(item: object) -> tuple[float, ...] | None:
     """The four numbers of {"bbox_2d": [...]} or [...], else None."""
     numbers = item.get("bbox_2d") if isinstance(item, dict) else item
     good = isinstance(numbers, list) and len(numbers) == 4 and all(isinstance(n, float) for n in numbers)
     return tuple(numbers) if good else None
 
 
-def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object; one with the same key twice says two things at once."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("the same key twice")
     return dict(pairs)

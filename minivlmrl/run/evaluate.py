@@ -11,12 +11,14 @@ from minivlmrl.algorithms.value_model import ScalarModel, pack_to_end
 from minivlmrl.data.boxes import extent
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import Completion, generate, uniforms
-from minivlmrl.reward_functions import boxes as box_rewards  # noqa: F401 (registers its rewards)
-from minivlmrl.rewards import required_columns, score
+from minivlmrl.reward_functions import box_rewards
+from minivlmrl.rewards import REWARDS, required_columns, score
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.run.config import SamplingConfig
 from minivlmrl.scale.ranks import SPARE, World
 from minivlmrl.scale.sharding import gathered, is_sharded, layer_by_layer
+
+REWARDS.update({name: getattr(box_rewards, name) for name in ("iou", "acc_0_5", "giou", "box_format")})
 
 
 @dataclass

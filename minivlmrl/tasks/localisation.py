@@ -22,6 +22,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE
+from minivlmrl.tasks.table import FRESH_ROWS, Task
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and bottom are the first ones outside
 
@@ -229,3 +230,22 @@ def tokenizer() -> Tokenizer:
     answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
     texts = ["system\nYou are a helpful assistant.", "user\n", *map(problem, NAMES), "assistant\n", *answers]
     return train_tokenizer(texts, vocab_size=512)
+
+
+def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
+    """Training rows by what an algorithm needs, and held-out rows; see table.Task."""
+    same = {
+        "objects": tuple(data.objects),
+        "thinking": data.thinking,
+        "prompt_template": data.prompt_template,
+        "system_prompt": data.system_prompt,
+    }
+    noise = {"jitter": data.jitter, "wrong_boxes": data.wrong_demonstrations}
+    training = {
+        "demonstrations": Localisation(data.demonstrations, f"{seed}/sft", **noise, **same),
+        "prompts": Localisation(FRESH_ROWS, f"{seed}/grpo", **same),
+    }
+    return training, Localisation(data.eval_rows, "test", **same)
+
+
+TASK = Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")

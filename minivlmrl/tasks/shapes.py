@@ -1,20 +1,21 @@
-"""The embedded task: name the colour and the shape of the one object in a small picture. Nothing is downloaded.
+"""The task of the default run: name the colour and the shape of the one object in a small picture.
 
 A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2 shapes):
     <think>I see green</think><answer>green square</answer>
 The demonstrations for sft are few and often wrong, so that sft teaches the form of an answer and a vague idea of the
-task; the rest is left to reinforcement learning, whose reward is always right.
+task. The rest is left to reinforcement learning: its reward is always right.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import PIL.ImageDraw
 
 from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.rows import Row
+from minivlmrl.rows import Dataset, Row
+from minivlmrl.tasks.table import FRESH_ROWS, Task
 
 COLORS = {
     "red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210),
@@ -63,6 +64,21 @@ class Shapes:
         return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=rejected)
 
 
+@dataclass
+class LabelledShapes:
+    """Rows with one answer and a column `label`, for kto: in turn the chosen answer of a pair and the rejected one."""
+
+    pairs: Shapes
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Row:
+        row, good = self.pairs[index], index % 2 == 0
+        answer, columns = row.chosen if good else row.rejected, row.columns | {"label": good}
+        return replace(row, columns=columns, completion=answer, chosen=None, rejected=None)
+
+
 def answer(label: str) -> str:
     """The text that names a label in the demonstrated form."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
@@ -108,3 +124,19 @@ def tokenizer() -> Tokenizer:
     """Byte-level BPE trained on everything the task says; some 370 tokens."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
     return train_tokenizer(texts, vocab_size=512)
+
+
+def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
+    """Training rows by what an algorithm needs, and held-out rows; see table.Task."""
+    wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
+    pairs = Shapes(data.pairs, f"{seed}/pairs", **wording)
+    training = {
+        "demonstrations": Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, **wording),
+        "pairs": pairs,
+        "labels": LabelledShapes(pairs),
+        "prompts": Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+    }
+    return training, Shapes(data.eval_rows, "eval", **wording)
+
+
+TASK = Task(datasets, tokenizer, lambda held_out: CHANCE, "chance")

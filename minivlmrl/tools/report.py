@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minivlmrl.chat import content_parts
 from minivlmrl.data.boxes import Box, parse_boxes
-from minivlmrl.reward_functions import boxes as box_rewards
+from minivlmrl.reward_functions import box_rewards
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.run.evaluate import Evaluation
 

@@ -1,0 +1,31 @@
+"""The embedded tasks, which need no downloads: rows, tokenizer and chance of each in one object."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivlmrl.chat import Tokenizer
+from minivlmrl.rows import Dataset
+
+TASKS = {"shapes": "minivlmrl.tasks.shapes:TASK", "localisation": "minivlmrl.tasks.localisation:TASK"}
+FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one twice
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run asks of a task."""
+
+    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its training rows, held-out rows). The
+    # held-out rows are the same for every seed.
+    datasets: Callable[[object, int], tuple[dict[str, Dataset], Dataset]]
+    tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
+    chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
+    chance_name: str  # how tables call that
+
+
+def get_task(name: str) -> Task:
+    """Find an embedded task (ValueError: there is none of this name)."""
+    if name not in TASKS:
+        raise ValueError(f"data.task is {name!r}; embedded tasks are {', '.join(TASKS)}")
+    module, _, attribute = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
