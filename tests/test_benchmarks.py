@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -24,6 +26,7 @@ def test_group_forward(tmp_path):
     assert figures["float64_max_difference"]["gradients / largest"] < 1e-12
 
 
+@pytest.mark.slow
 def test_grpo_step(tmp_path):
     """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
     table, figures = run(tmp_path, "grpo_step.py", "--steps", "1", "--threads", "1")
@@ -32,6 +35,7 @@ def test_grpo_step(tmp_path):
     assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in figures["cases"])
 
 
+@pytest.mark.slow
 def test_learning(tmp_path):
     short = ["--data.eval_rows=2", "--sft.max_steps=1"]
     for stage in ("dpo", "reward_model", "grpo"):
@@ -44,6 +48,7 @@ def test_learning(tmp_path):
     assert figures["runs"][1]["pairs"] is not None
 
 
+@pytest.mark.slow
 def test_localisation(tmp_path):
     """One seed, a step or two of everything: each row is there, and all but the first cost time."""
     short = ["--data.eval_rows=12", "--data.demonstrations=4", "--sampling.max_new_tokens=4"]
@@ -69,6 +74,7 @@ def test_vision_windows(tmp_path):
     assert figures["float64_max_difference"] < 1e-12
 
 
+@pytest.mark.slow
 def test_cpu_logprobs(tmp_path):
     """Each way in a process of its own; a peer that is not installed is named and left out."""
     table, figures = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")

@@ -20,7 +20,7 @@ def test_every_option_is_listed_once(capsys):
 
 
 def test_one_section(capsys):
-    page.show("sampling")
+    page.show(["sampling"])
     out = capsys.readouterr().out
     assert "  --sampling.top_k=0\n        int" in out and "ties with the k-th stay" in out
     assert "--grpo." not in out and "--seed" not in out
@@ -28,7 +28,7 @@ def test_one_section(capsys):
 
 def test_an_unknown_section_is_named_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"--help grop: no such section; sections are run, model, .*grpo"):
-        page.show("grop")
+        page.show(["grop"])
 
 
 def test_the_defaults_as_they_are_printed_give_the_default_run(tmp_path, capsys):

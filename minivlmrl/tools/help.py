@@ -9,6 +9,7 @@ import inspect
 import sys
 import textwrap
 import typing
+from collections.abc import Sequence
 
 import yaml
 
@@ -19,22 +20,24 @@ USAGE = "usage: torchrun train.py [RECIPE] [--section.name=value ...]"
 WIDTH = 110
 
 
-def show(section: str | None = None):
-    """Print the options of a run.
+def show(names: Sequence[str] = ()) -> int:
+    """Print the options of a run; returns the exit status 0.
 
     Args:
-        section: "grpo", "data" and so on, or "run" for the options outside of sections; None for all.
+        names: of the sections to print, such as "grpo", or "run" for the options outside of sections; none for all.
     Raises:
         ValueError: there is no such section.
     """
     known = sections()
-    if section is not None and section not in known:
-        raise ValueError(f"--help {section}: no such section; sections are {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
     print(USAGE + "\n\nEvery option, as a recipe (YAML) or the command line sets it, with its default.")
-    for name in known if section is None else [section]:
+    for name in names or known:
         config = known[name]
         print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
         print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
+    return 0
 
 
 def sections() -> dict[str, typing.Any]:

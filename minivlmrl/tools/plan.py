@@ -237,7 +237,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         stage: one of STAGES.
         text_tokens, image_tokens: of a prompt. Completions have sampling.max_new_tokens.
     """
-    config, sharded, computed = getattr(run, stage), run.sharding.enabled, _dtypes(run)[1]
+    config, sharded = getattr(run, stage), run.sharding.enabled
+    computed = DTYPES[run.sharding.compute_dtype or run.model.dtype]
     G = STAGES[stage] or config.num_generations
     layers = getattr(config, "num_shared_layers", 0)
     vision = costs.vision if config.freeze_vision_tower and not layers else 0
@@ -273,7 +274,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
 
 def _always(run: RunConfig, stage: str, costs: Costs, gpus: int, trained: int) -> tuple[dict[str, float], float]:
     """Bytes that are held all the time, and the bytes on one GPU for each number stored."""
-    replicas, sharded, stored = run.sharding.replicas, run.sharding.enabled, _dtypes(run)[0]
+    replicas, sharded, stored = run.sharding.replicas, run.sharding.enabled, DTYPES[run.model.dtype]
     if gpus % replicas:
         raise ValueError(f"sharding.replicas is {replicas}, but {gpus} GPUs are no multiple of it")
     shards = gpus // replicas if sharded else 1
@@ -290,16 +291,6 @@ def _always(run: RunConfig, stage: str, costs: Costs, gpus: int, trained: int) -
     if "reward_model" in run.rewards and STAGES[stage] is None:
         always["reward model"] = costs.backbone * part
     return always, part
-
-
-def _dtypes(run: RunConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Of the stored weights and of the computation."""
-    names = {"model.dtype": run.model.dtype, "sharding.compute_dtype": run.sharding.compute_dtype or run.model.dtype}
-    for name, dtype in names.items():
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype!r}, it must be one of {', '.join(DTYPES)}")
-    stored, computed = (DTYPES[dtype] for dtype in names.values())
-    return stored, computed
 
 
 def needs_reference(run: RunConfig, stage: str) -> bool:
