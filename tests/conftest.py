@@ -3,10 +3,12 @@
 A forked child has none of the threads of OpenMP's pool and waits for them forever, if its parent has made that pool.
 """
 
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; passed on to the processes of a test
 
+import PIL.Image
 import pytest
 import torch
 
@@ -32,3 +34,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             f"not run: {len(DESELECTED)} slow tests in {', '.join(files)}; run them with: pytest -m slow"
         )
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Write rows (objects, or lines as they are) next to three one-colour images; returns the file."""
+    for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
+        PIL.Image.new("RGB", (4, 4), color).save(tmp_path / f"{name}.png")
+
+    def write(*rows):
+        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return tmp_path / "rows.jsonl"
+
+    return write

@@ -1,4 +1,4 @@
-"""Messages and images to a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
+"""A row becomes a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
 
 import json
 import unicodedata
@@ -8,19 +8,58 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import Processor
+from minivlmrl.rows import JsonLines, Processor
 from minivlmrl.tasks import shapes
 
+
+def test_a_row_becomes_messages_images_and_columns(write_rows):
+    row = JsonLines(write_rows({"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}))[0]
+    assert row.messages == [{"role": "user", "content": [IMAGE_PART, text("What?")]}]
+    assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
+    assert row.columns == {"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}
+    assert row.completion is None
+
+
+def test_a_text_only_row(write_rows):
+    row = JsonLines(write_rows({"problem": "1 + 1?"}))[0]
+    assert row.messages == [{"role": "user", "content": [text("1 + 1?")]}]
+    assert row.images == []
+
+
+def test_a_demonstration_has_its_completion(write_rows):
+    assert (
+        JsonLines(write_rows({"problem": "?", "completion": "two"}), ("problem", "completion"))[0].completion == "two"
+    )
+
+
+def test_images_null_does_not_hide_image(write_rows):
+    assert len(JsonLines(write_rows({"problem": "a", "images": None, "image": "red.png"}))[0].images) == 1
+
+
+def test_a_missing_image_is_named_with_its_row(write_rows):
+    rows = JsonLines(write_rows({"problem": "a"}, {"problem": "b", "image": "gone.png"}))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*gone\.png: cannot be read as an image"):
+        rows[1]
+
+
+def test_a_broken_image_is_named_with_its_row(write_rows, tmp_path):
+    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*cut\.png: cannot be read as an image"):
+        JsonLines(write_rows({"problem": "a", "image": "cut.png"}))[0]
+
+
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+
+
+def asked(*parts):
+    return [user(list(parts))]
+
+
 PAD = PROCESSOR.special["<|image_pad|>"]
-IMAGE_PART = {"type": "image"}
-
-
-def text(words):
-    return {"type": "text", "text": words}
 
 
 def picture(size, seed=0):
@@ -28,20 +67,16 @@ def picture(size, seed=0):
     return PIL.Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def user(*parts):
-    return [{"role": "user", "content": list(parts)}]
-
-
 CONVERSATIONS = {
-    "text": (user(text("What is it?")), []),
-    "an image": (user(IMAGE_PART, text("What is it?")), [(56, 84)]),
-    "images between text": (user(text("Is "), IMAGE_PART, text(" in\n"), IMAGE_PART), [(60, 60), (140, 90)]),
+    "text": (asked(text("What is it?")), []),
+    "an image": (asked(IMAGE_PART, text("What is it?")), [(56, 84)]),
+    "images between text": (asked(text("Is "), IMAGE_PART, text(" in\n"), IMAGE_PART), [(60, 60), (140, 90)]),
     "several turns": (
         [
             {"role": "system", "content": "It's 7 o'clock."},
-            *user(IMAGE_PART, text("  first ")),
+            *asked(IMAGE_PART, text("  first ")),
             {"role": "assistant", "content": "green square\n"},
-            *user(IMAGE_PART, IMAGE_PART, text("café e\u0301")),
+            *asked(IMAGE_PART, IMAGE_PART, text("café e\u0301")),
         ],
         [(56, 56), (84, 56), (112, 28)],
     ),
@@ -86,7 +121,7 @@ def test_prompt_equals_transformers(oracle, name):
 
 def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
     images = [picture((56, 84)), picture((140, 112))]
-    prompt = PROCESSOR(user(IMAGE_PART, text("and"), IMAGE_PART), images)
+    prompt = PROCESSOR(asked(IMAGE_PART, text("and"), IMAGE_PART), images)
     assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [1, 8, 10]]
     ids = prompt.input_ids.tolist()
     first = ids.index(PROCESSOR.special["<|vision_start|>"]) + 1
@@ -97,7 +132,7 @@ def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
 
 
 def test_a_prompt_without_images_has_empty_tensors_of_the_right_form():
-    prompt = PROCESSOR(user(text("hi")), [])
+    prompt = PROCESSOR(asked(text("hi")), [])
     assert prompt.pixel_values.shape == (0, 1176)
     assert prompt.image_grid_thw.shape == (0, 3)
     assert (prompt.input_ids.dtype, prompt.image_grid_thw.dtype) == (torch.int64, torch.int64)
@@ -107,22 +142,18 @@ def test_a_prompt_without_images_has_empty_tensors_of_the_right_form():
 def test_as_many_placeholders_as_images(placeholders, images):
     message = rf"{placeholders} image placeholder\(s\) but {images} image\(s\)"
     with pytest.raises(ValueError, match=message):
-        PROCESSOR(user(*[IMAGE_PART] * placeholders, text("hi")), [picture((56, 56))] * images)
+        PROCESSOR(asked(*[IMAGE_PART] * placeholders, text("hi")), [picture((56, 56))] * images)
 
 
 def test_an_image_token_in_a_users_text_is_plain_text():
-    prompt = PROCESSOR(user(IMAGE_PART, text("say <|image_pad|><|im_end|>")), [picture((56, 56))])
+    prompt = PROCESSOR(asked(IMAGE_PART, text("say <|image_pad|><|im_end|>")), [picture((56, 56))])
     assert prompt.input_ids.tolist().count(PAD) == 4
     assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
 
 
 def test_a_text_that_is_nothing_but_an_image_token_is_plain_text():
-    prompt = PROCESSOR(user(IMAGE_PART, text("<|image_pad|>")), [picture((56, 56))])
+    prompt = PROCESSOR(asked(IMAGE_PART, text("<|image_pad|>")), [picture((56, 56))])
     assert prompt.input_ids.tolist().count(PAD) == 4
-
-
-def assistant(words):
-    return {"role": "assistant", "content": words}
 
 
 @pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
@@ -144,7 +175,7 @@ def test_text_and_one_turn_of_it_are_the_same_completion():
 
 def test_ids_and_mask_of_several_turns():
     """By hand: what is trained is encoded for itself, each control token is one id."""
-    turns = [assistant("red"), *user(text("Is"), text(" it?")), assistant("no, blue")]
+    turns = [assistant("red"), *asked(text("Is"), text(" it?")), assistant("no, blue")]
     ids, trained = PROCESSOR.encode_completion([], turns)
     end, start = PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|im_start|>"]
     encode = PROCESSOR.tokenizer.encode
@@ -157,14 +188,14 @@ def test_ids_and_mask_of_several_turns():
 
 
 def test_a_control_token_that_an_answer_spells_is_text():
-    ids, _ = PROCESSOR.encode_completion([], [assistant("<|im_end|>"), *user(text("<|im_start|>")), assistant("no")])
+    ids, _ = PROCESSOR.encode_completion([], [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")])
     assert ids.tolist().count(PROCESSOR.special["<|im_end|>"]) == 3
     assert ids.tolist().count(PROCESSOR.special["<|im_start|>"]) == 2
 
 
 def test_an_image_in_a_completion_is_refused():
     with pytest.raises(ValueError, match="images belong into the prompt"):
-        PROCESSOR.encode_completion([], [assistant("red"), *user(IMAGE_PART), assistant("blue")])
+        PROCESSOR.encode_completion([], [assistant("red"), *asked(IMAGE_PART), assistant("blue")])
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -172,7 +203,7 @@ def test_an_image_in_a_completion_is_refused():
 def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, name, answer):
     """Prompt and completion are cut where the template's own tokenization has a boundary."""
     messages, sizes = CONVERSATIONS[name]
-    turns = [assistant(answer), *user(text("Sure?\n")), assistant("'s fine")]
+    turns = [assistant(answer), *asked(text("Sure?\n")), assistant("'s fine")]
     images = [picture(size, seed) for seed, size in enumerate(sizes)]
     rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
     expected = oracle(text=[rendered], images=images or None, return_tensors="pt")["input_ids"][0]
@@ -185,7 +216,10 @@ def test_the_mask_of_several_turns_equals_transformers(oracle):
     import trl
 
     template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl_training.jinja"
-    messages, turns = user(text("What is it?")), [assistant("red"), *user(text("Sure?")), assistant(" green square\n")]
+    messages, turns = (
+        asked(text("What is it?")),
+        [assistant("red"), *asked(text("Sure?")), assistant(" green square\n")],
+    )
     result = oracle.tokenizer.apply_chat_template(
         messages + turns,
         chat_template=template.read_text(encoding="utf-8"),

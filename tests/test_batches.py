@@ -1,0 +1,129 @@
+"""Which rows a stage gets, and in which order."""
+
+import itertools
+import signal
+
+import pytest
+
+from minivlmrl.data.boxes import SPACES
+from minivlmrl.run import config as config_file
+from minivlmrl.run.batches import load_datasets, shuffled
+from minivlmrl.run.config import DataSection
+from minivlmrl.tasks import localisation
+
+
+@pytest.mark.parametrize(("size", "per_step"), [(10, 5), (10, 3), (3, 7), (1, 4)])
+def test_every_pass_visits_every_row_once(size, per_step):
+    numbers = list(itertools.chain(*itertools.islice(shuffled(size, per_step, seed=0), 4 * size)))
+    assert len(numbers) == 4 * size * per_step
+    for start in range(0, len(numbers), size):
+        assert sorted(numbers[start : start + size]) == list(range(size))
+
+
+def test_passes_differ_in_order():
+    first, second = itertools.islice(shuffled(50, 50, seed=0), 2)
+    assert first != second
+
+
+def test_shuffled_is_seeded():
+    def first(seed):
+        return list(itertools.islice(shuffled(50, 7, seed), 20))
+
+    assert first(0) == first(0)
+    assert first(0) != first(1)
+
+
+def test_shuffling_no_rows_is_refused():
+    def stop(*_):
+        raise TimeoutError("still searching")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(ValueError):
+            next(shuffled(0, 1, seed=0))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_each_stage_asks_for_its_columns(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}))
+    assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
+        load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
+        load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
+
+
+def test_an_eval_file_needs_solutions(write_rows):
+    file = str(write_rows({"problem": "a", "completion": "b"}))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
+        load_datasets(DataSection(train_file=file, eval_file=file), {"sft": "demonstrations"}, 0)
+
+
+def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
+    for allow_urls, says in ((False, "data.allow_urls"), (True, "cannot be downloaded")):
+        data = DataSection(train_file=file, eval_file=file, allow_urls=allow_urls)
+        for rows in load_datasets(data, {"grpo": "prompts"}, 0).values():
+            with pytest.raises(ValueError, match=rf"rows\.jsonl:1: http://localhost:9/a\.png: .*{says}"):
+                rows[0]
+
+
+def test_eval_rows_bounds_an_eval_file(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
+    datasets = load_datasets(
+        DataSection(train_file=file, eval_file=file, eval_rows=1), {"grpo": "prompts"}, 0, ["solution"]
+    )
+    assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
+
+
+@pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
+def test_either_a_task_or_a_file(data):
+    with pytest.raises(ValueError, match=r"set either data\.task .* or data\.train_file"):
+        load_datasets(data, {"grpo": "prompts"}, 0)
+
+
+def test_an_unknown_task_is_named():
+    with pytest.raises(ValueError, match=r"data\.task is 'counting'; embedded tasks are shapes, localisation"):
+        load_datasets(DataSection(task="counting"), {"grpo": "prompts"}, 0)
+
+
+@pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("reward_model", "pairs")])
+def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
+    with pytest.raises(
+        ValueError, match=rf"stages: {stage} needs {needs}, which data\.task localisation does not have"
+    ):
+        load_datasets(DataSection(task="localisation"), {"sft": "demonstrations", stage: needs}, 0)
+
+
+def test_rows_of_the_localisation_task():
+    """Only demonstrations are noisy; stages do not share pictures; what is held out does not depend on the seed."""
+    config = DataSection(task="localisation", demonstrations=5, eval_rows=7, jitter=7, wrong_demonstrations=1.0)
+    stages = {"sft": "demonstrations", "grpo": "prompts"}
+    one, two = (load_datasets(config, stages, seed) for seed in (0, 1))
+    assert {name: len(rows) for name, rows in one.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
+    demonstrated, wanted = ([one[name][i] for i in range(5)] for name in ("sft", "grpo"))
+    assert all(row.completion != localisation.answer(*truth(row)) for row in demonstrated)
+    assert all(row.completion == localisation.answer(*truth(row)) for row in wanted)
+    pictures = {name: [rows[i].images[0].tobytes() for i in range(5)] for name, rows in one.items()}
+    assert not set(pictures["sft"]) & set(pictures["grpo"])
+    assert [two["eval"][i].images[0].tobytes() for i in range(5)] == pictures["eval"]
+    assert two["sft"][0].images[0].tobytes() not in pictures["sft"]
+
+
+def truth(row):
+    """Name and box, in units, of a localisation row."""
+    return row.columns["problem"].removeprefix("box the "), [v // localisation.UNIT for v in row.columns["solution"]]
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_rows_of_a_file_say_what_space_their_boxes_are_in(write_rows, space):
+    file = str(write_rows({"problem": "a", "solution": [1, 2, 3, 4]}))
+    config = DataSection(train_file=file, eval_file=file, box_space=space)
+    datasets = load_datasets(config, {"grpo": "prompts"}, 0, ["solution"])
+    assert [datasets[name][0].columns["box_space"] for name in ("grpo", "eval")] == [space, space]
+
+
+def test_the_config_knows_all_spaces():
+    assert config_file.SPACES == SPACES

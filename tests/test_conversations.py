@@ -1,0 +1,309 @@
+"""What the text of a row becomes in each of its forms, and that every mistake is named."""
+
+import re
+
+import pytest
+from talk import IMAGE_PART, assistant, system, text, user
+
+from minivlmrl.data.conversations import split_at_media
+from minivlmrl.rows import JsonLines
+
+
+def test_images_stand_where_the_problem_says(write_rows):
+    rows = JsonLines(write_rows({"problem": "Is <image> in <image>?", "images": ["blue.png", "green.png"]}))
+    content = [text("Is "), IMAGE_PART, text(" in "), IMAGE_PART, text("?")]
+    assert rows[0].messages == [{"role": "user", "content": content}]
+    assert [image.getpixel((0, 0)) for image in rows[0].images] == [(0, 0, 255), (0, 255, 0)]
+
+
+def test_images_without_placeholders_come_first(write_rows):
+    rows = JsonLines(write_rows({"problem": "Which?", "images": ["blue.png", "green.png"]}))
+    assert rows[0].messages[0]["content"] == [IMAGE_PART, IMAGE_PART, text("Which?")]
+
+
+def test_prompt_template_and_system_prompt(write_rows):
+    file = write_rows({"problem": "What is {x}?", "image": "red.png"})
+    row = JsonLines(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief.")[0]
+    assert row.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [text("Look: "), IMAGE_PART, text(" What is {x}? Think.")]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("problem", "images"), [("<image>", []), ("<image> <image>", ["red.png"]), ("<image>?", ["red.png"] * 2)]
+)
+def test_other_placeholders_than_images_are_named_with_their_row(write_rows, problem, images):
+    """When the file is read, long before the row's turn in training comes."""
+    message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but \d image"
+    with pytest.raises(ValueError, match=message):
+        JsonLines(write_rows({"problem": problem, "images": images}))
+
+
+def test_a_prompt_of_text_is_a_problem(write_rows):
+    options = {"prompt_template": "Look: <image> {problem}", "system_prompt": "Be brief."}
+    file = write_rows({"prompt": "What?", "image": "red.png"}, {"problem": "What?", "image": "red.png"})
+    rows = JsonLines(file, **options)
+    assert rows[0].messages == rows[1].messages
+    assert rows[0].messages[1] == user([text("Look: "), IMAGE_PART, text(" What?")])
+
+
+def test_a_prompt_of_turns_is_taken_as_it_is(write_rows):
+    turns = [user("one"), assistant("two"), user([text("th"), text("ree")]), {"role": "tool", "content": "4"}]
+    row = JsonLines(write_rows({"prompt": turns, "level": 1}), prompt_template="Look: {problem}")[0]
+    assert as_parts(row.messages) == as_parts(turns)
+    assert row.columns == {"prompt": turns, "level": 1}
+    assert (row.completion, row.chosen, row.rejected) == (None, None, None)
+
+
+def as_parts(turns):
+    return [
+        {**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
+        for turn in turns
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first"),
+    [([user("hi")], system("Be brief.")), ([system([text("Own.")]), user("hi")], system([text("Own.")]))],
+)
+def test_a_system_prompt_stands_before_turns_without_one(write_rows, prompt, first):
+    messages = JsonLines(write_rows({"prompt": prompt}), system_prompt="Be brief.")[0].messages
+    assert messages == [first, user([text("hi")])]
+    kept = JsonLines(write_rows({"prompt": prompt}))[0].messages
+    assert [turn["role"] for turn in kept] == [turn["role"] for turn in prompt]
+
+
+@pytest.mark.parametrize("answer", ["two", [assistant("two")], [assistant([text("two")]), user("?"), assistant("2")]])
+def test_answers_are_text_or_turns(write_rows, answer):
+    file = write_rows({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
+    row = JsonLines(file, ("problem", "completion", "chosen", "rejected"))[0]
+    assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
+
+
+def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
+    turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
+    row = JsonLines(
+        write_rows({"messages": turns}),
+        ("problem", "completion"),
+        prompt_template="Look: {problem}",
+        system_prompt="Unused.",
+    )[0]
+    assert row.messages == as_parts(turns[:2])
+    assert row.completion == turns[2:]
+    assert row.columns == {"messages": turns}
+
+
+def test_a_conversation_that_the_assistant_begins(write_rows):
+    row = JsonLines(write_rows({"messages": [assistant("Hello")]}))[0]
+    assert (row.messages, row.completion) == ([], [assistant("Hello")])
+
+
+def test_a_conversation_may_have_preferences_for_its_first_answer(write_rows):
+    row = JsonLines(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
+    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
+
+
+def test_the_turns_that_chosen_and_rejected_share_are_the_prompt(write_rows):
+    shared = [user("one"), assistant("two"), user("three")]
+    chosen, rejected = [assistant("four")], [assistant("5"), user("?"), assistant("6")]
+    row = JsonLines(write_rows({"chosen": shared + chosen, "rejected": shared + rejected}), ("problem", "chosen"))[0]
+    assert row.messages == as_parts(shared)
+    assert (row.completion, row.chosen, row.rejected) == (None, chosen, rejected)
+
+
+def test_the_implicit_prompt_is_trls(write_rows):
+    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
+    shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
+    example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
+    row = JsonLines(write_rows(example))[0]
+    expected = data_utils.extract_prompt(example)
+    assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
+    assert row.messages == as_parts(expected["prompt"])
+
+
+def test_null_is_a_missing_column(write_rows):
+    row = JsonLines(write_rows({"problem": None, "prompt": "a", "messages": None, "completion": None}))[0]
+    assert (row.messages, row.completion) == ([user([text("a")])], None)
+
+
+PLACED = {
+    "image parts": (
+        [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])],
+        [user([text("Is "), IMAGE_PART]), assistant("Yes, <image>"), user([IMAGE_PART, text("<image>?")])],
+    ),
+    "placeholders": (
+        [system("s"), user("Is <image>"), assistant("Yes"), user([text("this"), text("<image>?")])],
+        [
+            system([text("s")]),
+            user([text("Is "), IMAGE_PART, text("")]),
+            assistant([text("Yes")]),
+            user([text("this"), text(""), IMAGE_PART, text("?")]),
+        ],
+    ),
+    "neither": (
+        [system("s"), user("one"), assistant("two"), user("three")],
+        [
+            system([text("s")]),
+            user([IMAGE_PART, IMAGE_PART, text("one")]),
+            assistant([text("two")]),
+            user([text("three")]),
+        ],
+    ),
+    "neither, in parts": (
+        [user([text("one"), text("two")])],
+        [user([IMAGE_PART, IMAGE_PART, text("one"), text("two")])],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "chosen"])
+@pytest.mark.parametrize("name", PLACED)
+def test_images_in_a_conversation(write_rows, name, form):
+    turns, placed = PLACED[name]
+    if form == "messages":  # the first assistant turn ends its prompt
+        turns, placed = (
+            [turn for turn in turns if turn["role"] != "assistant"],
+            [turn for turn in placed if turn["role"] != "assistant"],
+        )
+    row = {
+        "prompt": {"prompt": turns},
+        "messages": {"messages": [*turns, assistant("a")]},
+        "chosen": {"chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]},
+    }[form]
+    row = JsonLines(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
+    assert row.messages == placed
+    assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
+
+
+def test_images_without_a_place_stand_where_trl_puts_them(write_rows):
+    data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
+    turns, _ = PLACED["neither"]
+    expected = data_utils.prepare_multimodal_messages(turns, images=["blue.png", "green.png"])
+    for turn in expected:
+        turn["content"] = [IMAGE_PART if part["type"] == "image" else part for part in turn["content"]]
+    assert JsonLines(write_rows({"prompt": turns, "images": ["blue.png", "green.png"]}))[0].messages == expected
+
+
+HI, YES = user("hi"), assistant("yes")
+
+COUNT = "but {} image(s) came with it; put one where each image belongs and name as many images"
+
+MISTAKES = [
+    ({"problem": 3}, "column 'problem': must be text, it is 3"),
+    ({"problem": [HI]}, "column 'problem': must be text, it is [{'role'"),
+    ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
+    ({"messages": "hi"}, "column 'messages': must be a list of turns, it is 'hi'"),
+    ({"prompt": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
+    ({"messages": []}, "column 'messages': needs turns with the roles system, user, assistant, tool; it has []"),
+    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
+    ({"prompt": ["hi"]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts: 'hi'"),
+    ({"prompt": [HI, {"role": "user"}]}, "column 'prompt': message 1 needs a role, and content that is text or a li"),
+    ({"prompt": [{"content": "hi"}]}, "column 'prompt': message 0 needs a role, and content that is text or a list"),
+    ({"prompt": [user(3)]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio'; text, image"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but 0 video(s) came"),
+    ({"messages": [HI, {"role": "assistant"}]}, "column 'messages': message 1 needs a role, and content that is"),
+    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
+    ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing twice; keep one of them"),
+    ({"problem": "a", "messages": [HI, YES]}, "columns 'problem' and 'messages' say the same thing twice; keep one"),
+    ({"prompt": "a", "messages": [HI, YES]}, "columns 'prompt' and 'messages' say the same thing twice; keep one"),
+    ({"messages": [HI, YES], "completion": "a"}, "columns 'messages' and 'completion' say the same thing twice; keep"),
+    ({"messages": [HI]}, "column 'messages' must end with an assistant turn; cut it there, or call the column prompt"),
+    ({"messages": [HI, YES, HI]}, "column 'messages' must end with an assistant turn; cut it there, or call the col"),
+    ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
+    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': there is an image in or after the assista"),
+    ({"messages": [HI, YES, user("<image>?"), YES]}, "column 'messages': there is <image> after the assistant's firs"),
+    ({"solution": "a"}, "column 'problem' is missing; the row has ['solution']: give it a problem, a prompt or messag"),
+    ({"chosen": "a", "rejected": "b"}, "column 'problem' is missing; the row has ['chosen', 'rejected']: give it a"),
+    ({"chosen": [YES], "rejected": [assistant("no")]}, "column 'problem' is missing; the row has ['chosen', 'rejecte"),
+    ({"chosen": [HI, YES]}, "column 'problem' is missing; the row has ['chosen']"),
+    ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
+    ({"chosen": [HI, YES], "rejected": [HI, HI, YES]}, "column 'rejected' must go on with an assistant turn after t"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen' must go on with an assistant turn after"),
+    ({"chosen": [HI, YES, YES], "rejected": [HI, YES, assistant("no")]}, "column 'chosen': the prompt ends with an as"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES]}, "column 'rejected' equals column 'chosen': there is no preference"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column 'rejected' equals column 'chosen': there is no prefer"),
+    ({"prompt": "a", "chosen": "yes", "rejected": [YES]}, "column 'rejected' equals column 'chosen': there is no pre"),
+    (
+        {"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
+        "column 'rejected' equals column 'chosen': there is no preference to learn; drop the row",
+    ),
+    ({"prompt": [user([IMAGE_PART])]}, "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(0)),
+    (
+        {"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
+        "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(2),
+    ),
+    (
+        {"messages": [user("<image><image>"), YES], "image": "red.png"},
+        "column 'messages': the prompt has 2 <image> placeholder(s) " + COUNT.format(1),
+    ),
+    ({"prompt": [user("<image>")]}, "column 'prompt': the prompt has 1 <image> placeholder(s) " + COUNT.format(0)),
+    (
+        {"messages": [system("s"), YES], "image": "red.png"},
+        "column 'messages': the prompt has no user turn that could show the row's 1 image(s); add one",
+    ),
+    ({"problem": "a", "image": 3}, "column 'image': each image must be a path, URL or data URI; one is 3"),
+    ({"problem": "a", "images": ["a", {"max_pixels": 9}]}, "column 'images': each image must be a path, URL or data"),
+    ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
+    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
+    (
+        {"problem": "a", "images": [{"image": "a", "fps": 1}]},
+        "column 'images': 'fps' is not an option of images; known",
+    ),
+    ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels is '9', it must be a n"),
+    ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
+    ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
+    ({"prompt": [user([{"type": "image", "image": 3}])]}, "message 0: each image must be a path, URL or data URI; one"),
+]
+
+BAD_ANSWERS = [
+    (3, "must be text or a list of turns, it is 3"),
+    ({"role": "assistant"}, "must be text or a list of turns, it is {'role'"),
+    ("", "an answer is empty or blank, and would teach to say nothing; write it or drop the row"),
+    (" \n\t", "an answer is empty or blank"),
+    ([assistant("")], "an answer is empty or blank"),
+    ([assistant([])], "an answer is empty or blank"),
+    ([assistant([text(" "), text("\n")])], "an answer is empty or blank"),
+    ([YES, HI, assistant(" ")], "an answer is empty or blank"),
+    ([], "needs turns with the roles system, user, assistant, tool; it has []"),
+    ([HI, YES], "turns must begin and end with an assistant turn; their roles are ['user', 'assistant']"),
+    ([YES, HI], "turns must begin and end with an assistant turn; their roles are ['assistant', 'user']"),
+    ([{"role": "assistant"}], "message 0 needs a role, and content that is text or a list of parts"),
+    ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
+    ([YES, {"role": "human", "content": "hi"}, YES], "needs turns with the roles system, user, assistant, tool; it"),
+    ([assistant([IMAGE_PART])], "there is an image in or after the assistant's first turn; images belong into the p"),
+    ([YES, user([IMAGE_PART]), YES], "there is an image in or after the assistant's first turn; images belong"),
+    ([YES, user("<image>"), YES], "there is <image> after the assistant's first turn; images belong into the prompt"),
+]
+
+MISTAKES += [
+    ({"problem": "a", column: answer}, f"column '{column}': {message}")
+    for column in ("completion", "chosen", "rejected")
+    for answer, message in BAD_ANSWERS
+]
+
+MISTAKES += [
+    ({"problem": "a", "margin": margin}, "column 'margin' must be a number, by how much chosen is better; it is")
+    for margin in ("1", True, [1])
+]
+
+
+@pytest.mark.parametrize(("row", "message"), MISTAKES)
+def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):
+        JsonLines(write_rows({"problem": "a"}, row))
+
+
+def test_a_user_of_a_completion_may_be_silent(write_rows):
+    turns = [assistant("a"), user(""), assistant("b")]
+    assert JsonLines(write_rows({"problem": "?", "completion": turns}))[0].completion == turns
+
+
+def test_an_answer_may_speak_of_images(write_rows):
+    assert JsonLines(write_rows({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
+
+
+def test_splitting_at_images_keeps_the_text_around():
+    assert split_at_media("a<image>", {"image": 1}) == [text("a"), IMAGE_PART, text("")]
+    assert split_at_media("", {}) == [text("")]
