@@ -203,6 +203,7 @@ def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
         assert (ours.cpu().double() - of_formula).norm() <= 3e-3 * of_formula.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="the child itself, or no Triton")
 def test_all_of_this_holds_for_the_kernels():
     run_interpreted(__file__)
