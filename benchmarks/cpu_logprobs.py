@@ -1,7 +1,7 @@
 """Memory and CPU time of log-probabilities and entropies from hidden states, forward and backward.
 
 python benchmarks/cpu_logprobs.py                  # N=2048, V=32000, D=256; a table, about three minutes
-python benchmarks/cpu_logprobs.py --json FILE      # and its figures
+python benchmarks/cpu_logprobs.py --json FILE      # and its numbers
 python benchmarks/cpu_logprobs.py --quick          # a small case
 
 Every way runs in a process of its own, with one thread, on the same random float32 states, head and upstream gradients.
@@ -10,7 +10,7 @@ Each first says how far its results are from those of the naive way in float64 o
     CPU time    the median of the repetitions, of one forward and backward, gradients of the states and of the head
     peak        the most memory held during the first of them, above what the process held before: with both gradients
                 (33 MB for the head), without the inputs. glibc's malloc is told to return what it frees
-                (MALLOC_MMAP_THRESHOLD_), or the figures of some peers would be those of its fragments.
+                (MALLOC_MMAP_THRESHOLD_), or the numbers of some peers would be those of its fragments.
 
 `naive` makes all logits and lets autograd keep what it needs. Peers run where they can be imported, and the table says
 which could not: TRL's ChunkedLogProbFunction with the tile its trainer uses, Liger's LigerFusedLinearGRPOLoss (without
@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="N=512, V=4000, D=32, one repetition")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="those alone, and the naive ones")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the way that this process is for
     options = parser.parse_args()
     size, repeats = ((512, 4000, 32), 1) if options.quick else (options.size, options.repeats)

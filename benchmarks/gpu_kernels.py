@@ -1,14 +1,14 @@
 """The kernels on one NVIDIA GPU: results first, then time and memory, beside the peers that are installed.
 
-python benchmarks/gpu_kernels.py --json FILE     # tables and figures, under eight minutes
+python benchmarks/gpu_kernels.py --json FILE     # tables and numbers, under eight minutes
 python benchmarks/gpu_kernels.py --toy           # everything once at toy size, on a CPU too: that it runs, not how fast
 
 In this order: card and versions; two ceilings of this card, measured (bytes a second of a large copy, operations a
 second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
 inputs. A way's results are compared before it is timed, on 64 random rows in float64, with uninitialised memory filled
 with NaN; one that is wrong is not timed. Times are the median of triton.testing.do_bench (50 ms of warm-up, 300 ms of
-repetitions) with the 20th and 80th percentile, taken twice; the second median stands in the JSON, to judge the spread
-by. `share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once,
+repetitions) with the 20th and 80th percentile, taken twice; the JSON has the second median too, to judge the
+spread. `share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once,
 or operations that have to be done. Peak memory is that of one call, without its inputs.
 
 Peers run where they can be imported; a line says which could not.
@@ -128,10 +128,10 @@ class Run:
 def show(row: dict) -> None:
     error = f"{row['error']:8.1e}" if "error" in row else 8 * " "
     if "skipped" in row:
-        figures = row["skipped"]
+        numbers = row["skipped"]
     else:
-        figures = f"{row['ms']:9.3f} {row['p20']:8.3f} {row['p80']:8.3f} {row['share']:6.2f} {row['peak_mib']:9.0f}"
-    print(f"{row['way']:32} {row['phase']:8} {error} {figures}", flush=True)
+        numbers = f"{row['ms']:9.3f} {row['p20']:8.3f} {row['p80']:8.3f} {row['share']:6.2f} {row['peak_mib']:9.0f}"
+    print(f"{row['way']:32} {row['phase']:8} {error} {numbers}", flush=True)
 
 
 def main():
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU, each way once")
     parser.add_argument("--minutes", type=float, default=8, help="start nothing new after so long")
     parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES))
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("no GPU here: --toy runs everything once at toy size")
@@ -154,8 +154,8 @@ def main():
     seconds = time.monotonic() - begin
     print(f"\n{seconds:.0f} s")
     if options.json:
-        figures = about | {"ceilings": vars(ceilings), "toy": options.toy, "seconds": seconds, "rows": run.rows}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        numbers = about | {"ceilings": vars(ceilings), "toy": options.toy, "seconds": seconds, "rows": run.rows}
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
@@ -235,7 +235,7 @@ def states_table(run: Run) -> None:
 
 
 def states_of_size(run: Run, rows: int, vocab: int, width: int, without: float) -> None:
-    """`without`: the share of rows whose advantage is 0."""
+    """`without`: the share of rows with advantage 0."""
     torch.manual_seed(rows)
     hidden = torch.randn(rows, width, device=CARD, dtype=torch.bfloat16).requires_grad_()
     weight = (3 * width**-0.5 * torch.randn(vocab, width, device=CARD)).bfloat16().requires_grad_()
@@ -406,10 +406,10 @@ def split_loop(q, k, v, segments):
 
 
 def padded_attention(q, k, v, segments):
-    """All windows as long as the longest: zeros behind the others, which a mask hides."""
-    places = torch.arange(segments.longest, device=q.device)
-    inside = places < segments.cu_seqlens.diff()[:, None]  # (windows, longest)
-    index = torch.where(inside, segments.cu_seqlens[:-1, None] + places, 0)
+    """All windows as long as the longest: shorter ones are filled up with zeros, which a mask hides."""
+    positions = torch.arange(segments.longest, device=q.device)
+    inside = positions < segments.cu_seqlens.diff()[:, None]  # (windows, longest)
+    index = torch.where(inside, segments.cu_seqlens[:-1, None] + positions, 0)
     mask = None if inside.all() else inside[:, None, None]
     return sdpa(*(F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:]) for x in (q, k, v)), mask)[inside]
 

@@ -1,6 +1,6 @@
 """Seconds of rollout, scoring and a training step of Qwen2.5-VL-3B on one GPU, here and in transformers.
 
-python benchmarks/gpu_step.py --json FILE     # a table and its figures, under eight minutes
+python benchmarks/gpu_step.py --json FILE     # a table and its numbers, under eight minutes
 python benchmarks/gpu_step.py --toy           # the whole script at toy size in float32, on a CPU too: that it runs
 
 Random weights in bfloat16, one prompt with an image of 1,000 tokens and 100 tokens of text, 8 completions of exactly
@@ -90,7 +90,7 @@ def main():
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way; a rollout gets half as many")
     parser.add_argument("--peer-rows", type=int, default=4, help="rows of a peer's step that go through at once")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("no GPU here: --toy runs everything at toy size")
@@ -161,7 +161,7 @@ def build(config: ModelConfig, dtype: torch.dtype):
 
 
 def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """One prompt, its completions behind it."""
+    """One prompt, then its completions."""
     batch = pack([case.prompt], [[case.completions[i] for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
@@ -256,9 +256,9 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
     for phase, ways in phases.items():
         results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
         base = results["ours"].get("seconds")
-        for way, figures in results.items():
-            rows.append({"phase": phase, "way": way, **figures})
-            print(f"| {phase} | {way} | " + line(figures, base) + " |", flush=True)
+        for way, numbers in results.items():
+            rows.append({"phase": phase, "way": way, **numbers})
+            print(f"| {phase} | {way} | " + line(numbers, base) + " |", flush=True)
     return rows
 
 
@@ -285,12 +285,12 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
     return results
 
 
-def line(figures: dict, base: float | None) -> str:
-    if "skipped" in figures:
-        return f"{figures['skipped']} | | | |"
-    times = f"{figures['seconds'] / base:.2f}" if base else ""
-    peak = "" if figures["peak_gib"] is None else f"{figures['peak_gib']:.1f}"
-    return f"{figures['seconds']:.3f} | {figures['shortest']:.3f} | {figures['longest']:.3f} | {times} | {peak}"
+def line(numbers: dict, base: float | None) -> str:
+    if "skipped" in numbers:
+        return f"{numbers['skipped']} | | | |"
+    times = f"{numbers['seconds'] / base:.2f}" if base else ""
+    peak = "" if numbers["peak_gib"] is None else f"{numbers['peak_gib']:.1f}"
+    return f"{numbers['seconds']:.3f} | {numbers['shortest']:.3f} | {numbers['longest']:.3f} | {times} | {peak}"
 
 
 def peak_gib(call: Callable) -> float | None:

@@ -1,7 +1,7 @@
 """Seconds of a training forward and backward: each prompt once for its G completions, or once for every completion.
 
 python benchmarks/group_forward.py                  # a table, about two minutes
-python benchmarks/group_forward.py --json FILE      # and its figures
+python benchmarks/group_forward.py --json FILE      # and its numbers
 python benchmarks/group_forward.py --quick          # one small cell
 
 Peer: the layout that other trainers use, a row for each completion with a prompt and an image of its own, through the
@@ -46,7 +46,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="prompt 64, G 4, completion 16 alone")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each layout and cell")
     parser.add_argument("--tower", choices=TOWERS, default="large", help="size of the vision tower")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = build_model(options.tower)
@@ -59,8 +59,8 @@ def main():
     print(f"{'prompt':>6} {'G':>3} {'completion':>10} {'group ms':>9} {'repeated ms':>11} {'ratio':>6}")
     cells = []
     for cell in [(64, 4, 16)] if options.quick else product(IMAGE_SIDES, NUM_GENERATIONS, COMPLETION_TOKENS):
-        cells.append(figures := measure(model, *cell, options.repeats))
-        print("{:6} {:3} {:10} {:9.1f} {:11.1f} {:6.2f}".format(*figures.values()), flush=True)
+        cells.append(numbers := measure(model, *cell, options.repeats))
+        print("{:6} {:3} {:10} {:9.1f} {:11.1f} {:6.2f}".format(*numbers.values()), flush=True)
     if options.json:
         about = {
             "parameters": size,

@@ -1,7 +1,7 @@
 """Seconds of one GRPO step, here and in TRL's GRPOTrainer: rollout, reference, loss, backward, update.
 
 python benchmarks/grpo_step.py                  # a table, about two minutes on two cores; needs `pip install .[test]`
-python benchmarks/grpo_step.py --json FILE      # and its figures
+python benchmarks/grpo_step.py --json FILE      # and its numbers
 
 Peer: TRL with transformers' Qwen2_5_VLForConditionalGeneration, in the versions that the first line names. Both sides
 begin with the same random weights (recipes/shapes_model.json) and have the same prompts, to the token and the pixel,
@@ -67,7 +67,7 @@ class EndlessProcessor(Processor):
 
 
 class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-    """transformers' processor without its video half, whose type check needs torchvision."""
+    """transformers' processor without the video processor: checking its type needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return type(argument)
@@ -113,7 +113,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each side and case")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", FutureWarning)  # TRL's names of options that transformers renamed
@@ -124,8 +124,8 @@ def main():
     cases = []
     for size, prompts in CASES:
         cases.append(case := measure(size, prompts, options.steps))
-        figures = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
-        print(f"{case['prompt_tokens']:13} {prompts:8} {figures}", flush=True)
+        numbers = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
+        print(f"{case['prompt_tokens']:13} {prompts:8} {numbers}", flush=True)
     if options.json:
         about = {"versions": versions, "threads": options.threads, "steps": options.steps}
         date = datetime.datetime.now(datetime.UTC).date().isoformat()

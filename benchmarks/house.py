@@ -36,7 +36,7 @@ def total() -> int:
 
 
 def budgets() -> dict[str, int]:
-    """Each shelf's budget from the README: rows whose first cell names `shelf/` and whose lines cell is a number."""
+    """Each shelf's budget from the README: from rows with `shelf/` in the first cell and a number in another."""
     found = {}
     for line in (ROOT / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -3,9 +3,9 @@
     python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
 
-Each row is one run of train.py on one thread (so that its figures do not depend on the number of cores). sampled and
-greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out pairs whose
-better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and its
+Each row is one run of train.py on one thread (so that its numbers do not depend on the number of cores). sampled and
+greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out pairs in
+which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and its
 evaluations. `shuffled rewards` is a control that must learn nothing.
 """
 
@@ -81,7 +81,7 @@ def run(entry: Entry, seed: int, overrides: list[str]) -> dict:
 
 
 def judge(entry: Entry, summary: dict) -> dict:
-    """The figures of a row and whether it reached what is asked."""
+    """The numbers of a row and whether it reached what is asked."""
     *_, before, after = [name for name in summary if name.startswith("after_")]
     pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
     # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
@@ -119,7 +119,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="names of rows", choices=[entry.name for entry in PLAN])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--json", help="write the figures to this file as they come")
+    parser.add_argument("--json", help="write the numbers to this file as they come")
     parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --grpo.max_steps=10")
     arguments = parser.parse_args()
     entries = [entry for entry in PLAN if arguments.only is None or entry.name in arguments.only]

@@ -8,8 +8,8 @@
     shuffled        grpo with its rewards permuted over the batch: a control that must learn nothing
 
 Mean IoU over held-out pictures of the likeliest answer (greedy) and of one drawn at temperature 1 (sampled); acc_0_5 is
-the share of boxes with an IoU of at least 0.5; unseen the pictures whose box no training picture has. Each run has one
-thread, so that its figures do not depend on the number of cores.
+the share of boxes with an IoU of at least 0.5; unseen the pictures with a box that no training picture has. Each run has one
+thread, so that its numbers do not depend on the number of cores.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    parser.add_argument("--json", help="write the figures to this file as they come")
+    parser.add_argument("--json", help="write the numbers to this file as they come")
     parser.add_argument("overrides", nargs="*", help="fields of the recipe, after --: -- --grpo.max_steps=10")
     arguments = parser.parse_args()
     rows = []
@@ -67,9 +67,9 @@ def main():
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for some in pool.map(lambda seed: compare(seed, arguments.overrides), arguments.seeds):
             for row in some:
-                figures = (f"{row[name]:.3f}" if name in row else "" for name in COLUMNS)
+                numbers = (f"{row[name]:.3f}" if name in row else "" for name in COLUMNS)
                 print(
-                    f"| {row['seed']} | {row['row']} | " + " | ".join(figures) + f" | {row['seconds']:.0f} |",
+                    f"| {row['seed']} | {row['row']} | " + " | ".join(numbers) + f" | {row['seconds']:.0f} |",
                     flush=True,
                 )
             rows += some

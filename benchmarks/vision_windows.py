@@ -1,7 +1,7 @@
 """Seconds of a training step of the vision tower on one large image, windows batched here and one by one in a loop.
 
 python benchmarks/vision_windows.py                  # a table, about a minute
-python benchmarks/vision_windows.py --json FILE      # and its figures
+python benchmarks/vision_windows.py --json FILE      # and its numbers
 python benchmarks/vision_windows.py --heads 16 --depth 1 --repeats 2   # as wide as the hub's tower, two minutes
 
 The image has 4,064 patches, 16 x 254: 62 windows of 64 patches and 2 of 48. The tower has heads of 80 as on the hub,
@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each way")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--quick", action="store_true", help="an image of 192 patches")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = (1, 16, 12) if options.quick else GRID

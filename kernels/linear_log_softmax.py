@@ -7,7 +7,7 @@ Derivation. For one row h (D,), head W (V, D), chosen token y and temperature T:
 
 Forward and backward compute the logits piece by piece. The forward keeps three numbers of each row: top, s and H. The
 backward computes the logits of a piece again, overwrites them with dz and multiplies: four products of M V D
-multiplications in all. Rows whose upstream gradients are both zero (advantage 0, clipped ratio) have dz = 0, so the
+multiplications in all. Rows with both upstream gradients zero (advantage 0, clipped ratio) have dz = 0, so the
 backward skips them; nothing is approximated.
 
     torch     a piece is a few rows with all of their logits, small enough for the CPU's caches

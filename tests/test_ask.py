@@ -86,7 +86,7 @@ def test_streamed_text_equals_the_whole(folder, ask, seed):
 
 
 def test_images_text_system_and_size_reach_the_model(folder, ask):
-    """Each changes the answer as it changes generate()'s; images go where <image> stands, in their order."""
+    """Each changes the answer as it changes generate()'s; images replace <image>, in their order."""
     a, b = folder / "a.png", folder / "b.png"
     cases = [
         (dict(), []), (dict(images=["a.png"]), ["--image", a]), (dict(system="Be brief."), ["--system", "Be brief."]),

@@ -1,4 +1,4 @@
-"""Benchmarks run: one small cell each, and --json writes its figures. Nothing here looks at the clock."""
+"""Benchmarks run: one small cell each, and --json writes its numbers. Nothing here looks at the clock."""
 
 import json
 import subprocess
@@ -18,21 +18,21 @@ def run(tmp_path, script, *arguments):
 
 
 def test_group_forward(tmp_path):
-    table, figures = run(tmp_path, "group_forward.py", "--quick", "--repeats", "1")
+    table, numbers = run(tmp_path, "group_forward.py", "--quick", "--repeats", "1")
     assert "ratio" in table
-    [cell] = figures["cells"]
+    [cell] = numbers["cells"]
     assert (cell["prompt_tokens"], cell["num_generations"], cell["completion_tokens"]) == (64, 4, 16)
     assert cell["group_ms"] > 0 and cell["repeated_ms"] > 0
-    assert figures["float64_max_difference"]["gradients / largest"] < 1e-12
+    assert numbers["float64_max_difference"]["gradients / largest"] < 1e-12
 
 
 @pytest.mark.slow
 def test_grpo_step(tmp_path):
     """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
-    table, figures = run(tmp_path, "grpo_step.py", "--steps", "1", "--threads", "1")
+    table, numbers = run(tmp_path, "grpo_step.py", "--steps", "1", "--threads", "1")
     assert "TRL ms" in table
-    assert [case["prompt_tokens"] for case in figures["cases"]] == [48, 96, 288]
-    assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in figures["cases"])
+    assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 96, 288]
+    assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in numbers["cases"])
 
 
 @pytest.mark.slow
@@ -41,11 +41,11 @@ def test_learning(tmp_path):
     for stage in ("dpo", "reward_model", "grpo"):
         short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2"]
     names = ["shuffled rewards", "dpo", "reward model, grpo"]
-    table, figures = run(tmp_path, "learning.py", "--seeds", "3", "--jobs", "2", "--only", *names, "--", *short)
-    assert [(row["name"], row["seed"]) for row in figures["runs"]] == [(name, 3) for name in names]
+    table, numbers = run(tmp_path, "learning.py", "--seeds", "3", "--jobs", "2", "--only", *names, "--", *short)
+    assert [(row["name"], row["seed"]) for row in numbers["runs"]] == [(name, 3) for name in names]
     assert "| no: " in table  # one step teaches nothing
-    assert all("sampled" in row and row["cpu_seconds"] > 0 for row in figures["runs"])
-    assert figures["runs"][1]["pairs"] is not None
+    assert all("sampled" in row and row["cpu_seconds"] > 0 for row in numbers["runs"])
+    assert numbers["runs"][1]["pairs"] is not None
 
 
 @pytest.mark.slow
@@ -54,8 +54,8 @@ def test_localisation(tmp_path):
     short = ["--data.eval_rows=12", "--data.demonstrations=4", "--sampling.max_new_tokens=4"]
     for stage in ("sft", "grpo"):
         short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
-    table, figures = run(tmp_path, "localisation.py", "--seeds", "3", "--", *short, "--grpo.num_generations=2")
-    rows = figures["runs"]
+    table, numbers = run(tmp_path, "localisation.py", "--seeds", "3", "--", *short, "--grpo.num_generations=2")
+    rows = numbers["runs"]
     assert [(row["row"], row["seed"]) for row in rows] == [
         ("sft", 3), ("grpo", 3), ("sft continued", 3), ("shuffled", 3),
     ]  # fmt: skip
@@ -67,18 +67,18 @@ def test_localisation(tmp_path):
 
 
 def test_vision_windows(tmp_path):
-    table, figures = run(tmp_path, "vision_windows.py", "--quick", "--heads", "1", "--depth", "1", "--repeats", "1")
+    table, numbers = run(tmp_path, "vision_windows.py", "--quick", "--heads", "1", "--depth", "1", "--repeats", "1")
     assert len(table.splitlines()) == 6
-    assert list(figures["milliseconds"]) == ["batched", "split", "slices", "in place"]
-    assert all(spent > 0 for spent in figures["milliseconds"].values())
-    assert figures["float64_max_difference"] < 1e-12
+    assert list(numbers["milliseconds"]) == ["batched", "split", "slices", "in place"]
+    assert all(spent > 0 for spent in numbers["milliseconds"].values())
+    assert numbers["float64_max_difference"] < 1e-12
 
 
 @pytest.mark.slow
 def test_cpu_logprobs(tmp_path):
     """Each way in a process of its own; a peer that is not installed is named and left out."""
-    table, figures = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")
-    ways = figures["ways"]
+    table, numbers = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")
+    ways = numbers["ways"]
     assert list(ways) == ["naive", "ours", "naive, without entropy", "Liger, without entropy"]
     assert ways["ours"]["error"] < 1e-5 and ways["ours"]["seconds"] > 0
     assert "missing" in ways["Liger, without entropy"] or ways["Liger, without entropy"]["error"] < 1e-5
@@ -87,22 +87,22 @@ def test_cpu_logprobs(tmp_path):
 
 def test_gpu_kernels_at_toy_size(tmp_path):
     """Every table runs without a GPU, and all of our ways are right."""
-    table, figures = run(tmp_path, "gpu_kernels.py", "--toy")
-    ours = [row for row in figures["rows"] if row["way"].startswith("ours")]
+    table, numbers = run(tmp_path, "gpu_kernels.py", "--toy")
+    ours = [row for row in numbers["rows"] if row["way"].startswith("ours")]
     assert {row["table"].split()[0] for row in ours} == {"logits", "states", "windows"}
     assert not [row for row in ours if "skipped" in row]
-    assert "left out" in table and figures["ceilings"]["bytes"] > 0
+    assert "left out" in table and numbers["ceilings"]["bytes"] > 0
 
 
 def test_gpu_step_at_toy_size(tmp_path):
     """Every way runs, and in float32 they agree (the script asserts it)."""
-    table, figures = run(tmp_path, "gpu_step.py", "--toy", "--repeats", "1", "--peer-rows", "1")
+    table, numbers = run(tmp_path, "gpu_step.py", "--toy", "--repeats", "1", "--peer-rows", "1")
     ways = ["ours", "ours, separate rows", "transformers"]
-    assert [(row["phase"], row["way"]) for row in figures["rows"]] == [
+    assert [(row["phase"], row["way"]) for row in numbers["rows"]] == [
         *(("rollout", way) for way in ways if way != "ours, separate rows"),
         *((phase, way) for phase in ("scoring", "step") for way in ways),
     ]
-    assert all(row["seconds"] > 0 for row in figures["rows"])
+    assert all(row["seconds"] > 0 for row in numbers["rows"])
     assert sum(line.startswith("| ") for line in table.splitlines()) == 9
 
 

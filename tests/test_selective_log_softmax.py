@@ -71,7 +71,7 @@ def test_an_output_that_no_loss_uses_has_no_gradient(which):
 def test_ignored_rows_are_zero_in_everything():
     logits, ids, upstream = inputs(4, 300)
     ids[1] = ids[2] = -100
-    logits.data[1] = float("nan")  # whatever stands there
+    logits.data[1] = float("nan")  # ignored like any other number
     logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
     assert not logps[1:3].any() and not entropies[1:3].any() and not gradient[1:3].any()
     kept = [0, 3]
@@ -175,7 +175,7 @@ def test_every_output_is_written(monkeypatch):
 
 
 def test_rows_beyond_32_bit_offsets():
-    """Three rows 2^30 + 8 elements apart: the last begins behind element 2^31. Nothing between them is touched."""
+    """Three rows 2^30 + 8 elements apart: the last begins after element 2^31. Nothing between them is touched."""
     apart, vocab = 2**30 + 8, 600
     memory = torch.empty(2 * apart + vocab, dtype=torch.bfloat16)  # 4 GB of addresses, not of memory
     logits, ids, upstream = inputs(3, vocab, torch.bfloat16)

@@ -32,7 +32,7 @@ CASES = [
 
 
 def make(lengths, heads, head_dim, dtype):
-    """q, k, v whose every neighbour in memory is NaN, and of which no two have the same strides."""
+    """q, k, v with three different strides; every neighbour in memory is NaN."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for gap in (1, 2, 3):
