@@ -7,9 +7,9 @@ In this order: card and versions; two ceilings of this card, measured (bytes a s
 second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
 inputs. A way's results are compared before it is timed, on 64 random rows in float64, with uninitialised memory filled
 with NaN; one that is wrong is not timed. Times are the median of triton.testing.do_bench (50 ms of warm-up, 300 ms of
-repetitions) with the 20th and 80th percentile, taken twice; the JSON has the second median too, to judge the
-spread. `share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once,
-or operations that have to be done. Peak memory is that of one call, without its inputs.
+repetitions) with the 20th and 80th percentile, taken twice; the JSON has the second median too, to judge the spread.
+`share` is the time that the ceilings allow, divided by the median: for bytes that have to be read and written once, or
+operations that have to be done. Peak memory is that of one call, without its inputs.
 
 Peers run where they can be imported; a line says which could not.
 """

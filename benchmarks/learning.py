@@ -5,8 +5,8 @@
 
 Each row is one run of train.py on one thread (so that its numbers do not depend on the number of cores). sampled and
 greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out pairs in
-which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and its
-evaluations. `shuffled rewards` is a control that must learn nothing.
+which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and
+its evaluations. `shuffled rewards` is a control that must learn nothing.
 """
 
 import argparse

@@ -8,8 +8,8 @@
     shuffled        grpo with its rewards permuted over the batch: a control that must learn nothing
 
 Mean IoU over held-out pictures of the likeliest answer (greedy) and of one drawn at temperature 1 (sampled); acc_0_5 is
-the share of boxes with an IoU of at least 0.5; unseen the pictures with a box that no training picture has. Each run has one
-thread, so that its numbers do not depend on the number of cores.
+the share of boxes with an IoU of at least 0.5; unseen the pictures with a box that no training picture has. Each run
+has one thread, so that its numbers do not depend on the number of cores.
 """
 
 import argparse
