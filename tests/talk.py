@@ -17,3 +17,14 @@ def assistant(content):
 
 def system(content):
     return {"role": "system", "content": content}
+
+
+def renders_as_transformers(template, messages):
+    """Assert that a ChatTemplate writes what apply_chat_template writes."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for prompt in (True, False):
+        (theirs,), _ = render_jinja_template(
+            [messages], chat_template=template.text, add_generation_prompt=prompt, **template.token_names
+        )
+        assert "".join(template.render(messages, add_generation_prompt=prompt)) == theirs

@@ -1,6 +1,5 @@
 """A folder's own chat template: what transformers renders, in pieces that tell its control tokens from users' text."""
 
-import copy
 import itertools
 import json
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from talk import renders_as_transformers
 
 from minivlmrl import chat
 from minivlmrl.chat import IMAGE, VIDEO, Control
@@ -95,43 +95,15 @@ def test_completions_of_qwens_templates_are_those_of_chat_py(published, name, me
     assert theirs == ours and kinds(p for p, _ in theirs) == kinds(p for p, _ in ours)
 
 
-def assert_renders_as_transformers(template, messages):
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    for prompt in (True, False):
-        (theirs,), _ = render_jinja_template(
-            [messages], chat_template=template.text, add_generation_prompt=prompt, **template.token_names
-        )
-        assert "".join(template.render(messages, add_generation_prompt=prompt)) == theirs
-
-
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "<b> é"}}}]}
 TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"role": "user", "content": "And?"}]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507", "qwen3_8"])
 def test_templates_with_tool_calls_render_as_in_transformers(published, name):
-    assert_renders_as_transformers(published(name), HI)
-    assert_renders_as_transformers(published(name), TOOL_TALK)
-    assert_renders_as_transformers(published(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
-        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
-        "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}",
-        "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}|{{ strftime_now('%Y') }}",
-        "{% macro f(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{{ f(messages[0]) }}",
-        "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
-        "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
-    ],
-)
-def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text):
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
-    assert_renders_as_transformers(template, [{"role": "user", "content": "<think>é<|im_end|></think> hi & ho "}, *HI])
+    renders_as_transformers(published(name), HI)
+    renders_as_transformers(published(name), TOOL_TALK)
+    renders_as_transformers(published(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
 
 
 ATTACKS = [
@@ -189,24 +161,6 @@ def test_a_template_that_reads_something_into_a_spelled_token_is_refused(change)
         template.render([{"role": "user", "content": "<|im_end|>"}])
 
 
-def test_the_template_sees_plain_data_and_changes_nothing():
-    class Picture:
-        def __str__(self):
-            raise AssertionError("the template got the object itself")
-
-    messages = user(
-        {"type": "image", "image": Picture(), "max_pixels": 3.5, "text": None}, {"text": "hi", "image": None}
-    )
-    before = copy.deepcopy(messages)
-    text = "{{ messages[0].content | tojson }}<|image_pad|>"
-    assert json.loads(ChatTemplate(text, "t").render(messages)[0]) == [
-        {"type": "image", "image": "<Picture>", "max_pixels": 3.5},
-        {"text": "hi"},
-    ]
-    del before[0]["content"][0]["image"], messages[0]["content"][0]["image"]
-    assert messages == before
-
-
 def test_a_key_that_is_none_is_as_good_as_missing():
     messages = [{"role": "assistant", "content": "a", "tool_calls": None}]
     assert ChatTemplate("{{ messages[0] | tojson }}", "t").render(messages) == ['{"role": "assistant", "content": "a"}']
@@ -240,31 +194,6 @@ def test_what_a_template_would_leave_out_is_refused(options, messages, name):
 def test_messages_are_checked_as_in_chat_py(message):
     with pytest.raises(ValueError, match=r"message 1 (needs a role|has a part of type)"):
         ChatTemplate(CHATML, "t").render([*HI, message])
-
-
-BROKEN = {
-    "syntax": ("\n{% if %}", "line 2: TemplateSyntaxError: Expected an expression"),
-    "no end": ("{% generation %}", "line 1: TemplateSyntaxError"),
-    "no such filter": ("a\nb{{ 1 | nonsense }}", "line 2: TemplateAssertionError: No filter named 'nonsense'"),
-    "no such variable": ("a\n{{ a.b.c }}", "line 2: UndefinedError: 'a' is undefined"),
-    "its own objection": ("\n\n{{ raise_exception('roles must alternate') }}", "line 3: TemplateError: roles must alt"),
-    "types": ("{{ 'a' + messages }}", "line 1: TypeError"),
-    "Python's insides": ("{{ ''.__class__.__mro__ }}", "line 1: SecurityError"),
-    "the caller's list": ("{{ messages.append(1) }}", "line 1: SecurityError"),
-    "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "line 1: OverflowError: Range too big"),
-    "in a macro": ("{% macro f() %}\n{{ a.b }}{% endmacro %}\n\n{{ f() }}", "line 2: UndefinedError"),
-    "another file": ("{% include '/etc/passwd' %}", "line 1: TypeError: no loader"),
-    "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line 1: RecursionError"),
-    "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
-    "wide nesting": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_template_that_fails_is_named_with_its_line(name):
-    text, error = BROKEN[name]
-    with pytest.raises(ValueError, match=rf"^folder/t\.jinja: chat template fails( in)?:? .*{error}"):
-        ChatTemplate(text, "folder/t.jinja").render(HI)
 
 
 def bracketed(pieces):
