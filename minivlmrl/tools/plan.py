@@ -15,11 +15,12 @@ Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESE
 """
 
 import argparse
+import io
 import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -140,22 +141,13 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     prompt = Prompt(torch.cat(tokens), torch.empty(0, config.vision_config.patch_dim), grid)
     batch = pack([prompt] * work.prompts, [[completion] * work.num_generations] * work.prompts, config)
     grids, patches = batch.image_grid_thw, work.prompts * int(grid.prod(1).sum())
-    _to_meta(batch)
+    file = io.BytesIO()
+    torch.save(batch, file)
+    file.seek(0)
+    batch = torch.load(file, map_location="meta", weights_only=False)  # all tensors, at any depth
     batch.image_grid_thw = grids
     batch.pixel_values = torch.empty(patches, config.vision_config.patch_dim, device="meta")
     return batch
-
-
-def _to_meta(x):
-    """Move all tensors inside an object, at any depth, in place."""
-    if isinstance(x, Tensor):
-        return x.to("meta")
-    if isinstance(x, list | tuple):
-        return type(x)(_to_meta(item) for item in x)
-    if is_dataclass(x) or hasattr(x, "__dict__"):
-        for name, value in vars(x).items():
-            setattr(x, name, _to_meta(value))
-    return x
 
 
 class Costs:
