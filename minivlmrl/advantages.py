@@ -1,65 +1,69 @@
-"""Rewards -> advantages: how much better a completion, or a token, is than what was to be expected.
+"""Rewards -> advantages: how much better a completion is than the others of its group.
 
-Groups (GRPO, RLOO): a completion against the others of its prompt. Values (PPO): a token against a critic's forecast.
+Other baselines (leave-one-out, GDPO, a value model's) are in algorithms/baselines.py.
 """
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # TRL's
-SCALES = ("group", "batch", "none")
+EPSILON = 1e-4  # TRL's, beside a standard deviation
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over reward functions: (n, K), (K,) -> (n,). NaN (not judged) adds nothing; all NaN stays NaN."""
+    """Weighted sum over reward functions: (n, K), (K,) -> (n,).
+
+    NaN (a function could not judge) adds nothing; if all are NaN, so is the sum.
+    """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Centre each reward on its group, then divide by a standard deviation.
+    """Subtract the mean of the group, then divide by a standard deviation.
 
-    Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (n - 1 in its denominator),
-    so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
+    Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1
+    in its denominator), so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: (n,) float32, groups of num_generations in a row; NaN where no reward could judge.
-        scale_rewards: divide by the standard deviation of the "group", of the whole "batch", or by nothing ("none").
-            Each completion is centred on its own group in all three.
+        rewards: (n,) float32, groups of num_generations in order; NaN where nothing could judge.
+        scale_rewards: the standard deviation is that of the "group" or of the whole "batch";
+            "none" divides by nothing. The mean is the group's in all three.
     Returns:
         (n,) advantages; 0 where the reward is NaN.
     Raises:
-        ValueError: n is no multiple of num_generations, or num_generations 1 with scaled advantages.
-    Source: DeepSeekMath eq. 21 (arXiv 2402.03300); equals TRL's GRPOTrainer (sum_then_normalize).
+        ValueError: n is no multiple of num_generations, or groups of one are to be scaled.
+    Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
     if num_generations == 1 and scale_rewards != "none":
-        raise ValueError("num_generations is 1: a group of one has no standard deviation; use 2 or more")
-    groups = _groups(rewards, num_generations)
+        raise ValueError("num_generations is 1: one completion has no standard deviation; use 2")
+    groups = to_groups(rewards, num_generations)
     centred = rewards - groups.nanmean(dim=1).repeat_interleave(num_generations)
     if scale_rewards == "group":
-        advantages = centred / (group_std(rewards, num_generations).repeat_interleave(num_generations) + EPSILON)
+        std = group_std(rewards, num_generations).repeat_interleave(num_generations)
     elif scale_rewards == "batch":
-        advantages = centred / (_nanstd(rewards[None])[0] + EPSILON)
+        std = nanstd(rewards)
     elif scale_rewards == "none":
-        advantages = centred
+        return centred.nan_to_num(0.0)
     else:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}, it must be 'group', 'batch' or 'none'")
-    return advantages.nan_to_num(0.0)
+        raise ValueError(f"scale_rewards is {scale_rewards!r}, not 'group', 'batch' or 'none'")
+    return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
-    """Standard deviation of each group: (n,) -> (n / num_generations,). 0 means the group teaches nothing."""
-    return _nanstd(rewards.view(-1, num_generations))
+    """Standard deviation of each group, (n,) -> (n / num_generations,); 0: it teaches nothing."""
+    return nanstd(to_groups(rewards, num_generations))
 
 
-def _groups(rewards: Tensor, num_generations: int) -> Tensor:
+def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
+    """(n,) -> (n / num_generations, num_generations)."""
     if len(rewards) % num_generations:
-        raise ValueError(f"{len(rewards)} rewards are not groups of num_generations={num_generations}")
+        cure = f"not groups of num_generations={num_generations}"
+        raise ValueError(f"{len(rewards)} rewards are {cure}")
     return rewards.view(-1, num_generations)
 
 
-def _nanstd(x: Tensor) -> Tensor:
-    """Over the last axis with n - 1 in the denominator, NaN left out; NaN where fewer than two values remain."""
+def nanstd(x: Tensor) -> Tensor:
+    """Over the last axis, n - 1 in the denominator, NaN left out; NaN for fewer than two values."""
     count = (~x.isnan()).sum(-1)
     variance = (x - x.nanmean(-1, keepdim=True)).square().nansum(-1) / (count - 1)
     return torch.where(count > 1, variance.sqrt(), float("nan"))

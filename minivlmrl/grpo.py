@@ -1,235 +1,260 @@
-"""Group relative policy optimization (DeepSeekMath, arXiv 2402.03300) and its family: no critic, but a group.
+"""GRPO from rows to a loss, in the order in which it happens (DeepSeekMath, arXiv 2402.03300):
 
-With sequence-level ratios it is GSPO; loss_type rloo is RLOO: whole-completion ratios, advantages against the others of
-the group, and the KL in the reward instead of the loss.
-Left out: the paper's outer loop that renews the reference model (sync_ref_model moves it on the way instead).
+    rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
+
+B prompts of this rank, G completions of each, n = B * G rows in all, groups in order; R rows and T
+tokens of the longest completion in a micro-batch. Left out: the paper's outer loop that renews the
+reference. The rest of the family (RLOO, DAPO's dynamic sampling, ...) is in algorithms/family.py.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minivlmrl.advantages import group_advantages, group_std
-from minivlmrl.algorithms.advantages import leave_one_out, normalize_then_sum
-from minivlmrl.algorithms.buffer import Buffer
-from minivlmrl.algorithms.online import Online, RolloutBatch, check_online
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import random_numbers
+from minivlmrl.advantages import combine, group_advantages
+from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.generate import Completion, sample_completions
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import (
-    CORRECTION_MODES,
-    IMPORTANCE_SAMPLING_LEVELS,
-    KL_ESTIMATORS,
-    LOSS_TYPES,
-    grpo_loss,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
-from minivlmrl.rewards import soft_overlong_punishment
-from minivlmrl.run.config import RunConfig
-from minivlmrl.run.evaluate import Rollout
-from minivlmrl.scale.sharding import reshard
+from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
+from minivlmrl.rewards import reward_columns, score
+from minivlmrl.rows import Prompt, Row
 
 
 @dataclass
-class GRPOBatch(RolloutBatch):
-    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1)
-    old_entropies: Tensor | None = None  # (R, T)
-    entropy_threshold: float | None = None  # of the whole optimizer step ...
-    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
+class GRPOConfig(PolicyLoss):
+    """Options of GRPO: those of its loss, and how a rollout is made and used."""
+
+    num_generations: Annotated[int, ">= 2"] = 8  # G, completions of each prompt: the group
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
+    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # see group_advantages
 
 
-class GRPO(Online):
-    stage, batch_type = "grpo", GRPOBatch
+@dataclass
+class Rollout:
+    """Completions of this rank's prompts and what they earned."""
+
+    rows: Sequence[Row]  # B
+    prompts: list[Prompt]
+    completions: list[list[Completion]]  # B lists of G
+    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward works on."""
+
+    group: GroupBatch
+    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
+    counts: Counts  # of the whole optimizer step
+    rows: slice | None = None  # of this rank's completions
+    sampler_logps: Tensor | None = None  # (R, T) as they were drawn
+    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
+    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
+    advantages: Tensor | None = None  # (R,) or (R, T)
+
+    @property
+    def weight(self) -> float:
+        """How much its metrics count in the step's: they are means over these tokens."""
+        return float(self.loss_mask.sum())
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Mean of a flat (M,) tensor over the tokens that are trained on."""
+        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
+        return total / self.loss_mask.sum().clamp(min=1)
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
+    ends_rollout: bool = True  # a state of the run is only written after such a step
+
+
+class Algorithm:
+    """An algorithm is two methods: steps() yields micro-batches, loss() scores one."""
+
+    stage: str  # its name, and that of its section in a recipe
+    needs = "prompts"  # what its rows must have, see run/batches.py
+    steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
+    reference = None  # see algorithms/reference.py
+
+    def __init__(self, run, model: nn.Module, processor, world):
+        self.run, self.config, self.world = run, getattr(run, self.stage), world
+        self.policy, self.processor = model, processor
+        self.trained: nn.Module = model  # what the optimizer updates
+        model.requires_grad_(True)  # also what an earlier stage has frozen
+        model.visual.requires_grad_(not self.config.freeze_vision_tower)
 
     @staticmethod
-    def check(run: RunConfig):
-        config = run.grpo
-        check_online("grpo", run, config.beta)
-        known = {
-            "loss_type": LOSS_TYPES, "kl_estimator": KL_ESTIMATORS, "rollout_correction": (None, *CORRECTION_MODES),
-            "importance_sampling_level": IMPORTANCE_SAMPLING_LEVELS,
-        }  # fmt: skip
-        for name, values in known.items():
-            if getattr(config, name) not in values:
-                raise ValueError(f"grpo.{name} is {getattr(config, name)!r}; known are {', '.join(map(str, values))}")
-        rloo, gdpo = config.loss_type == "rloo", config.multi_objective_aggregation == "normalize_then_sum"
-        if rloo and config.importance_sampling_level != "token":
-            raise ValueError("grpo.importance_sampling_level: rloo has its own, the ratio of whole completions")
-        if rloo and gdpo:
-            raise ValueError("grpo.multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize")
-        for name in ("normalize_advantages", "reward_clip_range"):
-            if getattr(config, name) and not rloo:
-                raise ValueError(f"grpo.{name} is an option of loss_type rloo; the others have scale_rewards")
-        if config.soft_punish_cache and gdpo:
-            raise ValueError("grpo.soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
+    def check(run):
+        """Refuse a recipe (ValueError) before anything is loaded."""
+
+    def begin(self, batches, held_out):
+        """Prepare the first step; a resumed run has this in its state."""
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        """Endless optimizer steps from draws of this rank's rows."""
+        raise NotImplementedError
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The batch's share of the step's loss, and metrics."""
+        raise NotImplementedError
+
+    def after_step(self, steps: int):
+        """Do what follows the update that makes so many of this stage."""
+        if self.reference is not None:
+            self.reference.after_step(steps)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """All that has weights which a resumed run needs; state_dict is the rest, plain data."""
+        reference = {} if self.reference is None else {"reference": self.reference.model}
+        return {"policy": self.policy} | reference
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict):
+        """Take what state_dict gave, on any number of ranks."""
+
+    def save(self, folder: Path):
+        """Write what was trained into the run's folder; all ranks call it."""
+        from minivlmrl.scale.saving import save_model
+
+        save_model(folder / "checkpoint", self.policy, self.processor, self.world)
+
+    def pair_accuracy(self, rows) -> float | None:
+        """Share of held-out pairs with the chosen answer ahead; None: it cannot tell."""
+
+
+class GRPO(Algorithm):
+    """Group relative policy optimization; with sequence-level ratios it is GSPO."""
+
+    stage, batch_type = "grpo", MicroBatch
+
+    @staticmethod
+    def check(run):
+        from minivlmrl.algorithms.reference import check_online
+
+        check_online("grpo", run, run.grpo.beta)
 
     def __init__(self, *args):
-        run: RunConfig = args[0]
-        super().__init__(run.grpo, run.grpo.beta, run.grpo.steps_per_generation, run.grpo.num_iterations, *args)
-        config = self.config
-        self.rloo = config.loss_type == "rloo"
-        self.off_policy = config.num_iterations > 1 or config.steps_per_generation > 1
-        kl_in_reward = self.rloo and config.beta
-        self.needs_old = self.off_policy or config.rollout_correction or kl_in_reward or config.top_entropy_quantile < 1
+        super().__init__(*args)
+        config, self.rewards = self.config, self.run.rewards  # name -> weight
+        self.steps_per_rollout, self.passes = config.steps_per_generation, config.num_iterations
+        self.on_policy = self.steps_per_rollout == self.passes == 1
+        self.fresh = True  # whether the policy is still the one that sampled
+        self.reward_model = None
+        if config.beta:
+            from minivlmrl.algorithms.reference import Reference
 
-    def make(self, stream: Iterator[dict[int, int]]) -> Buffer:
-        result, metrics = self.collect(stream)
-        steps = self.prepare(result)
-        return Buffer(result, steps, metrics | self.judge(result, steps), self.times)
+            self.reference = Reference(self.policy, config)
+        if "reward_model" in self.rewards:
+            from minivlmrl.reward_functions.reward_model import RewardModelScores
 
-    def collect(self, stream: Iterator[dict[int, int]]) -> tuple[Rollout, dict[str, float]]:
-        """A rollout. With max_num_gen_batches over 1, its groups with equal rewards are replaced by those of further
-        rollouts (DAPO's dynamic sampling), as far as these go. The groups stay with the rank that made them."""
-        config, rounds = self.config, 1
-        result, wanted = self.sample(next(stream)), config.prompts_per_step * config.steps_per_generation
-        if config.max_num_gen_batches == 1:
-            return result, {}
-        live, dead = self.split(result)
-        while len(live) < wanted and rounds < config.max_num_gen_batches:
-            more = self.sample(next(stream))
-            more.places = [place + rounds * wanted for place in more.places]
-            result, rounds = result.join(more), rounds + 1
-            live, dead = self.split(result)
-        kept = (live + dead)[:wanted]
-        result = result.select([result.places.index(place) for place in kept if place in result.places])
-        result.places = [kept.index(place) for place in result.places]
-        return result, {"num_gen_batches": float(rounds)}
+            self.reward_model = RewardModelScores(self.run, self.policy, self.world)
 
-    def split(self, result: Rollout) -> tuple[list[int], list[int]]:
-        """Places of the groups of all ranks whose rewards differ, and of the others."""
-        size, gdpo = self.config.num_generations, self.config.multi_objective_aggregation == "normalize_then_sum"
-        judged = self.everyones(result, result.rewards if gdpo else self.shaped(result)[:, None])  # (n, K) or (n, 1)
-        differs = torch.stack([group_std(column, size) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
-        return differs.nonzero()[:, 0].tolist(), (~differs).nonzero()[:, 0].tolist()
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        while True:
+            rollout = self.roll_out(batches)
+            steps = self.pack(rollout)
+            metrics = self.compute_advantages(rollout, steps)
+            last = self.passes * len(steps) - 1
+            for number in range(last + 1):
+                self.fresh = number == 0
+                yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
 
-    def shaped(self, result: Rollout) -> Tensor:
-        """(n,) rewards with what is added for length, which is DAPO's overlong shaping."""
-        rewards = self.combined(result)
-        if self.config.soft_punish_cache:
-            limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
-            lengths = [len(c.ids) for group in result.completions for c in group]
-            rewards = rewards + torch.tensor([soft_overlong_punishment(n, limit, cache) for n in lengths])
-        return rewards
-
-    def judge(self, result: Rollout, steps: list[list[GRPOBatch]]) -> dict[str, float]:
-        """Give the batches their advantages; returns what there is to report of all ranks."""
-        size, rewards = self.config.num_generations, self.shaped(result)
-        figures = self.figures(result, rewards)
-        rewards, each = self.everyones(result, rewards), self.everyones(result, result.rewards)
-        if self.config.shuffle_rewards:
-            order = random_numbers(f"{self.random_key()}/shuffle").permutation(len(rewards))
-            rewards, each = rewards[order], each[order]
-        spread = group_std(rewards, size)
-        figures["reward_std"] = spread.nanmean().item()
-        figures["frac_reward_zero_std"] = (spread < 1e-8).float().mean().item()  # groups that teach nothing
-        if self.rloo:
-            rewards = self.clip_and_penalise(rewards, result, steps)
-        advantages = self.mine(result, self.advantages(rewards, each))
-        for batch in (batch for batches in steps for batch in batches):
-            batch.advantages = batch.part(advantages).to(self.world.device)
-        return figures
-
-    def advantages(self, rewards: Tensor, each: Tensor) -> Tensor:
-        """(n,) of all ranks' completions, from combined (n,) and single (n, K) rewards."""
-        config, size = self.config, self.config.num_generations
-        if self.rloo:
-            return leave_one_out(rewards, size, config.normalize_advantages)
-        if config.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(each, self.reward_weights, size)
-        return group_advantages(rewards, size, config.scale_rewards)
-
-    def clip_and_penalise(self, rewards: Tensor, result: Rollout, steps: list[list[GRPOBatch]]) -> Tensor:
-        """RLOO's rewards: clipped, then minus beta times the k1 estimate of the whole completion's KL."""
-        config = self.config
-        rewards = rewards if config.reward_clip_range is None else rewards.clamp(*config.reward_clip_range)
-        if not config.beta:
-            return rewards
-        kl = [
-            ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.completion_mask).sum(1).cpu()
-            for batches in steps
-            for batch in batches
-            if not batch.idle
-        ]
-        return rewards - config.beta * self.everyones(result, torch.cat([torch.zeros(0), *kl]))
+    def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
+        """Draw rows, sample G completions of each and let the rewards judge them."""
+        rows, G = next(batches), self.config.num_generations
+        prompts = [row.prompt(self.processor) for row in rows]
+        completions = sample_completions(
+            self.policy, self.processor, prompts, G, self.run.sampling,
+            [row.key for row in rows], self.world, self.run.rollout.gather_weights,
+        )  # fmt: skip
+        texts = [self.processor.decode(c.ids) for group in completions for c in group]
+        columns = reward_columns(rows, prompts, completions, self.processor)
+        if self.reward_model is not None:
+            columns["reward_model_scores"] = self.reward_model(prompts, completions)
+        return Rollout(rows, prompts, completions, score(list(self.rewards), texts, columns))
 
     @torch.no_grad()
-    def prepare(self, result: Rollout) -> list[list[GRPOBatch]]:
-        """Pack a rollout, with the log-probabilities that stay fixed while it is trained on."""
-        config = self.config
-        stopped = torch.tensor([c.stopped for group in result.completions for c in group])
-        steps = self.micro_batches(
-            result, config.steps_per_generation, stopped if config.mask_truncated_completions else None
+    def pack(self, rollout: Rollout) -> list[list[MicroBatch]]:
+        """For each optimizer step its micro-batches, with what stays fixed while it is used."""
+        per_step = len(rollout.prompts) // self.steps_per_rollout
+        parts = [range(i, i + per_step) for i in range(0, len(rollout.prompts), per_step)]
+        return [self.pack_step(rollout, part) for part in parts]
+
+    def pack_step(self, rollout: Rollout, part: range) -> list[MicroBatch]:
+        """The micro-batches of the prompts with these indices: one optimizer step."""
+        G, size, device = (
+            self.config.num_generations,
+            self.config.micro_batch_size,
+            self.world.device,
         )
-        for batch in (batch for batches in steps for batch in batches):
-            if self.needs_old:
-                logps, entropies = self.score(self.model, batch)
-                batch.old_per_token_logps, batch.old_entropies = batch.group.pad(logps), batch.group.pad(entropies)
-            if self.reference is not None:
-                batch.ref_per_token_logps = batch.group.pad(self.score(self.reference.model, batch)[0])
-            if config.rollout_correction:
-                batch.importance_sampling_ratio = rollout_importance_ratio(
-                    batch.old_per_token_logps, batch.sampler_logps, batch.completion_mask,
-                    mode=config.rollout_correction, clip_max=config.rollout_correction_max,
-                    clip_min=config.rollout_correction_min,
-                )  # fmt: skip
+        lengths = [len(c.ids) for i in part for c in rollout.completions[i]]
+        totals = self.world.sum(len(lengths), sum(lengths))
+        counts, batches = Counts(*totals, self.run.sampling.max_new_tokens), []
+        for start in part[::size]:
+            stop = min(start + size, part.stop)
+            ids = [[c.ids for c in group] for group in rollout.completions[start:stop]]
+            drawn = torch.cat([c.logps for g in rollout.completions[start:stop] for c in g])
+            group = pack(rollout.prompts[start:stop], ids, self.policy.config, device)
+            rows = slice(start * G, stop * G)
+            batch = self.batch_type(group, group.completion_mask, counts, rows)
+            batch.sampler_logps = group.pad(drawn.to(device))
+            self.score(batch)
+            batches.append(batch)
+        return batches
+
+    def score(self, batch: MicroBatch):
+        """Add the log-probabilities of the policy that sampled and of the reference."""
+        if not self.on_policy:
+            batch.old_per_token_logps = batch.group.pad(self.logps(batch.group)[0])
         if self.reference is not None:
-            reshard(self.reference.model)
-        if config.top_entropy_quantile < 1:
-            for batches in steps:
-                self.find_threshold(batches)
-        return steps
+            temperature = self.run.sampling.temperature
+            batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
 
-    def find_threshold(self, batches: list[GRPOBatch]):
-        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
-        real = [b.old_entropies[b.completion_mask.bool()].cpu() for b in batches]
-        everyones = torch.cat(self.world.gather_objects(torch.cat(real)))
-        threshold = top_entropy_threshold(everyones, torch.ones_like(everyones), self.config.top_entropy_quantile)
-        for batch in batches:
-            batch.entropy_threshold = threshold.item()
-            batch.num_entropy_tokens = (everyones >= threshold).sum().item()
+    def compute_advantages(self, rollout: Rollout, steps: list) -> dict[str, float]:
+        """Give the micro-batches their advantages; returns metrics of all ranks' completions."""
+        from minivlmrl.run.metrics import rollout_metrics
 
-    def score(self, model: Qwen2_5_VL, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Policy, old policy and reference are all scored at the temperature that the completions were drawn with."""
-        return per_token_logps(model, batch.group, self.run.sampling.temperature)
+        rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
+        total = combine(rewards, torch.tensor(list(self.rewards.values())))  # (all n,)
+        config = self.config
+        advantages = group_advantages(total, config.num_generations, config.scale_rewards)
+        self.assign(advantages, steps)
+        return rollout_metrics(self, rollout, rewards, total)
 
-    def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        config, group = self.config, batch.group
-        logps, entropies = self.score(self.model, batch)
+    def assign(self, advantages: Tensor, steps: list[list[MicroBatch]]):
+        """Give each micro-batch its part of (all n,) advantages."""
+        local = self.world.local(advantages).to(self.world.device)  # (n,)
+        for batch in (batch for micro_batches in steps for batch in micro_batches):
+            batch.advantages = local[batch.rows]
+
+    def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
+        """(M,) log-probabilities and entropies, at the temperature of the draws."""
+        return per_token_logps(self.policy, group, self.run.sampling.temperature)
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logps, entropies = self.logps(batch.group)
         loss, metrics = grpo_loss(
-            group.pad(logps),
-            batch.advantages,
-            batch.completion_mask,
-            old_per_token_logps=batch.old_per_token_logps if self.off_policy else None,
-            ref_per_token_logps=batch.ref_per_token_logps,
-            sampling_per_token_logps=batch.sampler_logps,
-            importance_sampling_ratio=batch.importance_sampling_ratio,
-            entropies=group.pad(entropies),
-            loss_type=config.loss_type,
-            importance_sampling_level=config.importance_sampling_level,
-            epsilon_low=config.epsilon_low,
-            epsilon_high=config.epsilon_high,
-            delta=config.delta,
-            beta=0.0 if self.rloo else config.beta,
-            kl_estimator=config.kl_estimator,
-            kl_straight_through=config.kl_straight_through,
-            use_bias_correction_kl=config.use_bias_correction_kl,
-            top_entropy_quantile=config.top_entropy_quantile,
-            entropy_threshold=batch.entropy_threshold,
-            entropy_coef=config.entropy_coef,
-            off_policy_mask_threshold=config.off_policy_mask_threshold,
-            sapo_temperature_pos=config.sapo_temperature_pos,
-            sapo_temperature_neg=config.sapo_temperature_neg,
-            vespo_k_pos=config.vespo_k_pos,
-            vespo_lambda_pos=config.vespo_lambda_pos,
-            vespo_k_neg=config.vespo_k_neg,
-            vespo_lambda_neg=config.vespo_lambda_neg,
-            max_completion_length=self.run.sampling.max_new_tokens,
-            num_sequences=batch.num_sequences,
-            num_tokens=max(batch.num_tokens, 1),
-            num_entropy_tokens=batch.num_entropy_tokens or max(batch.num_tokens, 1),
-        )
-        metrics["entropy"] = batch.mean(entropies)
-        return loss, metrics | self.mismatch(batch, logps)
+            batch.group.pad(logps), batch.advantages, batch.loss_mask, self.config,
+            old_per_token_logps=batch.old_per_token_logps,
+            ref_per_token_logps=batch.ref_per_token_logps, counts=batch.counts,
+        )  # fmt: skip
+        return loss, metrics | self.policy_metrics(batch, logps, entropies)
+
+    def policy_metrics(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict:
+        """Entropy; and while the policy is the one that sampled: do both score its tokens alike?"""
+        metrics = {"entropy": batch.mean(entropies)}
+        if self.fresh:
+            gap = batch.group.pad(logps.detach()) - batch.sampler_logps
+            metrics["rollout/logp_mismatch"] = gap.abs().max()
+        return metrics

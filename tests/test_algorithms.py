@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from minivlmrl import grpo as grpo_file
 from minivlmrl import train
 from minivlmrl.algorithms import online as online_file
-from minivlmrl.algorithms.value_model import load_scalar_model
+from minivlmrl.algorithms.value_model import load_value_model
 from minivlmrl.batch import pack
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.logprobs import completion_states, per_token_logps
@@ -766,7 +766,7 @@ def test_the_saved_folder_gives_equal_numbers(stage, tmp_path):
     run = stage("reward_model")
     run.go(3)
     run.algorithm.save(tmp_path)
-    loaded = load_scalar_model(tmp_path / "reward_model")
+    loaded = load_value_model(tmp_path / "reward_model")
     batch = run.next()[0].group
     assert torch.equal(loaded.at_end(batch), run.algorithm.trained.at_end(batch))
     assert loaded.at_end(batch).abs().min() > 0
@@ -775,7 +775,7 @@ def test_the_saved_folder_gives_equal_numbers(stage, tmp_path):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_the_reward_model_judges_in_the_same_run_and_by_its_path(folder, tmp_path, name, samples):
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
-    judge = load_scalar_model(tmp_path / "one" / "reward_model")
+    judge = load_value_model(tmp_path / "one" / "reward_model")
     texts, result = samples[0].texts, samples[0]
     with torch.no_grad():
         numbers = [
@@ -941,7 +941,7 @@ def test_the_separate_critic_begins_with_the_policy_and_goes_its_own_way(stage, 
         assert value.data_ptr() != dict(run.model.named_parameters())[name].data_ptr()
     run.go(3)
     run.algorithm.save(tmp_path)
-    loaded, trained = load_scalar_model(tmp_path / "critic"), snapshot(run.algorithm.critic)
+    loaded, trained = load_value_model(tmp_path / "critic"), snapshot(run.algorithm.critic)
     assert all(torch.equal(value, trained[name]) for name, value in loaded.named_parameters())
     assert not torch.equal(trained["backbone.model.norm.weight"], before["model.norm.weight"])
     assert not (tmp_path / "value_head.safetensors").exists()
@@ -962,7 +962,7 @@ def test_a_critic_can_begin_with_a_reward_model(folder, tmp_path, stage):
     main(folder, tmp_path, "judge", "--stages=reward_model")
     path = tmp_path / "judge" / "reward_model"
     run = stage("ppo", "--ppo.critic=separate", f"--ppo.critic_path={path}", dtype=torch.float32)
-    expected = snapshot(load_scalar_model(path))
+    expected = snapshot(load_value_model(path))
     assert expected["score.weight"].any()
     assert all(torch.equal(value, expected[name]) for name, value in run.algorithm.critic.named_parameters())
     run.go(2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minivlmrl.advantages import group_advantages
-from minivlmrl.algorithms.advantages import leave_one_out, normalize_then_sum, token_rewards
+from minivlmrl.algorithms.baselines import leave_one_out, normalize_then_sum, token_rewards
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.losses import (
     CORRECTION_MODES,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.algorithms.advantages import gae, masked_moments, token_rewards, whiten
+from minivlmrl.algorithms.baselines import gae, masked_moments, token_rewards, whiten
 
 
 def test_docstring_example():

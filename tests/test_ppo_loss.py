@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.advantages import gae, token_rewards, whiten
+from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.ppo_loss import PPOLoss, PPORollout, ppo_loss
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ppo_trl_1.12.0.json").read_text())

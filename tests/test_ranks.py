@@ -11,10 +11,10 @@ import torch
 import yaml
 from on_ranks import launch
 
-from minivlmrl.algorithms.value_model import ScalarModel
+from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.saving import save_scalar_model
+from minivlmrl.scale.saving import save_value_model
 from minivlmrl.tasks import shapes
 
 from tiny import RUN_MODEL
@@ -88,9 +88,9 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch"}  # a largest difference of rounding
 def save_judge(folder):
     """A reward model with an opinion."""
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
-    judge = ScalarModel(model.double())
+    judge = ValueModel(model.double())
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
-    save_scalar_model(folder / "judge", judge, processor, World(0, 1, torch.device("cpu")))
+    save_value_model(folder / "judge", judge, processor, World(0, 1, torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")

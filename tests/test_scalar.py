@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.algorithms.value_model import ScalarModel, load_scalar_model, pack_to_end
+from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
 from minivlmrl.generate import Completion
@@ -13,7 +13,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.run.evaluate import judge
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.saving import save_scalar_model
+from minivlmrl.scale.saving import save_value_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -21,8 +21,8 @@ import tiny
 ONE = World(0, 1, torch.device("cpu"))
 
 
-def scalar_model(tied=False) -> ScalarModel:
-    model = ScalarModel(tiny.model(tied, dtype=torch.float64))
+def value_model(tied=False) -> ValueModel:
+    model = ValueModel(tiny.model(tied, dtype=torch.float64))
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -39,7 +39,7 @@ def groups():
 
 
 @torch.no_grad()
-def by_hand(model: ScalarModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
+def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
     """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
     ids = torch.cat([prompt.input_ids, completion])
     batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
@@ -48,14 +48,14 @@ def by_hand(model: ScalarModel, prompt: Prompt, completion: torch.Tensor) -> tor
 
 
 def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
-    model, (prompts, completions) = scalar_model(), groups
+    model, (prompts, completions) = value_model(), groups
     found = model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu"))
     expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
 
 def test_forecasts_stand_before_each_token(groups):
-    model, (prompts, completions) = scalar_model(), groups
+    model, (prompts, completions) = value_model(), groups
     found = model(pack(prompts, completions, model.backbone.config))
     expected = [
         by_hand(model, p, c)[len(p.input_ids) - 1 : -1]
@@ -66,7 +66,7 @@ def test_forecasts_stand_before_each_token(groups):
 
 
 def test_the_token_that_is_added_is_never_read(groups):
-    model, (prompts, completions) = scalar_model(), groups
+    model, (prompts, completions) = value_model(), groups
     batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
     assert batch.layout.row_lengths == [4, 2, 6, 5, 3, 3]
     spans = torch.cat([c for group in completions for c in group])
@@ -75,20 +75,20 @@ def test_the_token_that_is_added_is_never_read(groups):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_judging_in_parts_is_judging_at_once(groups, batch_size):
-    model, (prompts, completions) = scalar_model(), groups
+    model, (prompts, completions) = value_model(), groups
     drawn = [[Completion(ids, torch.zeros(len(ids)), True) for ids in group] for group in completions]
     expected = model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu"))
     assert judge(model, prompts, drawn, batch_size) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_a_new_head_says_zero_everywhere(groups):
-    model, (prompts, completions) = ScalarModel(tiny.model(dtype=torch.float64)), groups
+    model, (prompts, completions) = ValueModel(tiny.model(dtype=torch.float64)), groups
     assert not model(pack(prompts, completions, model.backbone.config)).any()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
-    model, (prompts, completions) = scalar_model(tied), groups
+    model, (prompts, completions) = value_model(tied), groups
     model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu")).sum().backward()
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
@@ -105,18 +105,18 @@ def processor():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
-    model, (prompts, completions) = scalar_model(tied), groups
-    save_scalar_model(tmp_path / "judge", model, processor, ONE)
-    loaded = load_scalar_model(tmp_path / "judge")
+    model, (prompts, completions) = value_model(tied), groups
+    save_value_model(tmp_path / "judge", model, processor, ONE)
+    loaded = load_value_model(tmp_path / "judge")
     batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
     assert torch.equal(loaded.at_end(batch), model.at_end(batch))
-    assert load_scalar_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
+    assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 
 
 def test_its_folder_is_a_plain_model_too(processor, tmp_path):
-    model = scalar_model()
-    save_scalar_model(tmp_path / "judge", model, processor, ONE)
+    model = value_model()
+    save_value_model(tmp_path / "judge", model, processor, ONE)
     assert torch.equal(load_model(tmp_path / "judge").lm_head.weight, model.backbone.lm_head.weight)
 
 
@@ -125,26 +125,26 @@ def test_a_plain_model_is_refused(processor, tmp_path):
     with pytest.raises(
         ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one with"
     ):
-        load_scalar_model(tmp_path / "policy")
+        load_value_model(tmp_path / "policy")
 
 
 def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="gone: no such folder"):
-        load_scalar_model(tmp_path / "gone")
+        load_value_model(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
 def test_another_head_is_refused(processor, tmp_path, change):
-    save_scalar_model(tmp_path / "judge", scalar_model(), processor, ONE)
+    save_value_model(tmp_path / "judge", value_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
     with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight of shape \(1, 64\)"):
-        load_scalar_model(tmp_path / "judge")
+        load_value_model(tmp_path / "judge")
 
 
 def test_a_head_that_was_cut_is_refused(processor, tmp_path):
-    save_scalar_model(tmp_path / "judge", scalar_model(), processor, ONE)
+    save_value_model(tmp_path / "judge", value_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):
-        load_scalar_model(tmp_path / "judge")
+        load_value_model(tmp_path / "judge")

@@ -1,12 +1,25 @@
 """The reference model: the policy as a stage found it, to measure how far training has moved."""
 
 import copy
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from torch import Tensor, nn
 
-from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.run.config import ReferenceConfig
+from minivlmrl.batch import GroupBatch
+from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
+
+
+@dataclass
+class ReferenceConfig:
+    """Options of stages that hold the policy near a reference."""
+
+    sync_ref_model: bool = False  # move the reference towards the policy on the way
+    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6  # reference = (1 - alpha) reference + alpha policy ...
+    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every so many optimizer steps
+    num_shared_layers: Annotated[int, ">= 0"] = 0  # vision tower, embeddings, so many layers: frozen, one copy for both
 
 
 class Reference:
@@ -14,16 +27,17 @@ class Reference:
 
     With num_shared_layers = k the vision tower, the embeddings and the first k decoder layers are frozen in the policy
     and exist once for both; only the layers above are copied. (A head that is tied to the embeddings is frozen too.)
-    Of sharded models they are frozen just so, but each rank copies its parts of them: a unit belongs to one model.
+    Of sharded models they are frozen as well, but each rank copies its parts of them: a unit belongs to one model.
 
     Args:
         policy: the model as it is now.
+        config: with the fields of ReferenceConfig.
     Raises:
         ValueError: the model has fewer layers than are to be shared.
     Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
 
-    def __init__(self, policy: Qwen2_5_VL, config: ReferenceConfig):
+    def __init__(self, policy: nn.Module, config):
         self.policy, self.config = policy, config
         shared = shared_parameters(policy, config.num_shared_layers)
         for parameter in shared:
@@ -31,19 +45,24 @@ class Reference:
         # what deepcopy finds in its memo it takes as it is
         twin = copy_model(policy) if is_sharded(policy) else copy.deepcopy(policy, {id(p): p for p in shared})
         self.model = twin.requires_grad_(False)
-        self.steps = 0
 
     @torch.no_grad()
-    def after_step(self):
-        """Call after every optimizer step: every ref_model_sync_steps the reference moves towards the policy."""
-        self.steps += 1
-        if self.config.sync_ref_model and self.steps % self.config.ref_model_sync_steps == 0:
+    def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
+        """(R, T) log-probabilities of a batch's completions, nats."""
+        logps, _ = per_token_logps(self.model, group, temperature)
+        reshard(self.model)
+        return group.pad(logps)
+
+    @torch.no_grad()
+    def after_step(self, steps: int):
+        """Move towards the policy if the number of optimizer steps says so."""
+        if self.config.sync_ref_model and steps % self.config.ref_model_sync_steps == 0:
             reshard(self.model)
-            for mine, theirs in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                mine.lerp_(theirs, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
+            for mine, policys in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+                mine.lerp_(policys, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
 
 
-def shared_parameters(policy: Qwen2_5_VL, layers: int) -> list[torch.nn.Parameter]:
+def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
     """What policy and reference have in common below decoder layer `layers`; nothing for 0."""
     if layers > len(policy.model.layers):
         raise ValueError(f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers")
@@ -51,3 +70,23 @@ def shared_parameters(policy: Qwen2_5_VL, layers: int) -> list[torch.nn.Paramete
         return []
     modules = [policy.visual, policy.model.embed_tokens, *policy.model.layers[:layers]]
     return [parameter for module in modules for parameter in module.parameters()]
+
+
+def check_reference(stage: str, config, weight: float):
+    """Refuse reference options without a reference model (ValueError); weight: of the KL to it."""
+    for name in ("sync_ref_model", "num_shared_layers"):
+        if getattr(config, name) and not weight:
+            raise ValueError(f"{stage}.{name} needs a reference model; the weight of the KL to it is 0")
+
+
+def check_online(stage: str, run, reference_weight: float):
+    """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
+    from minivlmrl.reward_functions.reward_model import check_reward_model
+
+    if run.sampling.temperature == 0:
+        raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
+    if not run.rewards:
+        raise ValueError(f"rewards: {stage} needs at least one")
+    if "reward_model" in run.rewards:
+        check_reward_model(run, stage)
+    check_reference(stage, getattr(run, stage), reference_weight)

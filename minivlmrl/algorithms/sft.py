@@ -1,55 +1,50 @@
 """Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.algorithm import Algorithm, MicroBatch, Step
-from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
+from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.batch import pack
+from minivlmrl.grpo import Algorithm, MicroBatch, Step
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig
+from minivlmrl.losses import Counts
+from minivlmrl.rows import Row
+
+
+@dataclass
+class SFTConfig:
+    """Options of SFT."""
+
+    loss_type: Literal["nll", "dft"] = "nll"  # see sft_loss
 
 
 class SFT(Algorithm):
-    """A prompt with one completion. Of a conversation only the assistant's turns are learnt."""
+    """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
     stage, needs = "sft", "demonstrations"
 
-    @staticmethod
-    def check(run: RunConfig):
-        if run.sft.loss_type not in SFT_LOSS_TYPES:
-            raise ValueError(f"sft.loss_type is {run.sft.loss_type!r}; known are {', '.join(SFT_LOSS_TYPES)}")
-
-    def batches(self) -> Iterator[Step]:
-        config = self.run.sft
-        for rows in self.rows(config.prompts_per_step):
-            encoded = [
-                (
-                    row.prompt(self.processor),
-                    *self.processor.encode_completion(row.messages, row.completion),
-                )
-                for row in rows
-            ]
-            counts = self.world.sum(len(rows), sum(int(learnt.sum()) for _, _, learnt in encoded))
-            spare = self.spare_prompt(), self.spare_completion(), torch.zeros(1, dtype=torch.bool)
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        for rows in batches:
+            prompts = [row.prompt(self.processor) for row in rows]
+            encoded = [self.processor.encode_completion(row.messages, row.completion) for row in rows]
+            tokens = sum(int(trained.sum()) for _, trained in encoded)
+            counts, size = Counts(*self.world.sum(len(rows), tokens)), self.config.micro_batch_size
             yield Step([
-                self.micro_batch(some, counts, idle)
-                for some, idle in self.in_step(config.micro_batch_size, encoded, spare)
+                self.micro_batch(prompts[i : i + size], encoded[i : i + size], counts)
+                for i in range(0, len(rows), size)
             ])  # fmt: skip
 
-    def micro_batch(
-        self, encoded: Sequence[tuple[Prompt, Tensor, Tensor]], counts: Sequence[float], idle: bool
-    ) -> MicroBatch:
-        prompts, answers, learnt = zip(*encoded, strict=True)
-        group = pack(prompts, [[ids] for ids in answers], self.model.config, self.world.device)
-        return MicroBatch(group, group.pad(torch.cat(learnt).float().to(self.world.device)), *counts, idle)
+    def micro_batch(self, prompts: list, encoded: list[tuple[Tensor, Tensor]], counts: Counts) -> MicroBatch:
+        """Pack prompts with their (ids, whether the assistant wrote them)."""
+        group = pack(prompts, [[ids] for ids, _ in encoded], self.policy.config, self.world.device)
+        trained = torch.cat([trained for _, trained in encoded]).float().to(self.world.device)
+        return MicroBatch(group, group.pad(trained), counts)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logps, entropies = per_token_logps(self.model, batch.group)
-        counts = SimpleNamespace(tokens=batch.num_tokens)
-        loss = sft_loss(batch.group.pad(logps), batch.completion_mask, self.run.sft.loss_type, counts=counts)
+        logps, entropies = per_token_logps(self.policy, batch.group)
+        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, self.config.loss_type, counts=batch.counts)
         return loss, {"entropy": batch.mean(entropies)}

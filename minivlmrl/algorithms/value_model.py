@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
@@ -13,17 +14,17 @@ from minivlmrl.hub.checkpoint import load_model, read_tensors
 from minivlmrl.hub.config import ModelConfig
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt
-from minivlmrl.scale.sharding import Sharding
+from minivlmrl.scale.sharding import Sharding, copy_model, is_sharded, reshard
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
 
 
-class ScalarModel(nn.Module):
+class ValueModel(nn.Module):
     """Backbone and one linear unit on its last hidden states, which starts at zero."""
 
     def __init__(self, backbone: Qwen2_5_VL):
         super().__init__()
-        self.backbone, self.score = backbone, scalar_head(backbone)
+        self.backbone, self.score = backbone, value_head(backbone)
         if not backbone.config.tie_word_embeddings:
             backbone.lm_head.requires_grad_(False)  # nobody asks it for words
 
@@ -46,7 +47,7 @@ def pack_to_end(
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
 
-def scalar_head(model: Qwen2_5_VL) -> nn.Linear:
+def value_head(model: Qwen2_5_VL) -> nn.Linear:
     """A linear unit on a model's hidden states, zero at first, of the model's device and dtype."""
     weight = model.lm_head.weight
     head = nn.Linear(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
@@ -61,19 +62,19 @@ def save_head(file: Path, weight: Tensor):
     aside.replace(file)
 
 
-def load_scalar_model(
+def load_value_model(
     folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
-) -> ScalarModel:
-    """Read what save_scalar_model wrote.
+) -> ValueModel:
+    """Read what save_value_model wrote.
 
     Args:
         dtype, device, sharding: see load_model.
     Raises:
         ValueError: as load_model; or there is no such folder, or it holds a plain model without a head.
     """
-    check_scalar_folder(folder)
+    check_value_model_folder(folder)
     file = Path(folder) / HEAD_FILE
-    model = ScalarModel(load_model(folder, dtype, device, sharding))
+    model = ValueModel(load_model(folder, dtype, device, sharding))
     tensors = dict(read_tensors(file))
     if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
         raise ValueError(f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}")
@@ -84,9 +85,31 @@ def load_scalar_model(
     return model
 
 
-def check_scalar_folder(folder: str | Path):
-    """Raise ValueError unless a folder looks like one of save_scalar_model's."""
+def check_value_model_folder(folder: str | Path):
+    """Raise ValueError unless a folder looks like one of save_value_model's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
     if not (Path(folder) / HEAD_FILE).is_file():
         raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")
+
+
+def copy_as_value_model(policy: nn.Module) -> ValueModel:
+    """A value model that begins with a copy of the policy, sharded like it; all of it is to be trained."""
+    model = ValueModel(copy_model(policy).requires_grad_(True))
+    if is_sharded(policy):
+        policy.sharding.shard_alone(model.score)
+    return model
+
+
+def full_weight(head: nn.Linear) -> Tensor:
+    """A head's weight, gathered if it is sharded; all ranks call this."""
+    reshard(head)
+    return head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+
+
+def save_value_model(folder: Path, model: ValueModel, processor, world):
+    """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
+    from minivlmrl.scale.saving import save_model
+
+    weight = full_weight(model.score)
+    save_model(folder, model.backbone, processor, world, lambda aside: save_head(aside / HEAD_FILE, weight))

@@ -63,8 +63,11 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
                 found[name] = build(hints[name], values[name], where, f"{prefix}{name}.", json)
             else:
                 found[name] = _read(hints[name], values[name], name, json)
-        return cls(**found)
     except InvalidValueError as error:
+        raise ValueError(f"{where}: {prefix}{error}") from None
+    try:
+        return cls(**found)
+    except ValueError as error:  # what a __post_init__ refuses; a file of the book raises a plain ValueError
         raise ValueError(f"{where}: {prefix}{error}") from None
 
 

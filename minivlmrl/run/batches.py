@@ -1,17 +1,68 @@
-"""Which rows each stage and the evaluation get."""
+"""Which rows each stage and the evaluation get, and in which order."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Literal
 
 import torch
 
-from minivlmrl.rows import Dataset, JsonLines
-from minivlmrl.run.config import DataSection
-from minivlmrl.tasks import localisation, shapes
+from minivlmrl.rows import Dataset, JsonLines, Row
+from minivlmrl.tasks.table import get_task
 
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
-NEEDS = {"demonstrations": ("completion",), "pairs": ("chosen", "rejected"), "prompts": ()}
-FRESH_ROWS = 1_000_000  # an embedded task draws rows on demand: a run does not meet one twice
+NEEDS = {
+    "prompts": (),
+    "demonstrations": ("completion",),
+    "pairs": ("chosen", "rejected"),
+    "labels": ("completion", "label"),
+}
+
+
+@dataclass
+class VideoSection:
+    """Which frames of a video the model sees, and how large: see data/video.py. A row can ask for its own."""
+
+    fps: float | None = None  # frames taken from a second; None: 2
+    min_frames: int | None = None  # bounds of their number; None: 4 and 768
+    max_frames: int | None = None
+    min_pixels: int | None = None  # bounds of a frame's area; None: 128 and 768 tokens
+    max_pixels: int | None = None
+    total_pixels: int | None = None  # most of all frames together; None: 90 % of 128000 tokens
+
+
+@dataclass
+class DataSection:
+    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
+
+    task: str | None = None  # "shapes" or "localisation"
+    train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
+    eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
+    eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
+    prompt_template: str = "{problem}"  # what the user message says; {problem} is the row's
+    system_prompt: str | None = None  # None: Qwen's default
+    min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
+    max_pixels: int | None = None
+    resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
+    video: VideoSection = field(default_factory=VideoSection)
+    allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL
+    add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
+    box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
+    eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
+    demonstrations: Annotated[int, ">= 1"] = 96  # embedded tasks: rows for sft
+    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # embedded tasks: share of them with a random label or box
+    pairs: Annotated[int, ">= 1"] = 1024  # shapes: rows for dpo, kto and reward_model
+    jitter: Annotated[int, ">= 0"] = 7  # localisation: pixels by which demonstrated coordinates may be off
+    objects: list[int] = field(default_factory=lambda: [1, 1])  # localisation: fewest and most in a picture, 1 to 3
+    thinking: Literal["name", "position"] = "name"  # localisation: what is thought, the object's name or its position
+
+    def __post_init__(self):
+        if len(self.eval_rewards) < 2:
+            raise ValueError(f"eval_rewards is {self.eval_rewards}, it must be names of rewards: what counts, form")
+        if "reward_model" in self.eval_rewards:
+            raise ValueError("eval_rewards: reward_model judges training only; leave it out")
+        few, many = (*self.objects, 0, 0)[:2]
+        if len(self.objects) != 2 or not 1 <= few <= many <= 3:
+            raise ValueError(f"objects is {self.objects}, it must be [fewest, most], 1 to 3")
 
 
 def load_datasets(
@@ -35,52 +86,16 @@ def load_datasets(
     """
     if (config.task is None) == (config.train_file is None):
         raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
-    if config.task is None:
-        return _files(config, stages, reward_columns, eval_columns)
-    if config.task not in TASKS:
-        raise ValueError(f"data.task is {config.task!r}; embedded tasks are {', '.join(TASKS)}")
-    training, held_out = TASKS[config.task](config, seed)
-    for stage, needs in stages.items():
-        if needs not in training:
-            raise ValueError(f"stages: {stage} needs {needs}, which data.task {config.task} does not have")
-    return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
-
-
-def _shapes(config: DataSection, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    wording = {"prompt_template": config.prompt_template, "system_prompt": config.system_prompt}
-    training = {
-        "demonstrations": shapes.Shapes(config.demonstrations, f"{seed}/sft", config.wrong_demonstrations, **wording),
-        "pairs": shapes.Shapes(config.pairs, f"{seed}/pairs", **wording),
-        "prompts": shapes.Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
-    }
-    return training, shapes.Shapes(config.eval_rows, "eval", **wording)
-
-
-def _localisation(config: DataSection, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    same = {
-        "objects": tuple(config.objects), "thinking": config.thinking, "prompt_template": config.prompt_template,
-        "system_prompt": config.system_prompt,
-    }  # fmt: skip
-    noise = {"jitter": config.jitter, "wrong_boxes": config.wrong_demonstrations}
-    training = {
-        "demonstrations": localisation.Localisation(config.demonstrations, f"{seed}/sft", **noise, **same),
-        "prompts": localisation.Localisation(FRESH_ROWS, f"{seed}/grpo", **same),
-    }
-    return training, localisation.Localisation(config.eval_rows, "test", **same)
-
-
-TASKS = {"shapes": _shapes, "localisation": _localisation}
-CHANCE_NAMES = {"shapes": "chance", "localisation": "constant box"}
-TOKENIZERS = {"shapes": shapes.tokenizer, "localisation": localisation.tokenizer}
-
-
-def _files(
-    config: DataSection, stages: dict[str, str], reward_columns: Sequence[str], eval_columns: Sequence[str]
-) -> dict[str, Dataset]:
-    columns = {needs: NEEDS[needs] for needs in NEEDS} | {"prompts": tuple(reward_columns)}
+    if config.task is not None:
+        training, held_out = get_task(config.task).datasets(config, seed)
+        for stage, needs in stages.items():
+            if needs not in training:
+                raise ValueError(f"stages: {stage} needs {needs}, which data.task {config.task} does not have")
+        return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
+    columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets = {stage: _rows(config, config.train_file, columns[needs]) for stage, needs in stages.items()}
     if config.eval_file:
-        # held-out rows are asked for answers, unless all there is to learn are pairs
+        # held-out rows are asked for answers, unless all that is trained on are pairs
         only_pairs = stages and set(stages.values()) == {"pairs"}
         needed = NEEDS["pairs"] if only_pairs else eval_columns
         datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
@@ -97,15 +112,49 @@ def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | N
     )  # fmt: skip
 
 
-def chance(config: DataSection, held_out: Dataset | None) -> float | None:
-    """What blind guessing earns, where it is known: a random label's accuracy, or the best constant box's mean IoU."""
-    if config.task == "shapes":
-        return shapes.CHANCE
-    return localisation.constant_box(held_out)[1] if config.task == "localisation" else None
+class Batches:
+    """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new order.
+
+    A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
+    draws depend on, "seed/stage/draw/position", and its index in the dataset: any number of ranks does the same.
+
+    Args:
+        prompts_per_step: over all ranks.
+        stage: its name.
+        draws: so many were made before a resume.
+    Raises:
+        ValueError: there are no rows, or the ranks cannot share prompts_per_step equally.
+    """
+
+    def __init__(self, dataset: Dataset, prompts_per_step: int, world, seed: int, stage: str, steps: int = 1, draws=0):
+        if prompts_per_step % world.size:
+            low = prompts_per_step // world.size * world.size
+            near = " or ".join(str(number) for number in (low, low + world.size) if number)
+            raise ValueError(
+                f"{stage}.prompts_per_step is {prompts_per_step}, which {world.size} ranks cannot share equally: "
+                f"take {near}"
+            )
+        self.dataset, self.world, self.draws = dataset, world, draws
+        self.key, self.size, self.steps = f"{seed}/{stage}", prompts_per_step, steps
+        self.numbers = shuffled(len(dataset), self.size * steps, seed, draws * self.size * steps)
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        return self
+
+    def __next__(self) -> list[Row]:
+        numbers, size = next(self.numbers), self.size
+        positions = [i for k in range(self.steps) for i in self.world.share(range(k * size, (k + 1) * size))]
+        rows = [self.row(numbers[i], f"{self.key}/{self.draws}/{i}") for i in positions]
+        self.draws += 1
+        return rows
+
+    def row(self, index: int, key: str) -> Row:
+        """The row of a number, with the key that its random draws depend on."""
+        return replace(self.dataset[index], index=index, key=key)
 
 
-def shuffled(size: int, per_step: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_step row numbers: every pass visits all rows once, in a new order.
+def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    """Endless lists of per_draw row numbers: every pass has all rows once, in a new order.
 
     Args:
         skip: leave out so many numbers at the beginning.
@@ -115,9 +164,9 @@ def shuffled(size: int, per_step: int, seed: int, skip: int = 0) -> Iterator[lis
     generator = torch.Generator().manual_seed(seed)
     waiting: list[int] = []
     while True:
-        while len(waiting) < per_step:
+        while len(waiting) < per_draw:
             waiting += torch.randperm(size, generator=generator).tolist()
             dropped = min(skip, len(waiting))
             waiting, skip = waiting[dropped:], skip - dropped
-        yield waiting[:per_step]
-        waiting = waiting[per_step:]
+        yield waiting[:per_draw]
+        waiting = waiting[per_draw:]

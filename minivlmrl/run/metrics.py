@@ -1,24 +1,26 @@
-"""Figures of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a progress bar."""
+"""Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a progress bar."""
 
 import json
 import math
 import time
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 
+from minivlmrl.advantages import group_std
 from minivlmrl.scale.ranks import World
 
 FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts ...
-SUMS = {"loss"}  # ... of shares of a step the sum, of all other figures the mean
+SUMS = {"loss"}  # ... of shares of a step the sum, of all other metrics the mean
 
 
 class MetricsLog:
     """Writes one line per optimizer step. Ranks other than the first stay silent.
 
     Args:
-        folder: gets metrics.jsonl (figures) and timings.jsonl (seconds, which differ from run to run).
+        folder: gets metrics.jsonl and timings.jsonl (seconds, which differ from run to run).
         written: what a resumed run had in them, by name; later lines are made again.
     """
 
@@ -61,19 +63,16 @@ class MetricsLog:
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine the figures of micro-batches, or of ranks.
+    """Combine the metrics of micro-batches, or of ranks.
 
     Args:
-        parts: (figures, what they weigh in a mean: the tokens, or pairs, that they are means of). A rank that had
-            nothing to learn from has no figures.
+        parts: (metrics, what they weigh in a mean: the tokens, or pairs, that they are means of).
     Returns:
         Weighted means, but of PEAKS the maximum and of SUMS the sum; and all weights together.
     """
-    parts = [part for part in parts if part[0]]
-    total = sum(weight for _, weight in parts)
-    merged = {}
-    for name in parts[0][0] if parts else ():
-        values = [(figures[name], weight) for figures, weight in parts]
+    total, merged = sum(weight for _, weight in parts), {}
+    for name in parts[0][0]:
+        values = [(metrics[name], weight) for metrics, weight in parts]
         if name in PEAKS:
             merged[name] = max(value for value, _ in values)
         elif name in SUMS:
@@ -81,6 +80,28 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
         else:
             merged[name] = sum(value * weight for value, weight in values) / (total or 1)
     return merged, total
+
+
+def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
+    """What a rollout of all ranks earned, and how long its completions are.
+
+    Args:
+        algorithm: knows its rewards, the size of a group and the ranks.
+        rollout: of this rank, see grpo.Rollout.
+        rewards: (n, K) of all ranks' completions, NaN where a reward could not judge.
+        total: (n,) their weighted sum.
+    """
+    drawn = [completion for group in rollout.completions for completion in group]
+    lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
+    length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
+    metrics = {"reward": total.nanmean().item()}
+    metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.rewards)}
+    metrics |= {"completions/mean_length": length / count, "completions/clipped_ratio": cut / count}
+    if algorithm.config.num_generations > 1:
+        std = group_std(total, algorithm.config.num_generations)
+        metrics["reward_std"] = std.nanmean().item()
+        metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()  # groups that teach nothing
+    return metrics
 
 
 def _json(value: float) -> float | None:

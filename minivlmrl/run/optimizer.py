@@ -1,17 +1,37 @@
 """AdamW and its schedule."""
 
 import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minivlmrl.run.config import StageConfig
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import is_sharded, reshard
 
 
-def build_optimizer(model: nn.Module, config: StageConfig) -> torch.optim.AdamW:
+@dataclass
+class TrainingConfig:
+    """What every stage has: its length, its batch and its optimizer."""
+
+    max_steps: int = 100  # optimizer steps
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
+    learning_rate: float = 1e-6
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
+    min_lr_ratio: float = 0.0  # the schedule ends at this share of learning_rate
+    warmup_steps: int = 0  # the learning rate rises over so many steps
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.99
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    freeze_vision_tower: bool = False  # merger included; the rest is trained
+    save_steps: int = 0  # write the checkpoint every so many steps; 0: at the end of the stage only
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW over all parameters that want gradients, one fused update a step."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -31,7 +51,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def learning_rate(step: int, config: StageConfig) -> float:
+def learning_rate(step: int, config: TrainingConfig) -> float:
     """Rise over warmup_steps, then fall to min_lr_ratio at max_steps.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25.

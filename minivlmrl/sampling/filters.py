@@ -1,43 +1,119 @@
-"""TODO."""
+"""Filters on the distribution that a token is drawn from: penalty, ban, top_k, top_p, min_p."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from minivlmrl.run.config import SamplingConfig
+from minivlmrl.batch import GroupBatch
+from minivlmrl.generate import SamplingConfig
+
+
+@dataclass
+class SamplingOptions(SamplingConfig):
+    """How completions are drawn and where they end: the section `sampling` of a recipe."""
+
+    top_k: Annotated[int, ">= 0"] = 0  # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # keep the likeliest tokens that together reach this probability
+    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
+    repetition_penalty: Annotated[float, "> 0"] = 1.0  # logits of tokens seen before: / if positive, x if negative
+    max_length: Annotated[int, ">= 2"] | None = None  # a completion that has so many tokens with its prompt is cut
+    min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before so many (a stop string may be)
+    stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
+
+    def __post_init__(self):
+        if self.min_new_tokens > self.max_new_tokens:
+            bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}, it must be {bound}")
+        if not all(self.stop_strings):
+            raise ValueError(f"stop_strings is {self.stop_strings}, it must be without an empty text")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether generate needs Filters."""
+        chosen = self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.min_new_tokens, self.max_length
+        return chosen != (0, 1, 0, 1, 0, None)
+
+
+class Filters:
+    """The filters of one call of generate, what they have to remember, and where its rows are cut.
+
+    Args:
+        batch: the packed prompts.
+        owner: (R,) prompt of each row.
+        stop: (S,) ids that are not drawn before min_new_tokens.
+    """
+
+    def __init__(self, sampling: SamplingOptions, batch: GroupBatch, owner: Tensor, stop: Tensor):
+        self.sampling, self.stop = sampling, stop
+        self.limits = row_limits(sampling, batch.layout.prompt_lengths).to(owner)[owner]  # (R,) most new tokens
+        self.prompts, self.owner, self.seen = batch.input_ids.split(batch.layout.prompt_lengths), owner, None
+
+    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
+        """(r, V) logits of these rows -> scores; their softmax is the distribution to draw from."""
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            if self.seen is None:  # (R, V) tokens of each row's prompt; `note` adds those of its completion
+                per_prompt = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
+                for row, ids in zip(per_prompt, self.prompts, strict=True):
+                    row[ids] = True
+                self.seen = per_prompt[self.owner]
+            seen = self.seen[rows]
+        return filter_logits(logits, self.sampling, seen, self.stop if step < self.sampling.min_new_tokens else None)
+
+    def note(self, rows: Tensor, ids: Tensor):
+        """Remember what each of these rows drew."""
+        if self.seen is not None:
+            self.seen[rows, ids] = True
 
 
 def filter_logits(
-    logits: Tensor, params: SamplingConfig, seen: Tensor | None = None, banned: Tensor | None = None
+    logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None, banned: Tensor | None = None
 ) -> Tensor:
     """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
     With temperature 0 only penalty and ban: the others never drop the likeliest token, except for one of its equals.
 
     Args:
-        logits: (R, V) float32.
-        seen, banned: see sample.
+        logits: (r, V) float32.
+        seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
+        banned: (S,) ids that are not to be drawn.
     Returns:
-        (R, V) float32, whose softmax is the distribution to draw from.
+        (r, V) float32.
     Source: the logits processors of transformers' generate, bit for bit: same order, same treatment of ties.
     """
     scores = logits
-    if params.repetition_penalty != 1:
-        penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
+    if sampling.repetition_penalty != 1:
+        penalised = torch.where(scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
     if banned is not None:
         scores = scores.index_fill(1, banned, float("-inf"))
-    if params.temperature == 0:
+    if sampling.temperature == 0:
         return scores
-    scores = scores / params.temperature
-    if params.top_k:
-        kth = scores.topk(min(params.top_k, scores.shape[-1])).values[:, -1:]
+    scores = scores / sampling.temperature
+    if sampling.top_k:
+        kth = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < kth, float("-inf"))
-    if params.top_p < 1:
+    if sampling.top_p < 1:
         ascending, order = scores.sort(dim=-1)
-        drop = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[:, -1] = False  # the likeliest always stays
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
-    if params.min_p:
+    if sampling.min_p:
         probs = scores.softmax(-1)
-        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
     return scores
+
+
+def row_limits(sampling: SamplingOptions, prompt_lengths: list[int]) -> Tensor:
+    """(B,) most new tokens of a completion of each prompt (ValueError: a prompt alone has max_length)."""
+    lengths, most = torch.tensor(prompt_lengths), sampling.max_length
+    if most is None:
+        return torch.full_like(lengths, sampling.max_new_tokens)
+    if lengths.max() >= most:
+        raise ValueError(
+            f"max_length is {most}, but prompt {lengths.argmax()} alone has {lengths.max()} tokens, images included; "
+            "raise max_length or lower max_pixels"
+        )
+    return (most - lengths).clamp(max=sampling.max_new_tokens)

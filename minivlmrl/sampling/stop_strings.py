@@ -1,6 +1,6 @@
 """Texts that end a completion, found byte by byte: they may begin and end inside tokens, even inside characters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
     if token is None:
         return None
     return bytes(BYTES[char] for char in token) if BYTES.keys() >= set(token) else token.encode()
+
+
+def watch_stop_strings(sampling, tokenizer, prompts: Sequence, num_generations: int) -> Callable | None:
+    """A `watch` for generate: which rows have just completed a stop string; None without stop strings."""
+    if not getattr(sampling, "stop_strings", None):  # a plain SamplingConfig has none
+        return None
+    ids = [prompt.input_ids for prompt in prompts for _ in range(num_generations)]
+    return StopStrings(sampling.stop_strings, tokenizer, ids).completed
 
 
 class StopStrings:

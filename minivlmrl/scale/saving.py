@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minivlmrl.algorithms.value_model import HEAD_FILE, ScalarModel, save_head
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import save_checkpoint
 from minivlmrl.rows import Processor
@@ -41,18 +40,6 @@ def save_model(
         raise failure
     if said is not None:
         raise OSError(said)
-
-
-def save_scalar_model(folder: Path, model: ScalarModel, processor: Processor, world: World):
-    """Write a folder that load_scalar_model reads: a checkpoint with score.safetensors in it."""
-    score = whole(model.score)
-    save_model(folder, model.backbone, processor, world, lambda aside: save_head(aside / HEAD_FILE, score))
-
-
-def whole(head: nn.Linear) -> Tensor:
-    """A head's weight as every rank sees it; all ranks call this."""
-    reshard(head)
-    return head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
 
 
 class WholeWeights(dict):

@@ -12,7 +12,9 @@ images (VisionInStep), and how many decode steps a rank needs (Joint).
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from minivlmrl.run.config import ShardingSection
 from minivlmrl.scale.ranks import World
+
+
+@dataclass
+class ShardingSection:
+    """Weights, gradients and optimizer state sharded over the ranks. Off: each rank has them all."""
+
+    enabled: bool = False
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = (
+        None  # of gathered weights; None: model.dtype
+    )
+    replicas: Annotated[int, ">= 1"] = 1  # groups of ranks that hold a full model each; one a node gathers within nodes
+    cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
+
+    def __post_init__(self):
+        for name in ("compute_dtype", "replicas", "cpu_offload"):
+            value, default = getattr(self, name), getattr(type(self), name)
+            if not self.enabled and value != default:
+                raise ValueError(f"{name} is {value!r}, it must be {default!r} unless sharding is enabled")
 
 
 class Sharding:

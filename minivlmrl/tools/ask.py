@@ -7,9 +7,10 @@ import argparse
 import codecs
 import sys
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
+from torch import Tensor
 
 from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
@@ -19,8 +20,9 @@ from minivlmrl.hub.checker import help_of
 from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.image import load_image
-from minivlmrl.run.config import SamplingConfig
-from minivlmrl.sampling.stop_strings import token_bytes
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.generation_config import from_generation_config
+from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
 
 
 def main(arguments: list[str]):
@@ -35,8 +37,13 @@ def main(arguments: list[str]):
     prompt = processor(conversation(options.prompt, media, system_prompt=options.system), images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), generator.device)
     stop = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    stream = Stream(processor.tokenizer, stop)
-    [[completion]] = generate(model, [prompt], 1, params, stop, generator, processor.tokenizer, stream)
+    ends = watch_stop_strings(params, processor.tokenizer, [prompt], 1)
+    stream = Stream(processor.tokenizer, stop, ends)
+
+    def draw(probs, rows, step):
+        return torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+    [[completion]] = generate(model, [prompt], 1, params, stop, draw, stream)
     stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
@@ -47,30 +54,32 @@ class Stream:
 
     Args:
         stop_token_ids: these are not printed.
+        ends: says which rows have completed a stop string, see watch_stop_strings; None: there are no such strings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Collection[int]):
-        self.tokenizer, self.stop_token_ids = tokenizer, stop_token_ids
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Collection[int], ends: Callable | None = None):
+        self.tokenizer, self.stop_token_ids, self.ends = tokenizer, stop_token_ids, ends
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the first bytes of a character
 
-    def __call__(self, rows: list[int], ids: list[int]):
-        """Take the next token of the only row."""
-        [token_id] = ids
+    def __call__(self, rows: Tensor, ids: Tensor) -> Tensor | bool:
+        """Take the next token of the only row, (1,); returns whether a stop string ends with it."""
+        [token_id] = ids.tolist()
         if token_id not in self.stop_token_ids:
             print(self.decoder.decode(token_bytes(self.tokenizer, token_id) or b""), end="", flush=True)
+        return self.ends is not None and self.ends(rows, ids)
 
     def end(self):
         """End the line; an incomplete character is printed as the replacement character."""
         print(self.decoder.decode(b"", final=True))
 
 
-def sampling(options: argparse.Namespace) -> SamplingConfig:
+def sampling(options: argparse.Namespace) -> SamplingOptions:
     """The sampling options that were given, on top of the model's own if --generation_config is given."""
-    given = {name: value for name, value in vars(options).items() if name in typing.get_type_hints(SamplingConfig)}
+    given = {name: value for name, value in vars(options).items() if name in typing.get_type_hints(SamplingOptions)}
     if not options.generation_config:
-        return SamplingConfig(**given)
+        return SamplingOptions(**given)
     file = find_folder(options.model) / "generation_config.json"
-    return SamplingConfig.from_generation_config(read_json(file), **given)
+    return from_generation_config(read_json(file), **given)
 
 
 def seeded_generator(device: str | None, seed: int) -> torch.Generator:
@@ -83,7 +92,7 @@ def seeded_generator(device: str | None, seed: int) -> torch.Generator:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: what to ask, and one option for each field of SamplingConfig with the field's comment."""
+    """The command line: what to ask, and one option for each field of SamplingOptions with the field's comment."""
     p = argparse.ArgumentParser(prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
     p.add_argument("--prompt", required=True, metavar="TEXT", help="<image> or <video> in it: where each belongs")
@@ -96,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     for bound in ("min_pixels", "max_pixels"):
         p.add_argument(f"--{bound}", type=int, help="bound of an image's area; by default the model's own")
     p.add_argument("--generation_config", action="store_true", help="begin with the model's generation_config.json")
-    group, sentences = p.add_argument_group("sampling", SamplingConfig.__doc__), help_of(SamplingConfig)
-    for name, hint in typing.get_type_hints(SamplingConfig).items():
+    group, sentences = p.add_argument_group("sampling", SamplingOptions.__doc__), help_of(SamplingOptions)
+    for name, hint in typing.get_type_hints(SamplingOptions).items():
         kind, nargs, text = hint, None, sentences[name].replace("%", "%%")
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs

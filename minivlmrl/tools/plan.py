@@ -35,14 +35,15 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import sample
+from minivlmrl.generate import inverse_cdf
 from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.hub.config import ModelConfig
 from minivlmrl.hub.folder import read_json
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig, SamplingConfig, load_config
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.scale.sharding import blocks, recompute_blocks
 
 GB = 10**9
@@ -209,12 +210,13 @@ class Costs:
         rows = work.prompts * work.num_generations * work.completion_tokens
         return piece_bytes(rows, self.config.vocab_size, dtype, device_type)
 
-    def one_draw(self, dtype: torch.dtype, sampling: SamplingConfig, rows: int) -> int:
+    def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
         """Bytes of one decode step's logits and of what the sampler computes from them."""
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         with LiveBytes([]) as live:
             seen = torch.empty(rows, self.config.vocab_size, dtype=torch.bool, device="meta")
-            sample(logits, sampling, None, seen, uniform=torch.empty(rows, dtype=torch.float64, device="meta"))
+            probs = filter_logits(logits.float(), sampling, seen).softmax(-1)
+            inverse_cdf(probs, torch.empty(rows, dtype=torch.float64, device="meta"))
         return live.most + logits.nbytes
 
 

@@ -1,9 +1,9 @@
-"""TODO."""
+"""Other ways to say what was to be expected of a completion or a token: leave-one-out (RLOO), GDPO, a critic (PPO)."""
 
 import torch
 from torch import Tensor
 
-from minivlmrl.advantages import EPSILON, _groups, _nanstd
+from minivlmrl.advantages import EPSILON, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
@@ -20,10 +20,10 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     """
     columns = []
     for column in rewards.unbind(1):
-        groups = _groups(column, num_generations)
-        columns.append(((groups - groups.nanmean(1, keepdim=True)) / (_nanstd(groups)[:, None] + EPSILON)).flatten())
+        groups = to_groups(column, num_generations)
+        columns.append(((groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups)[:, None] + EPSILON)).flatten())
     total = (torch.stack(columns, 1) * weights).nansum(1).masked_fill(rewards.isnan().all(1), float("nan"))
-    return ((total - total.nanmean()) / (_nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
+    return ((total - total.nanmean()) / (nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
@@ -38,11 +38,11 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
         (n,) advantages; 0 where the reward is NaN or there is no other one.
     Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
-    groups = _groups(rewards, num_generations)
+    groups = to_groups(rewards, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
     if normalize:
-        advantages = (advantages - advantages.nanmean()) / (_nanstd(advantages[None]) + EPSILON)
+        advantages = (advantages - advantages.nanmean()) / (nanstd(advantages[None]) + EPSILON)
     return advantages.nan_to_num(0.0)
 
 

@@ -1,0 +1,227 @@
+"""The rest of GRPO's family around the book's GRPO: other losses and advantages, dynamic sampling, corrections.
+
+loss_type rloo is RLOO: ratios of whole completions, advantages against the others of the group, the KL in the reward
+instead of the loss. train.py takes this class where a recipe asks for something that the book's GRPO does not have;
+with the book's options alone both compute the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from minivlmrl.advantages import combine, group_advantages, group_std
+from minivlmrl.algorithms.baselines import leave_one_out, normalize_then_sum
+from minivlmrl.algorithms.policy_losses import (
+    FamilyLoss,
+    PolicyInputs,
+    policy_loss,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
+from minivlmrl.generate import random_numbers
+from minivlmrl.grpo import GRPO, GRPOConfig, MicroBatch, Rollout
+from minivlmrl.rows import Row
+from minivlmrl.run.metrics import rollout_metrics
+
+CORRECTIONS = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass
+class FamilyConfig(GRPOConfig, FamilyLoss):
+    """Options of the section `grpo`: the book's and these."""
+
+    rollout_correction: CORRECTIONS | None = None  # for the sampler's mismatch, a mode of rollout_importance_ratio
+    rollout_correction_max: float | None = 3.0
+    rollout_correction_min: float | None = None
+    mask_truncated_completions: bool = False  # completions that were cut teach nothing
+    soft_punish_cache: Annotated[int, ">= 0"] = 0  # overlong shaping: rewards fall over the last so many tokens
+    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: groups with equal rewards are sampled anew, so often
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"  # or GDPO
+    normalize_advantages: bool = False  # rloo: over the batch
+    reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL
+    shuffle_rewards: bool = False  # a control: rewards permuted over the batch carry no information
+
+    def __post_init__(self):
+        super().__post_init__()
+        clip = self.reward_clip_range
+        if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+            raise ValueError(f"reward_clip_range is {clip}, it must be [low, high]")
+        rloo, gdpo = self.loss_type == "rloo", self.multi_objective_aggregation == "normalize_then_sum"
+        if rloo and self.importance_sampling_level != "token":
+            raise ValueError("importance_sampling_level: rloo has its own, the ratio of whole completions")
+        if rloo and gdpo:
+            raise ValueError("multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize")
+        for name in ("normalize_advantages", "reward_clip_range"):
+            if getattr(self, name) and not rloo:
+                raise ValueError(f"{name} is an option of loss_type rloo; the others have scale_rewards")
+        if self.soft_punish_cache and gdpo:
+            raise ValueError("soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
+
+
+def beyond_the_book(config: FamilyConfig) -> bool:
+    """Whether a recipe asks for something that the book's GRPO does not have."""
+    if config.loss_type not in ("grpo", "dapo", "dr_grpo") or config.importance_sampling_level == "sequence_token":
+        return True
+    book = {field.name for field in fields(GRPOConfig)}
+    own = [field for cls in (FamilyLoss, FamilyConfig) for field in fields(cls) if field.name not in book]
+    return any(getattr(config, field.name) != field.default for field in own if field.default is not MISSING)
+
+
+@dataclass
+class FamilyBatch(MicroBatch):
+    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1)
+    old_entropies: Tensor | None = None  # (R, T)
+    entropy_threshold: float | None = None  # of the whole optimizer step ...
+    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
+
+
+class Family(GRPO):
+    """GRPO with every option of FamilyConfig."""
+
+    batch_type = FamilyBatch
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.rloo = self.config.loss_type == "rloo"
+        self.gdpo = self.config.multi_objective_aggregation == "normalize_then_sum"
+        self.rounds = 1  # draws of rows that the present rollout took
+
+    def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
+        """A rollout. With max_num_gen_batches over 1, groups with equal rewards are replaced by groups of further
+        draws of rows (DAPO's dynamic sampling, arXiv 2503.14476), as far as these go."""
+        rollout, self.rounds = super().roll_out(batches), 1
+        if self.config.max_num_gen_batches == 1:
+            return rollout
+        groups, count = self.all_groups(rollout), len(rollout.rows) * self.world.size
+        while sum(alive for *_, alive in groups) < count and self.rounds < self.config.max_num_gen_batches:
+            groups, self.rounds = groups + self.all_groups(super().roll_out(batches)), self.rounds + 1
+        kept = sorted(groups, key=lambda group: not group[-1])[:count]  # the first ones with different rewards
+        per_step = count // self.steps_per_rollout
+        local = [g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])]
+        rows, completions, rewards, _ = zip(*local, strict=True)
+        rows = [batches.row(*row) for row in rows]
+        prompts = [row.prompt(self.processor) for row in rows]
+        return Rollout(rows, prompts, list(completions), torch.cat(rewards))
+
+    def all_groups(self, rollout: Rollout) -> list[tuple]:
+        """(row, completions, rewards (G, K), whether these differ) of each group of all ranks, in the order of rows."""
+        G = self.config.num_generations
+        judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
+        differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
+        rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
+        local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
+        per_step = len(local) // self.steps_per_rollout
+        everything = self.world.gather_objects(local)
+        return [
+            group
+            for step in range(self.steps_per_rollout)
+            for groups in everything
+            for group in groups[step * per_step : (step + 1) * per_step]
+        ]
+
+    def shaped(self, rollout: Rollout) -> Tensor:
+        """(n,) rewards of this rank, with what overlong shaping takes for length."""
+        rewards = combine(rollout.rewards, torch.tensor(list(self.rewards.values())))
+        if self.config.soft_punish_cache:
+            limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
+            lengths = [len(c.ids) for group in rollout.completions for c in group]
+            rewards = rewards + torch.tensor([soft_overlong_punishment(n, limit, cache) for n in lengths])
+        return rewards
+
+    def pack_step(self, rollout: Rollout, part: range) -> list[FamilyBatch]:
+        batches, config = super().pack_step(rollout, part), self.config
+        if config.mask_truncated_completions:
+            stopped = torch.tensor([c.stopped for group in rollout.completions for c in group])
+            for batch in batches:
+                batch.loss_mask = batch.loss_mask * stopped[batch.rows].to(batch.loss_mask.device)[:, None]
+            tokens = self.world.sum(sum(batch.loss_mask.sum().item() for batch in batches))[0]
+            counts = replace(batches[0].counts, tokens=max(tokens, 1))
+            for batch in batches:
+                batch.counts = counts
+        if config.rollout_correction:
+            for batch in batches:
+                batch.importance_sampling_ratio = rollout_importance_ratio(
+                    batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask,
+                    mode=config.rollout_correction, clip_max=config.rollout_correction_max,
+                    clip_min=config.rollout_correction_min,
+                )  # fmt: skip
+        if config.top_entropy_quantile < 1:
+            self.find_threshold(batches)
+        return batches
+
+    def score(self, batch: FamilyBatch):
+        super().score(batch)
+        kl_in_reward = self.rloo and self.config.beta
+        if self.config.rollout_correction or kl_in_reward or self.config.top_entropy_quantile < 1:
+            logps, entropies = self.logps(batch.group)
+            batch.old_per_token_logps, batch.old_entropies = batch.group.pad(logps), batch.group.pad(entropies)
+
+    def find_threshold(self, batches: list[FamilyBatch]):
+        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
+        local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
+        entropies = torch.cat(self.world.gather_objects(local))
+        threshold = top_entropy_threshold(entropies, torch.ones_like(entropies), self.config.top_entropy_quantile)
+        for batch in batches:
+            batch.entropy_threshold = threshold.item()
+            batch.num_entropy_tokens = (entropies >= threshold).sum().item()
+
+    def compute_advantages(self, rollout: Rollout, steps: list[list[FamilyBatch]]) -> dict[str, float]:
+        config, G = self.config, self.config.num_generations
+        rewards, total = self.world.all_gather(rollout.rewards), self.world.all_gather(self.shaped(rollout))
+        if config.shuffle_rewards:
+            order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(len(total))
+            order = self.world.gather_objects(order)[0]
+            rewards, total = rewards[order], total[order]
+        metrics = rollout_metrics(self, rollout, rewards, total)
+        if config.max_num_gen_batches > 1:
+            metrics["num_gen_batches"] = float(self.rounds)
+        if self.rloo:
+            total = self.clip_and_penalise(total, steps)
+            advantages = leave_one_out(total, G, config.normalize_advantages)
+        elif self.gdpo:
+            advantages = normalize_then_sum(rewards, torch.tensor(list(self.rewards.values())), G)
+        else:
+            advantages = group_advantages(total, G, config.scale_rewards)
+        self.assign(advantages, steps)
+        return metrics
+
+    def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]]) -> Tensor:
+        """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the completion's KL."""
+        config = self.config
+        rewards = rewards if config.reward_clip_range is None else rewards.clamp(*config.reward_clip_range)
+        if not config.beta:
+            return rewards
+        kl = [
+            ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.loss_mask).sum(1).cpu()
+            for batches in steps
+            for batch in batches
+        ]
+        return rewards - config.beta * self.world.all_gather(torch.cat(kl))
+
+    def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logps, entropies = self.logps(batch.group)
+        inputs = PolicyInputs(
+            batch.group.pad(logps), batch.group.pad(entropies),
+            None if self.on_policy else batch.old_per_token_logps, batch.ref_per_token_logps,
+            batch.sampler_logps, batch.importance_sampling_ratio, batch.entropy_threshold,
+            batch.num_entropy_tokens or batch.counts.tokens,
+        )  # fmt: skip
+        options = replace(self.config, beta=0.0) if self.rloo else self.config
+        loss, metrics = policy_loss(inputs, batch.advantages, batch.loss_mask, options, batch.counts)
+        return loss, metrics | self.policy_metrics(batch, logps, entropies)
+
+
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at max_completion_len.
+
+    Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
+
+    Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
+    """
+    free = max_completion_len - soft_punish_cache
+    if length <= free:
+        return 0.0
+    return -1.0 if length > max_completion_len else (free - length) / soft_punish_cache

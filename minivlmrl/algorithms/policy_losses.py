@@ -1,0 +1,258 @@
+"""The rest of the policy-gradient family, pure functions on top of losses.py; these two files can be copied out.
+
+losses.py has the ratio, the clipped term, the KL and three averages. Here are more entries of the same two tables and
+what corrects or selects terms:
+
+    term        clipped with a bound on the unclipped side too, CISPO, SAPO, VESPO                        TERMS
+    masks       off-policy rows and low-entropy tokens lose their term; the sampler's mismatch reweights it
+    average     LUSPO's sum over a row, BNPO's mean over a micro-batch                                    AVERAGES
+    entropy     - entropy_coef * mean entropy
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from minivlmrl import losses
+from minivlmrl.losses import Counts, PolicyLoss, clipped, correct_kl, counts_of, kl_term, mean_metric, row_mean
+
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass
+class FamilyLoss(PolicyLoss):
+    """Options of policy_loss: those of grpo_loss and more."""
+
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"
+    ] = "dapo"  # term and average  # fmt: skip
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO, GSPO-token
+    delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
+    kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
+    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # the term counts only for this upper share of entropies
+    entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
+    off_policy_mask_threshold: float | None = (
+        None  # nats per token: rows with A < 0 that drifted further lose their term
+    )
+    sapo_temperature_pos: float = 1.0  # see sapo_term
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0  # see vespo_term
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+
+@dataclass
+class PolicyInputs:
+    """What policy_loss is computed from; all but the first two carry no gradient."""
+
+    per_token_logps: Tensor  # (B, T) nats, with gradient
+    entropies: Tensor | None = None  # (B, T) nats, with gradient; for top_entropy_quantile and entropy_coef
+    old_per_token_logps: Tensor | None = None  # (B, T); None: the present policy's (ratio 1)
+    ref_per_token_logps: Tensor | None = None  # (B, T); needed with beta
+    sampling_per_token_logps: Tensor | None = None  # (B, T) as the sampler recorded them; None: the old ones
+    importance_sampling_ratio: Tensor | None = None  # (B, T) or (B, 1), see rollout_importance_ratio
+    entropy_threshold: float | Tensor | None = None  # of the whole step; None: this batch's quantile
+    num_entropy_tokens: float | Tensor | None = None  # tokens that the entropy's mean is over; None: see entropy_bonus
+
+
+def policy_loss(
+    inputs: PolicyInputs,
+    advantages: Tensor,
+    mask: Tensor,
+    options: FamilyLoss | None = None,
+    counts: Counts | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy-gradient loss of the whole family; with options that PolicyLoss has too it equals grpo_loss.
+
+    Args:
+        advantages: (B,) or (B, T).
+        mask: (B, T), 1 for tokens that count.
+    Returns:
+        loss, a scalar; and metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
+    Raises:
+        ValueError: what an option needs is missing.
+    Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask: arXiv 2506.01939;
+        off-policy mask: DeepSeek-V3.2 (2512.02556).
+    """
+    options, counts, logps = options or FamilyLoss(), counts or counts_of(mask), inputs.per_token_logps
+    if inputs.entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
+        raise ValueError("entropy_coef and top_entropy_quantile need entropies")
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
+    log_ratio = logps - old
+    ratio = importance_ratio(
+        log_ratio, mask, "sequence_sum" if options.loss_type == "rloo" else options.importance_sampling_level
+    )
+
+    if options.loss_type == "cispo":
+        per_token_loss, metrics = cispo_term(logps, ratio, advantages, options.epsilon_high)
+    elif options.loss_type == "sapo":
+        per_token_loss, metrics = sapo_term(ratio, advantages, options)
+    elif options.loss_type == "vespo":
+        log_weight = vespo_log_weight(log_ratio.detach(), inputs.importance_sampling_ratio, mask)
+        per_token_loss, metrics = vespo_term(logps, log_weight, advantages, options)
+    else:
+        bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
+        per_token_loss, metrics = two_sided(ratio, bounded, advantages, options)
+
+    if options.off_policy_mask_threshold is not None:
+        sampler = old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
+        drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)
+        per_token_loss = per_token_loss * ((advantages >= 0) | (drift <= options.off_policy_mask_threshold))
+    kept = mask
+    if options.top_entropy_quantile < 1:
+        threshold = inputs.entropy_threshold
+        if threshold is None:
+            threshold = top_entropy_threshold(inputs.entropies, mask, options.top_entropy_quantile)
+        kept = mask * (inputs.entropies >= threshold)
+        per_token_loss = per_token_loss * kept
+    if inputs.importance_sampling_ratio is not None and options.loss_type != "vespo":
+        per_token_loss = per_token_loss * inputs.importance_sampling_ratio
+    if options.beta and inputs.ref_per_token_logps is None:
+        raise ValueError(f"beta is {options.beta}: the KL term needs ref_per_token_logps")
+    if options.beta:
+        kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
+        per_token_loss = per_token_loss + options.beta * kl
+        metrics["kl"] = kl
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
+    if options.entropy_coef:
+        loss = loss - options.entropy_coef * mean_entropy(inputs, kept, counts)
+    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+
+
+def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """losses.importance_ratio with two more levels.
+
+        sequence_token   the value of "sequence", with the gradient of each token's own log-probability   GSPO-token
+        sequence_sum     prod_t r_t, the ratio of whole completions                                       RLOO
+
+    Source: GSPO eq. 14 (arXiv 2507.18071), RLOO (2402.14740).
+    """
+    if level == "sequence_token":
+        return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
+    if level == "sequence_sum":
+        return (log_ratio * mask).sum(-1, keepdim=True).exp()
+    return losses.importance_ratio(log_ratio, mask, level)
+
+
+def two_sided(ratio: Tensor, bounded: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
+    """losses.clipped, with the unclipped ratio bounded too (delta of INTELLECT-2, arXiv 2505.07291)."""
+    _, metrics = clipped(bounded, advantages, options)
+    within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
+    return -torch.min(bounded * advantages, within * advantages), metrics
+
+
+def cispo_term(logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float) -> tuple[Tensor, dict]:
+    """-sg(min(r, eps_high)) A log pi: the weight is clipped instead of the update, so every token keeps a gradient.
+
+    Source: MiniMax-M1 eq. 4 (arXiv 2506.13585); its eps_high is 5.
+    """
+    weight = ratio.clamp(max=epsilon_high).detach()
+    return -weight * advantages * logps, {"cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)}
+
+
+def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, slope 1 at r = 1.
+
+    tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg. Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
+    """
+    tau = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
+
+
+def vespo_term(logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
+    """-sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)), 1 at W = 1 and small far from it.
+
+    Args:
+        log_weight: (B, 1), log W, the ratio of whole completions; k and lambda are the _pos ones where A >= 0.
+    Source: VESPO (arXiv 2602.10693).
+    """
+    k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
+    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+    phi = (lam + k * log_weight - lam * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
+    return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
+
+
+def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
+    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch where it is given."""
+    lowest, highest = math.log(1e-8), 20.0
+    total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        total = total + importance_sampling_ratio.log().clamp(lowest, highest).sum(-1, keepdim=True)
+    return total.clamp(lowest, highest)
+
+
+def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
+    """The corrected KL, or with kl_straight_through the estimator's value with k2's gradient (as in verl)."""
+    kl = kl_term(logps, ref_logps, options.kl_estimator)
+    if not options.kl_straight_through:
+        return correct_kl(kl, ratio, options)
+    k2 = kl_term(logps, ref_logps, "k2")
+    kl = kl.detach() + k2 - k2.detach()
+    return kl * ratio.detach() if options.use_bias_correction_kl else kl
+
+
+def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
+    """Mean entropy of the kept tokens, a share of the step's.
+
+    Without num_entropy_tokens it is this batch's mean, weighted by its share of rows: so TRL does it, and so it depends
+    on how the step is split.
+    """
+    total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
+    return total / (kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over)
+
+
+AVERAGES = losses.AVERAGES | {
+    "sapo": losses.AVERAGES["grpo"],
+    "rloo": losses.AVERAGES["grpo"],
+    "cispo": losses.AVERAGES["dapo"],
+    "vespo": losses.AVERAGES["dapo"],
+    # mean over rows of each row's sum: a long row weighs more (arXiv 2602.05261)
+    "luspo": lambda x, mask, n: x.sum() / n.sequences,
+    # token mean of this micro-batch, weighted by its share of rows: depends on how the step is split, in TRL too
+    "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
+}
+
+
+def rollout_importance_ratio(
+    old_per_token_logps: Tensor,
+    sampling_per_token_logps: Tensor,
+    mask: Tensor,
+    *,
+    mode: str = "sequence_mask",
+    clip_max: float | None = 3.0,
+    clip_min: float | None = None,
+) -> Tensor:
+    """Correct for a sampler with log-probabilities that are not quite the trainer's (other kernels, other precision).
+
+    Args:
+        old_per_token_logps: (B, T), of the policy that sampled, computed as in training.
+        sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio 1).
+        mode: "token_..." one ratio a token, "sequence_..." their product for the row; "..._truncate" clips it to
+            [clip_min, clip_max], "..._mask" sets it to 0 outside.
+    Returns:
+        (B, T) or (B, 1), for PolicyInputs.importance_sampling_ratio.
+    Source: truncated and masked importance sampling (Yao et al., "Your efficient RL framework secretly brings you
+        off-policy RL training", 2025); TRL's vllm_importance_sampling_mode.
+    """
+    if mode not in CORRECTION_MODES:
+        raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
+    log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
+    ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    low, high = -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max
+    if mode.endswith("truncate"):
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
+    """The entropy that the given upper share of tokens reaches, a scalar (infinite for no tokens).
+
+    Source: arXiv 2506.01939 (20 % of tokens); TRL's get_high_entropy_mask.
+    """
+    real = entropies.detach()[mask.bool()].float()
+    return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)

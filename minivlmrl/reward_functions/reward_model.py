@@ -1,0 +1,57 @@
+"""The reward of a trained reward model, which may be trained by an earlier stage of the same run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minivlmrl.algorithms.value_model import check_value_model_folder, load_value_model, pack_to_end
+from minivlmrl.generate import Completion
+from minivlmrl.rows import Prompt
+from minivlmrl.scale.sharding import is_sharded, rollout_weights
+
+FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it leaves in the run's folder
+BATCH_SIZE = 16  # prompts that are scored together
+
+
+class RewardModelScores:
+    """Scores completions with the model of reward_model.path, by default the one that this run has trained.
+
+    Args:
+        policy: what writes the completions.
+    Raises:
+        ValueError: there is no such folder, or its model has another vocabulary.
+    """
+
+    def __init__(self, run, policy: nn.Module, world):
+        path = run.reward_model.path or Path(run.output_dir) / FOLDER
+        sharding = policy.sharding if is_sharded(policy) else None
+        model = load_value_model(path, policy.lm_head.weight.dtype, world.device, sharding)
+        if model.backbone.config.vocab_size != policy.config.vocab_size:
+            raise ValueError(f"{path}: this model has another vocabulary than the policy")
+        self.model, self.world = model.requires_grad_(False), world
+        self.gather_weights = run.rollout.gather_weights
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
+        """n scores, in the order of the completions; all ranks call it with equally many prompts."""
+        scores, config = [], self.model.backbone.config
+        with rollout_weights(self.model, self.world, self.gather_weights):
+            for start in range(0, len(prompts), BATCH_SIZE):
+                part = slice(start, start + BATCH_SIZE)
+                ids = [[completion.ids for completion in group] for group in completions[part]]
+                batch = pack_to_end(prompts[part], ids, config, self.world.device)
+                scores += self.model.at_end(batch).tolist()
+        return scores
+
+
+def check_reward_model(run, stage: str):
+    """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
+    if run.reward_model.path is not None:
+        check_value_model_folder(run.reward_model.path)
+    elif FOLDER not in run.stages[: run.stages.index(stage)]:
+        raise ValueError(
+            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to the folder of one, "
+            "or put reward_model before it in stages"
+        )

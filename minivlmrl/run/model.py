@@ -1,0 +1,41 @@
+"""The model and processor that a recipe asks for."""
+
+from torch import nn
+
+from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor, random_model
+from minivlmrl.rows import Processor
+from minivlmrl.scale.ranks import World
+from minivlmrl.scale.sharding import Sharding, recompute_blocks
+from minivlmrl.tasks.table import get_task
+
+
+def build_model(config, world: World) -> tuple[nn.Module, Processor]:
+    """Load the recipe's checkpoint, or make a random model for the embedded task.
+
+    Raises:
+        ValueError: neither model.path nor model.config is set, or a file of theirs is wrong.
+    """
+    section, data, sharding = config.model, config.data, None
+    if (section.path is None) == (section.config is None):
+        raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
+    dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
+    if config.sharding.enabled:
+        compute = DTYPES.get(config.sharding.compute_dtype)
+        sharding = Sharding(config.sharding, world.size, world.device, dtype, compute, recompute)
+    if section.path:
+        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
+        check_fits(section.path, processor)  # before the weights: mistakes show early
+        model = load_model(section.path, dtype, world.device, sharding)
+    elif data.task is None:
+        raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
+    else:
+        tokenizer = get_task(data.task).tokenizer()
+        model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
+        model = model.to(world.device, dtype)
+        if sharding is not None:
+            sharding.shard(model)
+    if recompute and sharding is None:
+        recompute_blocks(model)
+    processor.image_processor.resize = data.resize or processor.image_processor.resize
+    processor.add_vision_id = data.add_vision_id
+    return model, processor

@@ -1,0 +1,73 @@
+"""What a run leaves in its folder beside metrics: config.yaml, summary.json, report.png and the checkpoint."""
+
+import json
+import math
+from pathlib import Path
+
+from torch import nn
+
+from minivlmrl.rows import Dataset, Processor
+from minivlmrl.run.config import RunConfig, to_yaml
+from minivlmrl.run.evaluate import Evaluation, evaluate
+from minivlmrl.scale.ranks import World
+from minivlmrl.scale.saving import save_model
+from minivlmrl.tasks.table import get_task
+from minivlmrl.tools.report import print_table, write_report
+
+
+class Results:
+    """Evaluations of a run and the files of its folder.
+
+    Args:
+        held_out: None: nothing is evaluated.
+        results: evaluations so far, by name; new ones are added.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        processor: Processor,
+        world: World,
+        held_out: Dataset | None,
+        results: dict[str, Evaluation],
+    ):
+        self.config, self.model, self.processor, self.world = config, model, processor, world
+        self.held_out, self.results, self.folder = held_out, results, Path(config.output_dir)
+        if world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.yaml").write_text(to_yaml(config))
+
+    def measure(self, name: str, algorithm=None):
+        """Evaluate the model as it is now; an algorithm may also rank held-out pairs."""
+        if self.held_out is None:
+            return
+        config, rewards = self.config, self.config.data.eval_rewards
+        try:
+            result = evaluate(
+                self.model, self.processor, self.held_out, config.sampling, self.world, rewards,
+                config.rollout.gather_weights,
+            )  # fmt: skip
+        except FloatingPointError as error:
+            raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
+        result.pairs = None if algorithm is None else algorithm.pair_accuracy(self.held_out)
+        self.results[name] = result
+
+    def write(self, seconds: dict[str, float]):
+        """Save the checkpoint; print and write the table of the run, and draw its picture."""
+        save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
+        if not self.world.is_main:
+            return
+        task = self.config.data.task and get_task(self.config.data.task)
+        chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
+        summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print_table(summary, chance_name)
+        write_report(self.folder, summary, self.held_out, self.results, chance_name)
+
+
+def row(result: Evaluation) -> dict[str, float]:
+    """One row of the table; nothing is reported where no row could be judged: held-out pairs need no solution."""
+    metrics = {name: getattr(result, name) for name in ("sampled", "greedy", "format")}
+    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)} | result.more
+    return metrics | ({} if result.pairs is None else {"pairs": result.pairs})
