@@ -156,7 +156,7 @@ class GRPO(Algorithm):
 
             self.reference = Reference(self.policy, config)
         if "reward_model" in self.rewards:
-            from minivlmrl.reward_functions.reward_model import RewardModelScores
+            from minivlmrl.reward_functions.reward_model_scores import RewardModelScores
 
             self.reward_model = RewardModelScores(self.run, self.policy, self.world)
 

@@ -1,16 +1,15 @@
 """GRPO's loss as one pure function of log-probabilities. It imports torch alone: copy it out.
 
-Dimension letters: B completions, T tokens of the longest. Rows are filled up on the right; the
-mask is 1 on tokens that count. Old and reference log-probabilities and advantages are constants.
+B completions, T tokens of the longest; rows are filled up on the right.
 
     ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       importance_ratio
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                clipped
     KL         + beta * KL(pi || pi_ref), from the one drawn token            kl_term
     average    over tokens and rows: all that tells GRPO, DAPO and Dr. GRPO apart   AVERAGES
 
-Every average divides by Counts of the whole optimizer step, so the gradients of micro-batches,
-however the step is split, add up to the gradient of the step. The rest of the family (RLOO, BNPO,
-LUSPO, CISPO, SAPO, VESPO) and its options are in algorithms/policy_losses.py.
+Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
+however the step is split, add up to the gradient of the step. The rest of the family (RLOO, CISPO,
+SAPO, ...) is in algorithms/policy_losses.py.
 """
 
 from dataclasses import dataclass
@@ -63,17 +62,14 @@ def grpo_loss(
     and so are the losses "grpo" and "dapo"; "dr_grpo" with max_completion_length 4 gives -0.25.
 
     Args:
-        per_token_logps: (B, T) float, nats, of the policy that is trained; carries the gradient.
-        advantages: (B,), or (B, T).
+        per_token_logps: (B, T) float, nats, of the policy that is trained, with gradient.
+        advantages: (B,) or (B, T).
         mask: (B, T), 1 for tokens that count. A row of zeros still counts as a sequence.
         old_per_token_logps: (B, T), of the policy that sampled; None: the present one (ratio 1).
         ref_per_token_logps: (B, T), of the reference; needed with beta.
         counts: of the whole step; None: this batch is the step.
     Returns:
-        loss, a scalar; and metrics without gradient: clip_ratio/... (shares of tokens, at level
-        "sequence" of rows), kl (nats per token).
-    Raises:
-        ValueError: what an option needs is missing.
+        loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token).
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
         (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
     """
@@ -84,36 +80,28 @@ def grpo_loss(
     term, average = LOSSES[options.loss_type]
     per_token_loss, metrics = term(ratio, advantages, options)
     if options.beta:
-        if ref_per_token_logps is None:
-            raise ValueError(f"beta is {options.beta}: the KL term needs ref_per_token_logps")
         kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
-        kl = correct_kl(kl, ratio, options)
+        metrics["kl"] = kl = correct_kl(kl, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl
-        metrics["kl"] = kl
     loss = AVERAGES[average](per_token_loss * mask, mask, counts)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """How much likelier the policy makes what the old policy drew.
-
-    token       r_t = pi(o_t) / pi_old(o_t), (B, T)                               GRPO
-    sequence    s = (prod_t r_t)^(1/|o|), the geometric mean of a row, (B, 1)     GSPO eq. 7
-    """
-    return log_ratio.exp() if level == "token" else row_mean(log_ratio, mask).exp()
+    """token: r_t = pi(o_t) / pi_old(o_t), (B, T). sequence: (prod_t r_t)^(1/|o|), (B, 1)."""
+    return log_ratio.exp() if level == "token" else row_mean(log_ratio, mask).exp()  # GSPO eq. 7
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
     """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7)."""
     low, high = 1 - options.epsilon_low, 1 + options.epsilon_high
-    too_low = (ratio < low) & (advantages < 0)
-    too_high = (ratio > high) & (advantages > 0)
-    metrics = {"clip_ratio/low_mean": too_low, "clip_ratio/high_mean": too_high}
-    metrics["clip_ratio/region_mean"] = too_low | too_high
+    at_low, at_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    metrics = {"clip_ratio/low_mean": at_low, "clip_ratio/high_mean": at_high}
+    metrics["clip_ratio/region_mean"] = at_low | at_high
     return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-def kl_term(per_token_logps: Tensor, ref_per_token_logps: Tensor, estimator: str) -> Tensor:
+def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     """Estimate the token KL(pi || pi_ref), prefixes held fixed, from the drawn token: (B, T) nats.
 
                                                  value                     expected gradient
@@ -123,7 +111,9 @@ def kl_term(per_token_logps: Tensor, ref_per_token_logps: Tensor, estimator: str
 
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
     """
-    d = ref_per_token_logps - per_token_logps
+    if ref_logps is None:
+        raise ValueError("with beta over 0 the KL term needs ref_per_token_logps")
+    d = ref_logps - logps
     if estimator == "k1":
         return -d
     return 0.5 * d.square() if estimator == "k2" else d.exp() - d - 1
@@ -139,20 +129,19 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
     return kl * (ratio.detach() if options.kl_estimator == "k2" else ratio)
 
 
-def constant_mean(x: Tensor, mask: Tensor, n: Counts) -> Tensor:
-    """Sum over a constant, so without length bias."""
-    if n.max_completion_length is None:
-        raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
-    return x.sum() / (n.sequences * n.max_completion_length)
-
-
 AVERAGES = {  # (per-token losses, 0 outside the mask; mask; Counts) -> scalar
     "grpo": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.sequences,  # rows
     "dapo": lambda x, mask, n: x.sum() / n.tokens,  # all tokens of the step weigh the same
-    "dr_grpo": constant_mean,
+    "dr_grpo": lambda x, mask, n: x.sum() / (n.sequences * max_length(n)),  # no length bias
 }
 # loss_type: (term, average)
 LOSSES = {"grpo": (clipped, "grpo"), "dapo": (clipped, "dapo"), "dr_grpo": (clipped, "dr_grpo")}
+
+
+def max_length(counts: Counts) -> int:
+    if counts.max_completion_length is None:
+        raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
+    return counts.max_completion_length
 
 
 def counts_of(mask: Tensor) -> Counts:

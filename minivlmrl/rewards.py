@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 import runpy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ BOXES = "minivlmrl.reward_functions.box_rewards:"
 REWARDS = {
     "format": "minivlmrl.rewards:format",
     "accuracy": "minivlmrl.rewards:accuracy",
-    "reward_model": "minivlmrl.rewards:reward_model",
+    "reward_model": "minivlmrl.reward_functions.reward_model_scores:reward_model",
     **{name: BOXES + name for name in ("iou", "acc_0_5", "giou", "box_format")},
 }
 # what rewards are given besides the columns of their rows
@@ -58,11 +57,6 @@ def accuracy(completions: list[str], solution: list, **columns) -> list[float | 
         return float(bool(answers) and normalize(answers[-1]) == normalize(str(truth)))
 
     return [judge(c, s) for c, s in zip(completions, solution, strict=True)]
-
-
-def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list:
-    """The score of a trained reward model, without bounds or unit: see the stage reward_model."""
-    return reward_model_scores
 
 
 def normalize(text: str) -> str:
@@ -109,18 +103,23 @@ def required_columns(names: list[str]) -> list[str]:
     return sorted(needed - GIVEN)
 
 
-@functools.cache
-def get_reward(name: str) -> Callable[..., list[float | None]]:
-    """The function of a name in REWARDS, of "package.module:function" or "file.py:function"."""
-    module, separator, function = REWARDS.get(name, name).rpartition(":")
-    if not separator:
+def get_reward(name: str):
+    """The function of a name in REWARDS, or of "package.module:function" or "file.py:function"."""
+    if ":" not in REWARDS.get(name, name):
         raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
     try:
-        if module.endswith(".py"):
-            return runpy.run_path(module)[function]
-        return getattr(importlib.import_module(module), function)
+        return load_name(REWARDS.get(name, name))
     except (OSError, ImportError, KeyError, AttributeError) as error:
         raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
+
+
+@functools.cache
+def load_name(target: str):
+    """What "package.module:name" or "file.py:name" says."""
+    module, _, name = target.rpartition(":")
+    if module.endswith(".py"):
+        return runpy.run_path(module)[name]
+    return getattr(importlib.import_module(module), name)
 
 
 def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:

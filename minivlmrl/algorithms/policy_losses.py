@@ -112,8 +112,6 @@ def policy_loss(
         per_token_loss = per_token_loss * kept
     if inputs.importance_sampling_ratio is not None and options.loss_type != "vespo":
         per_token_loss = per_token_loss * inputs.importance_sampling_ratio
-    if options.beta and inputs.ref_per_token_logps is None:
-        raise ValueError(f"beta is {options.beta}: the KL term needs ref_per_token_logps")
     if options.beta:
         kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl

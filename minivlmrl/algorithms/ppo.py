@@ -29,7 +29,7 @@ from minivlmrl.algorithms.value_model import (
 )
 from minivlmrl.grpo import GRPO, Algorithm, MicroBatch, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
-from minivlmrl.reward_functions.reward_model import RewardModelScores
+from minivlmrl.reward_functions.reward_model_scores import RewardModelScores
 from minivlmrl.run.metrics import rollout_metrics
 from minivlmrl.scale.sharding import is_sharded
 

@@ -46,6 +46,11 @@ class RewardModelScores:
         return scores
 
 
+def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
+    """The reward `reward_model` of a recipe: scores without bounds or unit, which RewardModelScores has computed."""
+    return reward_model_scores
+
+
 def check_reward_model(run, stage: str):
     """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
     if run.reward_model.path is not None:
