@@ -12,6 +12,8 @@ import PIL.Image
 import pytest
 import torch
 
+from stages import folder, lively, stage  # noqa: F401 (fixtures)
+
 DESELECTED = []
 
 

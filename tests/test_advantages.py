@@ -52,3 +52,8 @@ def test_equal_rewards_teach_nothing_and_are_counted():
 def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
     with pytest.raises(ValueError, match=says):
         group_advantages(torch.tensor(rewards), size, scale)
+
+
+def test_centring_alone():
+    """Groups 3, 1 and 0, 0: less their means 2 and 0."""
+    assert group_advantages(torch.tensor([3.0, 1.0, 0.0, 0.0]), 2, "none").tolist() == [1.0, -1.0, 0.0, 0.0]

@@ -1,51 +1,122 @@
-"""Losses by arithmetic done by hand, and what holds for each of them; against TRL they stand in test_parity.py."""
+"""grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: test_parity.py."""
+
+from math import exp, log
 
 import pytest
 import torch
+from policy_by_hand import OFF_POLICY, loss_of, near, policy, tensor
 
-from minivlmrl.audit.policy_cells import policy_batch
-from minivlmrl.losses import LOSS_TYPES, grpo_loss
+from minivlmrl.algorithms import policy_losses
+from minivlmrl.audit.policy_cells import LOSS_TYPES, policy_batch
+from minivlmrl.losses import Counts, PolicyLoss, grpo_loss, importance_ratio, kl_term
 
 
 def value_and_gradient(batch, **options):
     logps = batch["per_token_logps"].clone().requires_grad_()
-    loss, diagnostics = grpo_loss(**batch | {"per_token_logps": logps}, **options)
-    return loss.detach(), torch.autograd.grad(loss, logps)[0], diagnostics
+    loss, metrics = loss_of(**batch | {"per_token_logps": logps}, **options)
+    return loss.detach(), torch.autograd.grad(loss, logps)[0], metrics
 
 
 def test_without_counts_the_batch_is_the_whole_step():
     batch = policy_batch(0)
-    tokens = batch["completion_mask"].sum()
-    for loss_type in LOSS_TYPES:
-        options = {"loss_type": loss_type, "max_completion_length": 9}
-        alone = value_and_gradient(batch, **options)[0]
-        counted = value_and_gradient(batch, **options, num_sequences=4, num_tokens=tokens)[0]
+    tokens = (batch["per_token_logps"], batch["advantages"], batch["mask"])
+    for loss_type in ("grpo", "dapo"):
+        alone, _ = grpo_loss(*tokens, PolicyLoss(loss_type))
+        counted, _ = grpo_loss(*tokens, PolicyLoss(loss_type), counts=Counts(4, batch["mask"].sum()))
         assert alone == counted
 
 
-def test_the_docstring_example():
-    one = torch.zeros(1, 2)
-    batch = dict(per_token_logps=one, advantages=torch.tensor([0.5]), completion_mask=torch.ones(1, 2))
-    expected = {"grpo": -0.5, "bnpo": -0.5, "dapo": -0.5, "dr_grpo": -0.25, "luspo": -1.0}
-    losses = {t: grpo_loss(**batch, loss_type=t, max_completion_length=4)[0].item() for t in expected}
-    assert losses == expected
+@pytest.mark.parametrize(
+    "loss_type, divisors",
+    [("grpo", (2, 6)), ("bnpo", (4, 4)), ("dapo", (4, 4)), ("dr_grpo", (20, 20)), ("luspo", (2, 2))],
+)
+def test_clipped_losses(loss_type, divisors):
+    """Terms -min(r A, clip(r) A): -1.2 | 0.8, 1, 1.1. What is clipped (the first two) has no gradient.
+
+    grpo divides by 2 rows, then by the row's 1 or 3 tokens; bnpo and dapo by 4 tokens; dr_grpo by 2 rows of 10; luspo
+    by 2 rows. The gradient of a term is -r A.
+    """
+    loss, gradient, metrics = policy(*OFF_POLICY, loss_type=loss_type, max_completion_length=10)
+    first, second = divisors
+    assert loss == near(-1.2 / first + (0.8 + 1.0 + 1.1) / second)
+    assert gradient == near(0, 0, 1.0 / second, 1.1 / second)
+    shares = {"clip_ratio/low_mean": 1 / 4, "clip_ratio/high_mean": 1 / 4, "clip_ratio/region_mean": 2 / 4}
+    assert metrics == {name: near(value) for name, value in shares.items()}
 
 
-def test_averaging_by_hand():
-    """Rows of 1 and 3 tokens, ratio 1, advantages 1 and -2: per-token losses -1 | 2 2 2."""
-    batch = dict(
-        per_token_logps=torch.zeros(2, 3), advantages=torch.tensor([1.0, -2.0]),
-        completion_mask=torch.tensor([[1.0, 0, 0], [1, 1, 1]]),
-    )  # fmt: skip
-    by_hand = {
-        "grpo": (-1 / 1 + 6 / 3) / 2,
-        "bnpo": (-1 + 6) / 4,
-        "dapo": (-1 + 6) / 4,
-        "dr_grpo": (-1 + 6) / (2 * 10),
-    }
-    for loss_type, expected in by_hand.items():
-        loss = grpo_loss(**batch, loss_type=loss_type, max_completion_length=10)[0]
-        assert loss.item() == pytest.approx(expected)
+def test_the_two_bounds_of_the_clip():
+    """Range [0.9, 1.3]: 1.5 becomes 1.3 for a good token, 0.5 becomes 0.9 for a bad one of advantage -2."""
+    loss, *_ = policy([[1.5], [0.5]], [1.0, -2.0], loss_type="grpo", epsilon_low=0.1, epsilon_high=0.3)
+    assert loss == near((-1.3 + 2 * 0.9) / 2)
+
+
+# KL: the policy says 0.5, the reference 0.25, so log pi / pi_ref = log 2
+
+
+def kl(estimator, weighted=False):
+    """Value and gradient of the term at one on-policy token."""
+    logps = tensor([log(0.5)]).requires_grad_()
+    value = kl_term(logps, tensor([log(0.25)]), estimator)
+    value = value * (logps - logps.detach()).exp() if weighted else value
+    return value.item(), torch.autograd.grad(value.sum(), logps)[0].item()
+
+
+@pytest.mark.parametrize(
+    "estimator, value, gradient",
+    [
+        ("k1", log(2), 1.0),  # 0.6931
+        ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref
+        ("k3", 0.5 + log(2) - 1, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
+    ],
+)
+def test_kl_estimators(estimator, value, gradient):
+    assert kl(estimator) == (near(value), near(gradient))
+
+
+def test_bias_correction_gives_k3_the_gradient_of_k2():
+    """(w k3)' = k3 + k3' = (0.5 + log 2 - 1) + (1 - 0.5) = log 2; the value stays k3's, as w = 1."""
+    assert kl("k3", weighted=True) == (near(0.5 + log(2) - 1), near(log(2)))
+
+
+def test_bias_correction_in_the_loss():
+    """Ratio 2 and k3 0.1931: 2 * 0.1931 with the correction, whose gradient is 2 log 2; 0.1931 without."""
+    ref = {"ref_per_token_logps": tensor([-1.0 - log(2)]), "beta": 10.0}
+    loss, gradient, metrics = policy([[2.0]], [0.0], **ref)
+    k3 = 0.5 + log(2) - 1
+    assert (loss, gradient) == (near(10 * 2 * k3), [near(10 * 2 * log(2))])
+    assert metrics["kl"] == near(2 * k3)
+    loss, gradient, metrics = policy([[2.0]], [0.0], use_bias_correction_kl=False, **ref)
+    assert (loss, gradient, metrics["kl"]) == (near(10 * k3), [near(10 * 0.5)], near(k3))
+
+
+@pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
+def test_the_loss_takes_the_estimator_that_is_asked_for(estimator):
+    ref = {"ref_per_token_logps": tensor([-1.0 - log(2)]), "beta": 1.0, "use_bias_correction_kl": False}
+    value, gradient = kl(estimator)
+    assert policy([[1.0]], [0.0], kl_estimator=estimator, **ref)[:2] == (near(value), [near(gradient)])
+
+
+@pytest.mark.parametrize(
+    "loss_type, expected", [("grpo", -0.5), ("dr_grpo", -0.2), ("luspo", -1.0), ("dapo", -1.0), ("bnpo", -1.0)]
+)
+def test_a_truncated_row_teaches_nothing_but_counts_as_a_row(loss_type, expected):
+    """Two rows of two tokens, advantages 1; the second is masked: terms -1, -1 by 2 rows, 2 rows of 5, or 2 tokens."""
+    mask = tensor([1.0, 1.0], [0.0, 0.0])
+    loss, _ = loss_of(torch.zeros(2, 2), torch.ones(2), mask, loss_type=loss_type, max_completion_length=5)
+    assert loss.item() == near(expected)
+
+
+@pytest.mark.parametrize(
+    "loss_type, expected",
+    [
+        ("grpo", 5 / 8), ("sapo", 5 / 8), ("rloo", 5 / 8), ("luspo", 11 / 8), ("dr_grpo", 11 / (8 * 10)),
+        ("dapo", 11 / 20), ("cispo", 11 / 20), ("vespo", 11 / 20), ("bnpo", 11 / 4 * 2 / 8),
+    ],
+)  # fmt: skip
+def test_divisors(loss_type, expected):
+    """Terms 2 | 1, 1, 7 (means 2 and 3, sum 11) are two rows of a step of 8 rows and 20 tokens."""
+    terms, mask = tensor([2.0, 5.0, 5.0], [1.0, 1.0, 7.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+    assert policy_losses.AVERAGES[loss_type](terms * mask, mask, Counts(8, 20, 10)).item() == near(expected)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +132,7 @@ def test_averaging_by_hand():
 )
 def test_clipping_by_hand(ratio, advantage, delta, expected):
     logps, old = torch.tensor([[0.0]]), -torch.tensor([[ratio]]).log()
-    loss, _ = grpo_loss(
+    loss, _ = loss_of(
         logps, torch.tensor([advantage]), torch.ones(1, 1), old_per_token_logps=old, delta=delta, loss_type="grpo"
     )
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -69,7 +140,7 @@ def test_clipping_by_hand(ratio, advantage, delta, expected):
 
 def test_gspo_ratio_by_hand():
     """Token ratios e^0.3 and e^-0.1 make one sequence ratio e^0.1 for both tokens."""
-    loss, _ = grpo_loss(
+    loss, _ = loss_of(
         torch.tensor([[0.3, -0.1]]), torch.tensor([1.0]), torch.ones(1, 2), old_per_token_logps=torch.zeros(1, 2),
         importance_sampling_level="sequence", loss_type="grpo",
     )  # fmt: skip
@@ -78,16 +149,16 @@ def test_gspo_ratio_by_hand():
 
 def test_kl_by_hand():
     """pi 0.5, reference 0.25: r = 0.5, k3 = 0.5 - log 0.5 - 1 = 0.1931."""
-    _, diagnostics = grpo_loss(
+    _, metrics = loss_of(
         torch.tensor([[0.5]]).log(), torch.zeros(1), torch.ones(1, 1), ref_per_token_logps=torch.tensor([[0.25]]).log(),
         beta=1.0,
     )  # fmt: skip
-    assert diagnostics["kl"].item() == pytest.approx(0.19314718, rel=1e-6)
+    assert metrics["kl"].item() == pytest.approx(0.19314718, rel=1e-6)
 
 
 def test_a_batch_with_nothing_to_learn_gives_zero_and_finite_gradients():
     batch = policy_batch(0)
-    batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+    batch["mask"] = torch.zeros_like(batch["mask"])
     for loss_type in LOSS_TYPES:
         loss, gradient, _ = value_and_gradient(batch, loss_type=loss_type, max_completion_length=9, beta=0.1)
         assert loss == 0 and gradient.abs().max() == 0
@@ -95,7 +166,7 @@ def test_a_batch_with_nothing_to_learn_gives_zero_and_finite_gradients():
 
 def test_padding_does_not_count():
     batch = policy_batch(1)
-    wider = {k: torch.nn.functional.pad(v, (0, 3), value=7.0 * (k != "completion_mask")) for k, v in batch.items()
+    wider = {k: torch.nn.functional.pad(v, (0, 3), value=7.0 * (k != "mask")) for k, v in batch.items()
              if k != "advantages"} | {"advantages": batch["advantages"]}  # fmt: skip
     for loss_type in LOSS_TYPES:
         options = dict(loss_type=loss_type, max_completion_length=9, beta=0.1)
@@ -103,14 +174,41 @@ def test_padding_does_not_count():
 
 
 @pytest.mark.parametrize(
-    "options, says",
-    [
-        (dict(beta=0.1, ref_per_token_logps=None), "ref_per_token_logps"),
-        (dict(loss_type="drgrpo"), "dr_grpo"),
-        (dict(loss_type="dr_grpo"), "max_completion_length"),
-        (dict(importance_sampling_level="row"), "sequence"),
+    "level, expected, gradient",
+    [  # log ratios 0.3 and -0.1; gradient of the first ratio to the two log-probabilities
+        ("token", [exp(0.3), exp(-0.1), exp(9.0)], [exp(0.3), 0.0]),
+        ("sequence", [exp(0.1)], [exp(0.1) / 2, exp(0.1) / 2]),
     ],
 )
-def test_options_without_meaning_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        grpo_loss(**policy_batch(0) | options)
+def test_importance_ratio(level, expected, gradient):
+    """Two tokens and one of padding, which counts for nothing in a sequence."""
+    log_ratio = tensor([0.3, -0.1, 9.0]).requires_grad_()
+    ratio = importance_ratio(log_ratio, tensor([1.0, 1.0, 0.0]), level)
+    assert ratio[0].tolist() == pytest.approx(expected)
+    assert torch.autograd.grad(ratio[0, 0], log_ratio)[0].tolist()[0] == near(*gradient, 0.0)
+
+
+def test_the_docstring_example():
+    examples = {"grpo": -0.5, "bnpo": -0.5, "dapo": -0.5, "dr_grpo": -0.25, "luspo": -1.0}
+    for loss_type, expected in examples.items():
+        assert policy([[1.0, 1.0]], [0.5], loss_type=loss_type, max_completion_length=4)[0] == expected
+
+
+def test_averaging_by_hand():
+    """Rows of 1 and 3 tokens, ratio 1, advantages 1 and -2: per-token losses -1 | 2 2 2."""
+    mask = torch.tensor([[1.0, 0, 0], [1, 1, 1]])
+    by_hand = {"grpo": (-1 / 1 + 6 / 3) / 2, "bnpo": 5 / 4, "dapo": 5 / 4, "dr_grpo": 5 / (2 * 10)}
+    for loss_type, expected in by_hand.items():
+        given = {"loss_type": loss_type, "max_completion_length": 10}
+        loss, _ = loss_of(torch.zeros(2, 3), torch.tensor([1.0, -2.0]), mask, **given)
+        assert loss.item() == pytest.approx(expected)
+
+
+def test_mistakes_are_refused():
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"epsilon_high is 0.2, it must be at least epsilon_low \(0.3\)"):
+        PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
+    with pytest.raises(ValueError, match=r"beta is .*: the KL term needs ref_per_token_logps"):
+        grpo_loss(one, one[0], one, PolicyLoss(beta=0.1))
+    with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length; give it"):
+        grpo_loss(one, one[0], one, PolicyLoss("dr_grpo"))

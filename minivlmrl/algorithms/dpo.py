@@ -1,12 +1,152 @@
 """Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its loss types."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minivlmrl.algorithms.preference_losses import DPOLoss
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minivlmrl.algorithms.answers import (
+    PAIR,
+    Answers,
+    PairBatch,
+    encode,
+    equal_share,
+    pack_answers,
+    pair_accuracy,
+    pieces,
+    with_pairs,
+)
+from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
+from minivlmrl.algorithms.reference import Reference
+from minivlmrl.grpo import Algorithm, Step
+from minivlmrl.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
+from minivlmrl.losses import Counts
+from minivlmrl.rows import Dataset, Row
+from minivlmrl.run.batches import shuffled
 
 
 @dataclass
 class DPOConfig(DPOLoss):
-    """Options of DPO: those of its loss, and when the reference is asked."""
+    """Options of DPO."""
 
-    precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference stays in memory
+    precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
+
+
+class DPO(Algorithm):
+    """Both answers are in one group: their prompt and its images are computed once.
+
+    With precompute_ref_log_probs all rows that the stage will meet are scored before its first step, by the policy
+    itself, which then still is the reference: no second model is kept.
+    """
+
+    stage, needs = "dpo", "pairs"
+
+    @staticmethod
+    def check(run):
+        config = run.dpo
+        for name in ("sync_ref_model", "num_shared_layers"):
+            if getattr(config, name) and (config.precompute_ref_log_probs or config.reference_free):
+                raise ValueError(f"dpo.{name} needs a reference model, which precomputing or reference_free leaves out")
+        if config.precompute_ref_log_probs and config.reference_free:
+            raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.precomputed: dict[str, dict[int, Tensor]] = {
+            "train": {},
+            "held_out": {},
+        }  # index of a row -> both answers'
+        if not self.config.precompute_ref_log_probs and not self.config.reference_free:
+            self.reference = Reference(self.policy, self.config)
+
+    def begin(self, batches, held_out: Dataset | None):
+        if self.config.precompute_ref_log_probs:
+            order = shuffled(len(batches.dataset), self.config.prompts_per_step, self.run.seed)
+            met = set(itertools.chain(*itertools.islice(order, self.config.max_steps)))
+            self.precomputed["train"] = self.precompute(batches.dataset, sorted(met))
+            if held_out is not None:
+                self.precomputed["held_out"] = self.precompute(held_out, with_pairs(held_out, self.world))
+
+    @torch.no_grad()
+    def precompute(self, rows: Dataset, indices: list[int]) -> dict[int, Tensor]:
+        """Score rows with the policy as it is now: index -> log-probabilities of both answers, on every rank."""
+        own = {}
+        share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
+        for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
+            answers = [encode(rows[index], PAIR, self.processor) for index in piece]  # images of one piece at a time
+            group, _ = pack_answers(answers, self.policy.config, self.world.device)
+            logps = group.split(per_token_logps(self.policy, group)[0].cpu())
+            own |= {index: torch.cat(logps[2 * i : 2 * i + 2]) for i, index in enumerate(piece)}
+        return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        for rows in batches:
+            answers = [encode(row, PAIR, self.processor) for row in rows]
+            chosen_tokens = sum(int(row.loss_masks[0].sum()) for row in answers)
+            counts = Counts(*self.world.sum(2 * len(rows), chosen_tokens))
+            parts = pieces(range(len(rows)), self.config.micro_batch_size)
+            yield Step([
+                self.micro_batch([answers[i] for i in part], [rows[i].index for i in part], counts) for part in parts
+            ])  # fmt: skip
+
+    def micro_batch(
+        self, answers: list[Answers], indices: Sequence[int], counts: Counts | None = None, rows: str = "train"
+    ) -> PairBatch:
+        """Pack rows and add what the reference says of them; `rows` is where their indices count."""
+        batch = PairBatch(*pack_answers(answers, self.policy.config, self.world.device), counts)
+        if self.reference is not None:
+            batch.ref_per_token_logps = self.reference.logps(batch.group)
+        elif self.config.precompute_ref_log_probs:
+            known = [self.precomputed[rows].get(index) for index in indices]
+            if any(logps is None for logps in known):
+                raise ValueError(
+                    "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
+                    "resume with the rows and dpo.max_steps that it began with"
+                )
+            batch.ref_per_token_logps = batch.group.pad(torch.cat(known).to(self.world.device))
+        return batch
+
+    def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        group, mask = batch.group, batch.loss_mask
+        states = completion_states(self.policy, group)
+        logps, entropies = logps_of_states(self.policy, states, group)
+        weighting = group.pad(log_sum_sq_probs(self.policy, states)) if self.config.use_weighting else None
+        loss, metrics = dpo_loss(
+            by_pair(group.pad(logps)),
+            by_pair(mask),
+            self.config,
+            ref_per_token_logps=by_pair(batch.ref_per_token_logps),
+            log_sum_sq_probs=by_pair(weighting),
+            counts=batch.counts,
+        )
+        per_answer = (group.pad(entropies.detach()) * mask).sum(1) / mask.sum(1)
+        return loss, metrics | {"entropy": per_answer.mean()}
+
+    def pair_accuracy(self, rows: Dataset) -> float | None:
+        """Count a pair if the policy has moved further towards the chosen answer than towards the rejected one."""
+
+        def margins(indices: Sequence[int]) -> Tensor:
+            answers = [encode(rows[index], PAIR, self.processor) for index in indices]
+            batch = self.micro_batch(answers, indices, rows="held_out")
+            moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
+            if batch.ref_per_token_logps is not None:
+                moved = moved - batch.ref_per_token_logps
+            u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
+            return u - v
+
+        return pair_accuracy(rows, self.world, margins)
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"precomputed": self.precomputed}
+
+    def load_state_dict(self, state: dict):
+        super().load_state_dict(state)
+        self.precomputed = state["precomputed"]
+
+
+def by_pair(rows: Tensor | None) -> Tensor | None:
+    """(2B, T) -> (B, 2, T)."""
+    return None if rows is None else rows.unflatten(0, (-1, 2))

@@ -1,10 +1,94 @@
-"""KTO: learn from single answers with a label, good or bad (arXiv 2402.01306)."""
+"""KTO (arXiv 2402.01306): learn from single answers with a label, good or bad, instead of pairs."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minivlmrl.algorithms.preference_losses import KTOLoss
+import torch
+from torch import Tensor
+
+from minivlmrl.algorithms.answers import Answers, encode, pack_answers, pieces
+from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
+from minivlmrl.algorithms.reference import Reference
+from minivlmrl.grpo import Algorithm, MicroBatch, Step
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.losses import Counts
+from minivlmrl.rows import Row
 
 
 @dataclass
 class KTOConfig(KTOLoss):
-    """Options of KTO: those of its loss."""
+    """Options of KTO."""
+
+
+@dataclass
+class KTOBatch(MicroBatch):
+    labels: Tensor | None = None  # (R,) bool, True for good
+    shares: tuple[float, float] = (1.0, 1.0)  # of good and of bad answers in the whole step
+    kl: Tensor | None = None  # of the whole step
+
+    @property
+    def weight(self) -> float:
+        """Its metrics are means over answers."""
+        return len(self.loss_mask)
+
+
+class KTO(Algorithm):
+    """Rows with a completion and a boolean column `label`. At the first step the loss of all is 1/2: nothing has moved.
+
+    The KL of kto_loss is measured as in TRL, on each prompt with the answer of the next row; but over the whole
+    optimizer step and all ranks, so that it does not depend on how the step is split.
+    """
+
+    stage, needs = "kto", "labels"
+
+    @staticmethod
+    def check(run):
+        if run.kto.loss_type == "kto" and run.kto.prompts_per_step < 2:
+            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more: the KL needs the answer of another row")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reference = Reference(self.policy, self.config)
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        for rows in batches:
+            labels = torch.tensor([row.columns["label"] for row in rows])
+            answers = [encode(row, ["completion"], self.processor) for row in rows]
+            total, good = self.world.sum(len(rows), int(labels.sum()))
+            kl, batches = self.measure_kl(answers), []
+            for part in pieces(range(len(rows)), self.config.micro_batch_size):
+                packed = pack_answers([answers[i] for i in part], self.policy.config, self.world.device)
+                batch = KTOBatch(*packed, Counts(total), kl=kl, shares=(good / total, 1 - good / total))
+                batch.labels = labels[part.start : part.stop].to(self.world.device)
+                batch.ref_per_token_logps = self.reference.logps(batch.group)
+                batches.append(batch)
+            yield Step(batches)
+
+    @torch.no_grad()
+    def measure_kl(self, answers: list[Answers]) -> Tensor:
+        """Estimate the KL of the policy to the reference on this step's prompts, each with the next row's answer."""
+        first = self.world.gather_objects((answers[0].ids, answers[0].loss_masks))
+        following = [(row.ids, row.loss_masks) for row in answers[1:]] + [first[(self.world.rank + 1) % len(first)]]
+        mixed = [Answers(row.prompt, *other) for row, other in zip(answers, following, strict=True)]
+        logps = []  # of whole answers, of policy and reference
+        for piece in pieces(mixed, self.config.micro_batch_size):
+            group, mask = pack_answers(piece, self.policy.config, self.world.device)
+            policy, ref = group.pad(per_token_logps(self.policy, group)[0]), self.reference.logps(group)
+            logps.append(torch.stack([(policy * mask).sum(1), (ref * mask).sum(1)], 1))
+        policy, ref = self.world.all_gather(torch.cat(logps)).split(1, 1)  # (N, 1) each
+        return kto_kl(policy, ref, torch.ones_like(policy))
+
+    def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        group, mask = batch.group, batch.loss_mask
+        logps, entropies = per_token_logps(self.policy, group)
+        loss, metrics = kto_loss(
+            group.pad(logps), mask, batch.labels, self.config, ref_per_token_logps=batch.ref_per_token_logps,
+            kl=batch.kl, counts=batch.counts,
+        )  # fmt: skip
+        good = batch.labels.float().mean()
+        for name, here, in_step in zip(("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True):
+            # weighed with this batch's answers these add up to the mean over all good, or bad, answers of the step
+            mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
+            metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
+        per_answer = (group.pad(entropies.detach()) * mask).sum(1) / mask.sum(1)
+        return loss, metrics | {"entropy": per_answer.mean()}

@@ -1,12 +1,14 @@
 """What a cell is, how two results are compared, and what is said about a family of cells. Knows nothing of TRL.
 
-A result is a dictionary of tensors. "metric ..." names are figures that TRL logs after a float32 mean: they must agree
-to METRIC_TOLERANCE and say nothing about the digits of the rest.
+A result is a dictionary of tensors. Names that begin with "metric" are of numbers that TRL logs after a float32 mean:
+they must agree to METRIC_TOLERANCE and say nothing about the digits of the rest.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,24 +54,31 @@ class Outcome:
 
 @dataclass
 class Row:
-    """What became of a family.
-
-    Args:
-        kind: as in Outcome; "differs" when any cell differs, "agrees" when no cell does and at least one was compared.
-        error: the worst that was measured, None for none.
-        example: the cell that differs most, "" for none.
-        note: what is known about this version, for a row that does not agree.
-        excused: nothing differs, or a note explains every cell that does.
-    """
+    """What became of a family."""
 
     family: str
     cells: int
-    kind: str
-    error: float | None
+    kind: str  # as in Outcome; "differs" when any cell differs, "agrees" when none does and one was compared
+    error: float | None  # the worst that was measured, None for none
     verdict: str
-    example: str = ""
-    note: str = ""
-    excused: bool = True
+    example: str = ""  # the cell that differs most
+    note: str = ""  # what is known about this version, for a row that does not agree
+    excused: bool = True  # nothing differs, or a note explains every cell that does
+
+
+def loss_cell(family: str, name: str, batch: dict, leaves: tuple[str, ...], ours, theirs, tolerance=1e-10) -> Cell:
+    """A cell about a loss: value, gradients to the `leaves` of a batch, and metrics.
+
+    Args:
+        ours, theirs: take the batch, return (loss, metrics).
+    """
+
+    def answer(loss: Callable) -> Result:
+        given = {name: batch[name].clone().requires_grad_() for name in leaves}
+        value, metrics = loss(batch | given)
+        return with_gradients(value, given, metrics)
+
+    return Cell(family, name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
 def with_gradients(loss: Tensor, leaves: dict[str, Tensor], metrics: dict[str, float | Tensor]) -> Result:
@@ -97,6 +106,17 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
 
 
+def ask(cell: Cell) -> Outcome:
+    """Ask TRL about a cell and compare."""
+    try:
+        theirs = cell.theirs()
+    except NotInThisVersion as reason:
+        return Outcome(cell.name, "absent", text=str(reason))
+    except Exception as error:  # the methods of this version ask for something that the oracle does not have
+        return Outcome(cell.name, "failed", text=f"{type(error).__name__}: {error}".splitlines()[0])
+    return compare(cell, theirs)
+
+
 def compare(cell: Cell, theirs: Result) -> Outcome:
     """Hold our result of a cell against one of TRL's; metrics count where both sides have them."""
     try:
@@ -111,51 +131,30 @@ def compare(cell: Cell, theirs: Result) -> Outcome:
     return Outcome(cell.name, "agrees" if error <= cell.tolerance else "differs", error)
 
 
-def ask(cell: Cell) -> Outcome:
-    """Ask TRL about a cell and compare."""
-    try:
-        theirs = cell.theirs()
-    except NotInThisVersion as reason:
-        return Outcome(cell.name, "absent", text=str(reason))
-    except Exception as error:  # a version whose methods want something that the oracle does not know
-        return Outcome(cell.name, "failed", text=f"{type(error).__name__}: {error}".splitlines()[0])
-    return compare(cell, theirs)
-
-
 def judge(family: str, outcomes: list[Outcome], version: str) -> Row:
     """One row of the table from the outcomes of a family's cells.
 
     Example: two cells with errors 1e-15 and 3e-12 agree to 11 digits.
     """
     of = {kind: [o for o in outcomes if o.kind == kind] for kind in ("differs", "agrees", "failed", "absent")}
-    kind = next(kind for kind, found in of.items() if found)
+    kind, total = next(kind for kind, found in of.items() if found), len(outcomes)
     error = max((o.error for o in of["agrees"] + of["differs"]), default=None)
-    if kind == "differs":
-        return _differing(family, of, error, version)
-    if kind == "agrees":
-        return Row(family, len(outcomes), kind, error, f"agrees to {digits(error)} digits{_rest(of)}")
-    verdict = "not in this version" if kind == "absent" else "could not be asked"
-    return Row(
-        family, len(outcomes), kind, None, f"{verdict} ({of[kind][0].text})", note="; ".join(known(family, version))
-    )
-
-
-def _differing(family: str, of: dict[str, list[Outcome]], error: float, version: str) -> Row:
-    """The row of a family in which cells differ; excused if there is a note for each of them."""
-    wrong, total = of["differs"], sum(map(len, of.values()))
-    worst = max(wrong, key=lambda o: o.error)
-    size = f"by {worst.error:.1e}" if math.isfinite(worst.error) else "in shape or NaN"
-    what = f" ({worst.text})" if worst.text else ""  # a metric, or what ours raised
-    verdict = f"differs {size}{what} in {len(wrong)} of {total} cells{_rest(of)}"
-    found = [known(f"{family}: {o.name}", version) for o in wrong]
-    text = "; ".join(dict.fromkeys(text for texts in found for text in texts))
-    return Row(family, total, "differs", error, verdict, worst.name, text, all(found))
-
-
-def _rest(of: dict[str, list[Outcome]]) -> str:
-    """What to add where some cells had no answer."""
     silent = of["absent"] + of["failed"]
-    return f" ({len(silent)} of {sum(map(len, of.values()))} cells had no answer: {silent[0].text})" if silent else ""
+    rest = f" ({len(silent)} of {total} cells had no answer: {silent[0].text})" if silent else ""
+    if kind == "agrees":
+        return Row(family, total, kind, error, f"agrees to {digits(error)} digits{rest}")
+    if kind == "differs":
+        worst = max(of[kind], key=lambda o: o.error)
+        size = f"by {worst.error:.1e}" if math.isfinite(worst.error) else "in shape or NaN"
+        what = f" ({worst.text})" if worst.text else ""  # a metric, or what ours raised
+        notes = [known(f"{family}: {o.name}", version) for o in of[kind]]
+        note, verdict = (
+            "; ".join(dict.fromkeys(chain(*notes))),
+            f"differs {size}{what} in {len(of[kind])} of {total} cells",
+        )
+        return Row(family, total, kind, error, verdict + rest, worst.name, note, all(notes))
+    verdict = f"{'not in this version' if kind == 'absent' else 'could not be asked'} ({of[kind][0].text})"
+    return Row(family, total, kind, None, verdict, note="; ".join(known(family, version)))
 
 
 def digits(error: float) -> int:

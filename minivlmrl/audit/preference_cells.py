@@ -1,6 +1,7 @@
 """Cells of what learns from demonstrations and preferences: SFT, DPO and its family, KTO, the reward model."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -9,9 +10,8 @@ from torch import Tensor
 
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
-from minivlmrl.audit import compare
-from minivlmrl.audit.compare import Cell, Result
-from minivlmrl.audit.policy_cells import oracle, policy_batch, say
+from minivlmrl.audit.compare import Cell, loss_cell
+from minivlmrl.audit.policy_cells import policy_batch, say, trl
 
 LOSS_TYPES = tuple(preference.DPO_LOSSES)
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # sigmoid: TRL ignores it
@@ -37,12 +37,8 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
     generator = torch.Generator().manual_seed(seed)
     logps = -torch.rand(B, 2, T, generator=generator, dtype=torch.float64) * 2 - 0.05
     ref = logps + 0.6 * torch.randn(B, 2, T, generator=generator, dtype=torch.float64)
-    lengths = torch.randint(1, T + 1, (B, 2, 1), generator=generator)
-    batch = {
-        "per_token_logps": logps,
-        "ref_per_token_logps": ref.clamp(max=-0.01),
-        "mask": (torch.arange(T) < lengths).double(),
-    }
+    mask = (torch.arange(T) < torch.randint(1, T + 1, (B, 2, 1), generator=generator)).double()
+    batch = {"per_token_logps": logps, "ref_per_token_logps": ref.clamp(max=-0.01), "mask": mask}
     return {name: value.to(dtype) for name, value in batch.items()}
 
 
@@ -54,26 +50,20 @@ def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> 
     """
     single = options.get("f_divergence_type") == "alpha_divergence"
     batch = preference_batch(seed, torch.float32 if single else torch.float64)
-    weighting = {}
+    shown, given = options, {}
     if use_weighting:  # of the oracle's two tokens, p and 1 - p
         batch["per_token_logps"] *= 0.1 if seed % 2 else 1.0  # likely tokens: a weight over 1
         p = batch["per_token_logps"].exp()
-        weighting["log_sum_sq_probs"] = (p.square() + (1 - p).square()).log()
+        shown, given = options | {"use_weighting": True}, {"log_sum_sq_probs": (p.square() + (1 - p).square()).log()}
 
-    def ours() -> Result:
-        logps = batch["per_token_logps"].clone().requires_grad_()
-        said = preference.DPOLoss(**options, use_weighting=use_weighting)
-        loss, metrics = preference.dpo_loss(**batch | {"per_token_logps": logps}, options=said, **weighting)
-        return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
+    def ours(batch: dict):
+        return preference.dpo_loss(**batch, **given, options=preference.DPOLoss(**shown))
 
-    def theirs() -> Result:
-        names, weights = options["loss_type"], options.get("loss_weights")
-        told = options | {"loss_type": [names] if isinstance(names, str) else list(names), "loss_weights": weights}
-        return oracle().dpo_loss(batch, use_weighting=use_weighting, **told)
-
-    tolerance = 1e-6 if single or "exo_pair" in options["loss_type"] else 1e-10
-    shown = options | ({"use_weighting": True} if use_weighting else {})
-    return Cell(family, f"{say(shown)}, seed={seed}", ours, theirs, tolerance)
+    names = options["loss_type"] if isinstance(options["loss_type"], list) else [options["loss_type"]]
+    told = {"loss_weights": None, "use_weighting": use_weighting} | options | {"loss_type": names}
+    tolerance = 1e-6 if single or "exo_pair" in names else 1e-10
+    theirs = partial(trl, "dpo_loss", **told)
+    return loss_cell(family, f"{say(shown)}, seed={seed}", batch, ("per_token_logps",), ours, theirs, tolerance)
 
 
 def dpo_losses() -> Iterator[Cell]:
@@ -104,61 +94,54 @@ def dpo_options() -> Iterator[Cell]:
 
 
 def kto_losses() -> Iterator[Cell]:
+    """The KL is measured on the same tokens with another mask."""
+
+    def ours(batch: dict, **options):
+        kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
+        answers = {name: value for name, value in batch.items() if name != "kl_mask"}
+        return preference.kto_loss(**answers, options=preference.KTOLoss(**options), kl=kl)
+
     grid = product(preference.KTO_LOSS_TYPES, ((1.0, 1.0), (1.3, 0.7)), (0.1, 0.5), range(3))
     for loss_type, (good, bad), beta, seed in grid:
         batch = policy_batch(seed)
-        mask = batch["completion_mask"]
+        mask, labels = batch["mask"], torch.arange(4) % 3 == seed % 3
         batch = {name: batch[name].clamp(max=-0.01) for name in ("per_token_logps", "ref_per_token_logps")}
-        batch |= {"mask": mask, "kl_mask": mask.roll(1, 0), "labels": torch.arange(4) % 3 == seed % 3}
+        batch |= {"mask": mask, "kl_mask": mask.roll(1, 0), "labels": labels}
         options = {"loss_type": loss_type, "beta": beta, "desirable_weight": good, "undesirable_weight": bad}
-
-        def ours(batch=batch, options=options) -> Result:
-            logps, ref = batch["per_token_logps"].clone().requires_grad_(), batch["ref_per_token_logps"]
-            kl = preference.kto_kl(logps, ref, batch["kl_mask"])
-            said, given = preference.KTOLoss(**options), {"ref_per_token_logps": ref, "kl": kl}
-            loss, metrics = preference.kto_loss(logps, batch["mask"], batch["labels"], said, **given)
-            return compare.with_gradients(loss, {"per_token_logps": logps}, metrics)
-
-        def theirs(batch=batch, options=options) -> Result:
-            return oracle().kto_loss(batch, **options)
-
-        yield Cell(f"kto loss_type={loss_type}", f"{say(options)}, seed={seed}", ours, theirs)
+        sides = partial(ours, **options), partial(trl, "kto_loss", **options)
+        yield loss_cell(
+            f"kto loss_type={loss_type}", f"{say(options)}, seed={seed}", batch, ("per_token_logps",), *sides
+        )
 
 
 def sft_losses() -> Iterator[Cell]:
     """With and without num_items_in_batch, which counts the tokens of the step on all processes."""
+
+    def ours(batch: dict, loss_type: str, counts):
+        return sft.sft_loss(batch["per_token_logps"], batch["mask"], loss_type, counts=counts), {}
+
     kinds = (("nll", "nll"), ("dft", "dft"), ("chunked_nll", "nll"))
     for (asked, loss_type), items, processes, seed in product(kinds, (None, 37), (1, 3), range(3)):
-        batch = policy_batch(seed)
-
-        def ours(batch=batch, items=items, processes=processes, loss_type=loss_type) -> Result:
-            logps = batch["per_token_logps"].clone().requires_grad_()
-            counts = None if items is None else SimpleNamespace(tokens=items / processes)
-            loss = sft.sft_loss(logps, batch["completion_mask"], loss_type, counts=counts)
-            return compare.with_gradients(loss, {"per_token_logps": logps}, {})
-
-        def theirs(batch=batch, items=items, processes=processes, asked=asked) -> Result:
-            return oracle().sft_loss(batch, items, processes, loss_type=asked)
-
+        counts = None if items is None else SimpleNamespace(tokens=items / processes)
         name = say({"num_items": items, "processes": processes, "seed": seed})
-        yield Cell(f"sft loss_type={asked}", name, ours, theirs)
+        sides = (
+            partial(ours, loss_type=loss_type, counts=counts),
+            partial(trl, "sft_loss", items=items, num_processes=processes, loss_type=asked),
+        )
+        yield loss_cell(f"sft loss_type={asked}", name, policy_batch(seed), ("per_token_logps",), *sides)
 
 
 def reward_losses() -> Iterator[Cell]:
+    def ours(batch: dict, center: float | None):
+        options, pairs = preference.RewardLoss(center), (batch["chosen"], batch["rejected"])
+        return preference.reward_loss(*pairs, options, margin=batch["margin"])
+
     for with_margin, center, seed in product((False, True), (None, 0.01, 0.5), range(3)):
         chosen, rejected, margin = policy_batch(seed)["per_token_logps"][:3]
         batch = {"chosen": chosen, "rejected": rejected, "margin": -margin if with_margin else None}
-
-        def ours(batch=batch, center=center) -> Result:
-            leaves = {name: batch[name].clone().requires_grad_() for name in ("chosen", "rejected")}
-            loss, _ = preference.reward_loss(*leaves.values(), preference.RewardLoss(center), margin=batch["margin"])
-            return compare.with_gradients(loss, leaves, {})
-
-        def theirs(batch=batch, center=center) -> Result:
-            return oracle().reward_loss(batch, center_rewards_coefficient=center)
-
         name = say({"margin": with_margin, "center_rewards_coefficient": center, "seed": seed})
-        yield Cell("reward loss", name, ours, theirs)
+        sides = partial(ours, center=center), partial(trl, "reward_loss", center_rewards_coefficient=center)
+        yield loss_cell("reward loss", name, batch, ("chosen", "rejected"), *sides)
 
 
 ALL = (dpo_losses, dpo_options, kto_losses, sft_losses, reward_losses)

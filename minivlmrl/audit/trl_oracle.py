@@ -1,8 +1,8 @@
 """Asks the real methods of TRL's trainers for losses, gradients and advantages, with no model and no training run.
 
 A trainer is made without __init__; what its methods read is set from a real config, and its forward pass is replaced by
-given log-probabilities. Made to bear many versions: options are copied only where the config has them, and what a
-version lacks is said with NotInThisVersion. This is the one file that imports TRL; import it inside functions.
+given log-probabilities. Many versions of TRL are understood: options are copied only where the config has them, and
+NotInThisVersion says what a version lacks. This is the one file that imports TRL; import it inside functions.
 """
 
 import ast
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
 
-from minivlmrl.audit.compare import NotInThisVersion, Result, with_gradients
+from minivlmrl.audit.compare import NotInThisVersion, Result
 
 VERSION = trl.__version__
+Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it
 # Values with which an option changes nothing: a version without the option behaves like that.
 NEUTRAL = {
     "use_bias_correction_kl": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "delta": None, "ld_alpha": None,
@@ -168,9 +169,8 @@ def _policy_trainer(kind: str, module: str = "trl", reward_weights: list[float] 
     self.ref_model = torch.nn.Linear(1, 1) if args.beta else None
     self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
     self.reward_weights = torch.tensor(reward_weights or [1.0])
-    self.reward_funcs = [None] * len(self.reward_weights)
+    self.reward_funcs = self.reward_processing_classes = [None] * len(self.reward_weights)
     self.reward_func_names = [str(k) for k in range(len(self.reward_weights))]
-    self.reward_processing_classes = self.reward_funcs
     self.environment_factories = self.environments = None
     self.tools, self.chat_template_kwargs, self._is_vlm = [], {}, False
     self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=0, eos_token_id=1), [1]
@@ -186,46 +186,46 @@ def _metrics(self) -> dict[str, float]:
     return {name: values[-1] for name, values in self._metrics["train"].items() if values}
 
 
-def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Result:
-    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch, with gradients.
+def _loss(self, method, *inputs) -> Loss:
+    loss = _answer(method, *inputs)
+    return loss, _metrics(self)
+
+
+def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
+    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch.
 
     Args:
-        batch: per_token_logps, entropies, completion_mask (B, T), advantages, and what else the method looks for.
+        batch: per_token_logps, entropies, mask (B, T), advantages, and what else the method looks for.
         items: completion tokens of the generation batch on all processes.
     """
-    self = _policy_trainer(kind, **options)
-    names = ("per_token_logps", "entropies")
-    logps, entropies = (batch[name].clone().requires_grad_() for name in names)
-    forward = {"per_token_logps": logps, "entropies": entropies}
+    self, mask = _policy_trainer(kind, **options), batch["mask"].long()
     returned = _unpacked(self._compute_loss, "_get_per_token_logps_and_entropies")
+    forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
     self._get_per_token_logps_and_entropies = lambda *_, **__: tuple(forward.get(name) for name in returned)
-    mask = batch["completion_mask"].long()
-    inputs = {name: value for name, value in batch.items() if value is not None and name not in names}
+    inputs = {name: value for name, value in batch.items() if value is not None and name not in forward}
     inputs |= {"prompt_ids": torch.ones(len(mask), 1).long(), "prompt_mask": torch.ones(len(mask), 1).long()}
     inputs |= {"completion_ids": mask, "completion_mask": mask, "num_items_in_batch": torch.tensor(items)}
     if kind == "RLOO":
         inputs["old_logps"] = (batch["old_per_token_logps"] * mask).sum(1)
-    loss = _answer(self._compute_loss, self.model, inputs)
-    return with_gradients(loss, forward, _metrics(self))
+    return _loss(self, self._compute_loss, self.model, inputs)
 
 
 def rollout(
     rewards: Tensor,
     kind: str = "GRPO",
     completions: list[list[int]] | None = None,
-    old: Tensor | None = None,
-    ref: Tensor | None = None,
+    logps: tuple[Tensor | None, Tensor | None] = (None, None),
     sampling: list[list[float]] | None = None,
-    wanted: tuple[str, ...] = ("advantages",),
+    output: str = "advantages",
     **options,
 ) -> Result:
     """What _generate_and_score_completions makes of given rewards (n, K) and completions: advantages, ratios, masks.
 
     Args:
         completions: token ids; 1 is the end of text.
-        old, ref: (n, T) log-probabilities of policy and reference.
+        logps: (n, T) log-probabilities of policy and reference.
         sampling: log-probabilities as the sampler recorded them.
-        wanted: names of its output.
+        output: the name of what is asked for.
     """
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
@@ -238,19 +238,18 @@ def rollout(
     order = _unpacked(method, "_generate")
     self._generate = lambda *_: tuple(generated.get(name) for name in order)
     self._calculate_rewards = lambda *_, **__: rewards
-    old = torch.zeros(n, 2) if old is None else old
+    old, ref = torch.zeros(n, 2) if logps[0] is None else logps[0], logps[1]
     returned = len(_unpacked(method, "_get_per_token_logps_and_entropies"))
 
     def forward(model, *_, **__):
         return ((old if model is self.model else ref), None, None)[:returned]
 
     self._get_per_token_logps_and_entropies = forward
-    output = _answer(method, [{"prompt": "p"} for _ in range(n)])
-    metrics = {name: value for name, value in _metrics(self).items() if name == "frac_reward_zero_std"}
-    missing = [name for name in wanted if name not in output]
-    if missing:
-        raise NotInThisVersion(f"its output has no {missing[0]}")
-    return {name: output[name] for name in wanted} | {f"metric {n}": torch.tensor(v) for n, v in metrics.items()}
+    answer = _answer(method, [{"prompt": "p"} for _ in range(n)])
+    if output not in answer:
+        raise NotInThisVersion(f"its output has no {output}")
+    flat = _metrics(self).get("frac_reward_zero_std")
+    return {output: answer[output]} | ({} if flat is None else {"metric frac_reward_zero_std": torch.tensor(flat)})
 
 
 def _prompted(logps: Tensor) -> Tensor:
@@ -259,67 +258,57 @@ def _prompted(logps: Tensor) -> Tensor:
 
 
 def _inputs(mask: Tensor) -> dict[str, Tensor]:
-    """The sequences (n, PROMPT + T) whose answers the mask (n, T) selects."""
+    """The sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
     answer = pad(mask.long(), (PROMPT, 0))
     real = pad(mask.long(), (PROMPT, 0), value=1)
     return {"input_ids": torch.ones_like(answer), "attention_mask": real, "completion_mask": answer}
 
 
-def dpo_loss(batch: dict, **options) -> Result:
+def dpo_loss(batch: dict, **options) -> Loss:
     """DPOTrainer._compute_loss for pairs (B, 2, T), chosen first."""
     self = bare("DPO", **options)
-    logps = batch["per_token_logps"].clone().requires_grad_()
-    policy, ref, mask = (
-        x.transpose(0, 1).flatten(0, 1) for x in (logps, batch["ref_per_token_logps"], batch["mask"])
-    )  # TRL stacks all chosen answers on all rejected ones
+    names = "per_token_logps", "ref_per_token_logps", "mask"
+    policy, ref, mask = (batch[name].transpose(0, 1).flatten(0, 1) for name in names)  # TRL: first all chosen ones
     self.model, self.ref_model = GivenLogps(_prompted(policy)).train(), GivenLogps(_prompted(ref))
-    self.loss_types = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+    self.loss_types = self.loss_type
     self.loss_weights = self.loss_weights or [1.0] * len(self.loss_types)
     self.precompute_ref_logps = False
-    loss = _answer(self._compute_loss, self.model, _inputs(mask), False)
-    return with_gradients(loss, {"per_token_logps": logps}, _metrics(self))
+    return _loss(self, self._compute_loss, self.model, _inputs(mask), False)
 
 
-def kto_loss(batch: dict, **options) -> Result:
+def kto_loss(batch: dict, **options) -> Loss:
     """KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
     self = bare("KTO", **options)
-    logps = batch["per_token_logps"].clone().requires_grad_()
-    self.model = GivenLogps(_prompted(logps)).train()
+    self.model = GivenLogps(_prompted(batch["per_token_logps"])).train()
     self.ref_model = GivenLogps(_prompted(batch["ref_per_token_logps"]))
     self.calculate_KL = self.loss_type != "apo_zero_unpaired"
     self.precompute_ref_logps = False
     inputs = _inputs(batch["mask"]) | {"label": batch["labels"]}
     inputs |= {"KL_" + name: value for name, value in _inputs(batch["kl_mask"]).items()}
-    loss = _answer(self._compute_loss, self.model, inputs, False)
-    return with_gradients(loss, {"per_token_logps": logps}, _metrics(self))
+    return _loss(self, self._compute_loss, self.model, inputs, False)
 
 
-def sft_loss(batch: dict, items: int | None, num_processes: int = 1, **options) -> Result:
+def sft_loss(batch: dict, items: int | None, num_processes: int = 1, **options) -> Loss:
     """SFTTrainer.compute_loss for the tokens (B, T) that the mask selects; items: tokens of the step, all processes."""
     self = bare("SFT", num_processes=num_processes, **options)
-    logps = batch["per_token_logps"].clone().requires_grad_()
-    inputs = _inputs(batch["completion_mask"])
-    self.model, self.get_tp_size = GivenLogps(_prompted(logps)).train(), lambda: 1
+    inputs = _inputs(batch["mask"])
+    self.model, self.get_tp_size = GivenLogps(_prompted(batch["per_token_logps"])).train(), lambda: 1
     dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
     self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
     if self.compute_loss_func is None and ".log_probs" not in inspect.getsource(self.compute_loss):
         raise NotInThisVersion("the model computes it, not TRL")
     self.label_smoother, self.model_accepts_loss_kwargs = None, True
     inputs["labels"] = torch.where(inputs.pop("completion_mask").bool(), 1, -100)
-    loss = _answer(self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
-    return with_gradients(loss, {"per_token_logps": logps}, {})
+    return _loss(self, self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
 
 
-def reward_loss(batch: dict, **options) -> Result:
+def reward_loss(batch: dict, **options) -> Loss:
     """RewardTrainer.compute_loss for rewards (B,) of chosen and rejected answers."""
-    self = bare("Reward", **options)
-    chosen, rejected = (batch[name].clone().requires_grad_() for name in ("chosen", "rejected"))
+    self, rewards = bare("Reward", **options), torch.cat([batch["chosen"], batch["rejected"]])
     self.model = torch.nn.Linear(1, 1).train()
-    output = SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None])
-    inputs = {"input_ids": torch.ones(2 * len(chosen), 2), "attention_mask": torch.ones(2 * len(chosen), 2)}
+    inputs = {"input_ids": torch.ones(len(rewards), 2), "attention_mask": torch.ones(len(rewards), 2)}
     inputs |= {} if batch["margin"] is None else {"margin": batch["margin"]}
-    loss = _answer(self.compute_loss, lambda **_: output, inputs)
-    return with_gradients(loss, {"chosen": chosen, "rejected": rejected}, _metrics(self))
+    return _loss(self, self.compute_loss, lambda **_: SimpleNamespace(logits=rewards[:, None]), inputs)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> Result:

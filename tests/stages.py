@@ -1,0 +1,121 @@
+"""An algorithm that goes step by step on tiny models, and what tests of algorithms share."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from minivlmrl import rewards, train
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.rows import Processor
+from minivlmrl.run.batches import Batches
+from minivlmrl.run.config import load_config
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+
+from tiny import RUN_MODEL
+
+STAGE = {
+    "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+}  # fmt: skip
+RECIPE = {
+    "num_threads": 1,
+    "model": {"config": "model.json"},
+    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 2, "pairs": 8},
+    "sampling": {"max_new_tokens": 6},
+    "rewards": {"letters": 1.0},
+    "sft": STAGE,
+    "dpo": STAGE,
+    "kto": STAGE,
+    "reward_model": STAGE,
+    "grpo": STAGE | {"num_generations": 3},
+    "ppo": STAGE | {"num_generations": 2},
+}
+STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
+ONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with recipe.yaml and the configs of a model with a head of its own and of one with a tied head."""
+    folder = tmp_path_factory.mktemp("recipe")
+    for tied in (False, True):
+        model = RUN_MODEL | {"tie_word_embeddings": tied}
+        (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return folder
+
+
+def letters(completions, **columns):
+    return [sum(c.isalpha() for c in completion) / 6 for completion in completions]
+
+
+@pytest.fixture
+def lively(monkeypatch):
+    """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
+    monkeypatch.setitem(rewards.REWARDS, "letters", letters)
+    monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
+
+
+class Stage:
+    """An algorithm and its optimizer, to go step by step."""
+
+    def __init__(
+        self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
+    ):
+        options = [f"--output_dir={folder / 'out'}", f"--stages={stage}", *overrides]
+        config = load_config(folder / "recipe.yaml", options)
+        algorithm = train.find_algorithm(stage, config)
+        algorithm.check(config)
+        self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
+        self.model.to(dtype)
+        self.algorithm = algorithm(config, self.model, processor, world)
+        self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
+        rows = Shapes(8, "rows") if rows is None else rows
+        steps = self.algorithm.steps_per_rollout
+        self.batches = Batches(rows, self.config.prompts_per_step, world, config.seed, stage, steps)
+        self.optimizer = build_optimizer(self.algorithm.trained, self.config)
+        self.algorithm.begin(self.batches, held_out)
+        self.work = self.algorithm.steps(self.batches)
+        self.step = None
+
+    def next(self):
+        """The next step's micro-batches, not yet trained on."""
+        self.step = next(self.work)
+        return self.step.micro_batches
+
+    def update(self):
+        metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, self.number)
+        self.number += 1
+        return metrics
+
+    def go(self, steps=1):
+        """Metrics of the next steps."""
+        return [(self.next(), self.update())[1] for _ in range(steps)]
+
+    def accuracy(self):
+        return self.algorithm.pair_accuracy(self.held_out)
+
+
+@pytest.fixture
+def stage(folder, lively):
+    return lambda *arguments, **options: Stage(folder, *arguments, **options)
+
+
+class Rows(list):
+    """A dataset of rows that are given."""
+
+
+def snapshot(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def main(folder, tmp_path, name, *overrides):
+    """A whole run; returns the lines of its metrics.jsonl."""
+    train.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
+    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

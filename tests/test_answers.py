@@ -1,0 +1,108 @@
+"""Rows with their answers as micro-batches, and pairs that are judged on any number of ranks."""
+
+import math
+
+import pytest
+import torch
+from stages import ONE, Rows
+
+from minivlmrl.algorithms.answers import equal_share, pair_accuracy, pieces, with_pairs
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks.shapes import Shapes
+
+
+def test_pieces():
+    assert pieces([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]] and pieces([], 2) == []
+
+
+def test_equal_shares():
+    """Seven items for three ranks: three each, two of the first ones twice."""
+    ranks = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
+    assert [equal_share([*range(7)], rank) for rank in ranks] == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    assert [equal_share([8, 9], rank) for rank in ranks] == [[8], [9], [8]]
+    assert [equal_share([], rank) for rank in ranks] == [[], [], []]
+
+
+class Rank(World):
+    """A rank, with what the collectives of two ranks would answer."""
+
+    def gather_objects(self, value):
+        return [[0, 4], [3]]
+
+    def sum(self, *values):
+        return [value + 1 for value in values]
+
+
+@pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
+def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
+    """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
+    rows, asked = Rows(Shapes(5, "x")[i] for i in range(5)), []
+
+    def margins(indices):
+        asked.extend(indices)
+        return torch.tensor([1.0 if index == 0 else -1.0 for index in indices])
+
+    accuracy = pair_accuracy(rows, Rank(rank, 2, torch.device("cpu")), margins, size=1)
+    assert asked == seen
+    assert accuracy == ((1 if rank == 0 else 0) + 1) / 3  # the other rank's sum is 1
+
+
+def test_rows_without_both_answers_are_no_pairs():
+    rows = Rows(Shapes(3, "x")[i] for i in range(3))
+    rows[0].rejected = rows[1].chosen = None
+    assert with_pairs(rows, ONE) == [2]
+    assert pair_accuracy(Rows(rows[:2]), ONE, None) is None and pair_accuracy(Rows(), ONE, None) is None
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_both_answers_share_their_prompt_and_its_image(stage, name):
+    run = stage(name)
+    for batch, rows in zip(run.next(), ((0, 1), (2, 3)), strict=True):
+        assert len(batch.group.layout.prompt_lengths) == len(rows) and len(batch.loss_mask) == 2 * len(rows)
+        assert len(batch.group.image_grid_thw) == len(rows)
+        assert len(batch.group.pixel_values) == 16 * len(rows)  # 56 pixels are 4 patches a side
+        prompts, answers = batch.group.layout.prompt_lengths, batch.group.layout.row_lengths
+        assert len(batch.group.input_ids) == sum(prompts) + sum(answers) - len(answers)
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_chosen_answers_come_first(stage, name):
+    run = stage(name)
+    rows = next(stage(name).batches)[:2]
+    [batch, _] = run.next()
+    ids = batch.group.split(batch.group.completion_ids)
+    expected = [answer for row in rows for answer in (row.chosen, row.rejected)]
+    length = None if name == "dpo" else -1  # the reward model's runs go one token further
+    assert [run.algorithm.processor.tokenizer.decode(x[:length].tolist()) for x in ids] == [
+        f"{answer}<|im_end|>" for answer in expected
+    ]
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
+def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
+    """What the user says between two turns of an answer has no gradient and counts nowhere."""
+
+    class Turns(Shapes):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            for name in ("chosen", "rejected", "completion"):
+                said = getattr(row, name)
+                turns = [("assistant", said), ("user", "what?"), ("assistant", said + "!")]
+                setattr(row, name, [{"role": role, "content": text} for role, text in turns])
+            row.columns["label"] = index % 2 == 0
+            return row
+
+    run = stage(name, rows=Turns(8, "rows"))
+    batches = run.next()
+    every = 2 if name == "dpo" else 1
+    trained = sum(int(b.loss_mask[::every].sum()) for b in batches)
+    tokens = sum(int(b.group.completion_mask[::every].sum()) for b in batches)
+    assert trained < tokens
+    if name != "kto":
+        assert batches[0].counts.tokens == trained
+    assert math.isfinite(run.update()["grad_norm"]) and run.number == 1
+
+
+def test_other_stages_judge_no_pairs(stage):
+    for name in ("sft", "grpo", "ppo"):
+        assert stage(name, held_out=Shapes(2, "x")).accuracy() is None

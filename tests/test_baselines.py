@@ -1,0 +1,132 @@
+"""Other advantages than GRPO's, and what PPO makes of rewards and values, by arithmetic done by hand."""
+
+from math import log
+
+import pytest
+import torch
+from policy_by_hand import near, tensor
+
+from minivlmrl.algorithms.baselines import (
+    gae,
+    leave_one_out,
+    masked_moments,
+    normalize_then_sum,
+    soft_overlong_punishment,
+    token_rewards,
+    whiten,
+)
+
+NAN = float("nan")
+
+
+def test_normalize_then_sum():
+    """One group of two, weights 1 and 3. Columns (0, 2) and (10, 0): both become -1, 1 and 1, -1 times 0.7071.
+
+    Their sums with the weights: 2 * 0.7071 and -2 * 0.7071; normalised over the batch of two once more: 0.7071, -0.7071
+    (each time 1e-4 is added to the standard deviation, which the comparison forgives).
+    """
+    advantages = normalize_then_sum(tensor([0.0, 10.0], [2.0, 0.0]), tensor(1.0, 3.0), 2)
+    assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+
+
+def test_normalize_then_sum_is_centred_by_group_and_scaled_by_batch():
+    """Groups (0, 1) and (5, 9) both become -0.7071, 0.7071: how far rewards spread in a group is forgotten.
+
+    Over the batch the standard deviation is sqrt(4 * 0.5 / 3) = 0.8165, so +-0.7071 / 0.8165 = +-0.8660.
+    """
+    advantages = normalize_then_sum(tensor([0.0], [1.0], [5.0], [9.0]), tensor(1.0), 2)
+    assert advantages.tolist() == pytest.approx([-0.8660, 0.8660, -0.8660, 0.8660], abs=1e-3)
+
+
+def test_normalize_then_sum_leaves_out_what_was_not_judged():
+    """Group (0, 1, not judged): the first two are as in a group of two, the third gets nothing.
+
+    Where the second function judges nobody it adds nothing.
+    """
+    advantages = normalize_then_sum(tensor([0.0, NAN], [1.0, NAN], [NAN, NAN]), tensor(1.0, 1.0), 3)
+    assert advantages.tolist() == pytest.approx([-0.7071, 0.7071, 0.0], abs=1e-3)
+
+
+def test_leave_one_out():
+    """1, 0, 0: 1 - 0, 0 - 1/2, 0 - 1/2. And 3, 1, 2: 3 - 3/2, 1 - 5/2, 2 - 4/2."""
+    advantages = leave_one_out(tensor(1.0, 0.0, 0.0, 3.0, 1.0, 2.0), 3)
+    assert advantages.tolist() == [1.0, -0.5, -0.5, 1.5, -1.5, 0.0]
+
+
+def test_leave_one_out_without_what_was_not_judged():
+    """(1, NaN, 0): each against the one other; (NaN, 4, NaN): no other one; (NaN, NaN, NaN): nobody."""
+    advantages = leave_one_out(tensor(1.0, NAN, 0.0, NAN, 4.0, NAN, NAN, NAN, NAN), 3)
+    assert advantages.tolist() == [1.0, 0.0, -1.0] + 6 * [0.0]
+
+
+def test_leave_one_out_normalised():
+    """Groups (1, 0) and (2, 0): 1, -1, 2, -2, mean 0, standard deviation sqrt(10 / 3) = 1.8257."""
+    advantages = leave_one_out(tensor(1.0, 0.0, 2.0, 0.0), 2, normalize=True)
+    assert advantages.tolist() == pytest.approx([0.5477, -0.5477, 1.0954, -1.0954], abs=1e-3)
+
+
+def test_token_rewards_with_k3():
+    """pi 0.5, reference 0.25: k3 = 0.5 - 1 + log 2 = 0.1931; -0.1 times that, and the score 2 at the index given."""
+    logps, ref = torch.full((1, 2), log(0.5)).double(), torch.full((1, 2), log(0.25)).double()
+    rewards = token_rewards(tensor(2.0), logps, ref, torch.ones(1, 2), 0.1, "k3", torch.tensor([0]))
+    assert rewards[0].tolist() == near(2 - 0.01931472, -0.01931472)
+
+
+def test_leave_one_out_needs_whole_groups():
+    with pytest.raises(ValueError, match="3 rewards are not groups of num_generations=2"):
+        leave_one_out(tensor(1.0, 0.0, 1.0), 2)
+
+
+@pytest.mark.parametrize(
+    "length, cache, expected",
+    [(80, 20, 0.0), (81, 20, -0.05), (90, 20, -0.5), (100, 20, -1.0), (120, 20, -1.0), (100, 0, 0.0), (101, 0, -1.0)],
+)
+def test_soft_overlong_punishment(length, cache, expected):
+    """100 tokens, of which the last 20 cost 1/20 each."""
+    assert soft_overlong_punishment(length, 100, cache) == expected
+
+
+def test_docstring_examples():
+    assert leave_one_out(tensor(1.0, 0.0, 0.0), 3).tolist() == [1.0, -0.5, -0.5]
+    total = normalize_then_sum(tensor([0.0, 0.0], [1.0, 100.0]), tensor(1.0, 0.0), 2)
+    assert total.tolist() == pytest.approx([-0.71, 0.71], abs=5e-3)
+    assert [soft_overlong_punishment(n, 100, 20) for n in (80, 90, 100, 120)] == [0.0, -0.5, -1.0, -1.0]
+
+
+def test_docstring_example_of_gae():
+    advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[0.5, 0.5]] and returns.tolist() == [[1.0, 1.0]]
+
+
+def test_gae_by_hand():
+    """deltas 1 + 0.5 * 3 - 2 = 0.5 and 2 - 3 = -1; A_1 = -1, A_0 = 0.5 + 0.5 * 0.5 * -1 = 0.25."""
+    advantages, returns = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 3.0]]), gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[0.25, -1.0]]
+    assert returns.tolist() == [[2.25, 2.0]]
+
+
+def test_lambda_one_is_the_return_minus_the_forecast_and_lambda_zero_one_step():
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.4, 0.7]])
+    torch.testing.assert_close(gae(rewards, values, 1.0, 1.0)[0], torch.tensor([[0.8, 0.6, 0.3]]))
+    torch.testing.assert_close(gae(rewards, values, 1.0, 0.0)[0], torch.tensor([[0.2, 0.3, 0.3]]))
+
+
+def test_token_rewards_by_hand():
+    """Rows of 2 and 1 tokens: -0.1 * (log pi - log ref), and the score on the last token."""
+    logps, ref = torch.tensor([[-1.0, -2.0], [-1.0, 9.0]]), torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    rewards = token_rewards(torch.tensor([5.0, 7.0]), logps, ref, mask, kl_coef=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 5.0], [6.8, 0.0]]))
+
+
+def test_whiten_by_hand():
+    """Entries 1, 2, 3 (the 50 is padding): mean 2, variance 1."""
+    x, mask = torch.tensor([[1.0, 2.0], [3.0, 50.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert [moment.item() for moment in masked_moments(x, mask)] == [2.0, 1.0]
+    torch.testing.assert_close(whiten(x, mask), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+    torch.testing.assert_close(whiten(x, mask, shift_mean=False), torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="k1 and k3"):
+        token_rewards(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), kl_estimator="k2")

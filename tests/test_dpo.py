@@ -1,0 +1,151 @@
+"""DPO on tiny models: its reference, also precomputed, and the pairs that it wins."""
+
+import math
+import weakref
+
+import PIL.Image
+import pytest
+import torch
+from stages import Rows
+
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.tasks.shapes import Shapes
+
+PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
+FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
+
+
+def test_it_is_measured_against_the_reference_of_its_step(stage):
+    run = stage("dpo", "--dpo.sync_ref_model=true", "--dpo.ref_model_sync_steps=1", "--dpo.ref_model_mixup_alpha=1")
+    for _ in range(3):  # the reference becomes the policy after every step
+        [first, _] = run.next()
+        with torch.no_grad():
+            policy = first.group.pad(per_token_logps(run.model, first.group)[0])
+        torch.testing.assert_close(first.ref_per_token_logps, policy, rtol=1e-12, atol=1e-12)
+        assert run.update()["loss"] == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_a_shared_reference_is_as_good_as_a_copy(stage):
+    """Nothing but memory is saved: with all weights below frozen by hand a full copy gives the same steps."""
+    shared = stage("dpo", "--dpo.num_shared_layers=1")
+    copied = stage("dpo")
+    for p, q in zip(copied.model.parameters(), shared.model.parameters(), strict=True):
+        p.requires_grad_(q.requires_grad)
+    copied.optimizer = build_optimizer(copied.model, copied.config)
+    for one, other in zip(shared.go(3), copied.go(3), strict=True):
+        assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("options", [[], ["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"]])
+def test_precomputed_references_are_the_references(stage, options):
+    kept = stage("dpo", *options)
+    precomputed = stage("dpo", *options, PRECOMPUTE)
+    one, other = kept.go(3), precomputed.go(3)
+    for a, b in zip(one, other, strict=True):
+        skip = {"rewards/accuracies"} if abs(a["rewards/margins"]) < 1e-9 else set()  # rounding decides
+        assert {k: v for k, v in b.items() if k not in skip} == pytest.approx(
+            {k: v for k, v in a.items() if k not in skip}, rel=1e-6, abs=1e-9
+        )
+    assert one[-1]["rewards/margins"] != 0
+
+
+def test_precomputing_scores_what_the_stage_meets_and_no_more(stage):
+    run = stage("dpo", PRECOMPUTE, "--dpo.max_steps=1", held_out=Shapes(3, "other"))
+    precomputed = run.algorithm.precomputed
+    assert len(precomputed["train"]) == 4 and precomputed["held_out"].keys() == {0, 1, 2}
+    assert all(not logps.requires_grad for rows in precomputed.values() for logps in rows.values())
+    run.go()
+    assert run.accuracy() is not None
+    with pytest.raises(ValueError, match=r"dpo.precompute_ref_log_probs: a row was not scored .* dpo\.max_steps that"):
+        run.go()
+
+
+def test_a_resumed_run_has_what_was_precomputed(stage):
+    run, resumed = stage("dpo", PRECOMPUTE), stage("dpo", PRECOMPUTE, "--dpo.max_steps=0")
+    assert not resumed.algorithm.precomputed["train"]
+    resumed.algorithm.load_state_dict(run.algorithm.state_dict())
+    assert resumed.go(3) == run.go(3)
+
+
+def test_precomputing_tells_rows_apart(stage):
+    """A wide and a high image of one colour have equal patches and equally many tokens."""
+    rows = [Shapes(1, "x")[0] for _ in range(2)]
+    for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
+        row.images = [PIL.Image.new("RGB", size, "red")]
+    options = ["--dpo.prompts_per_step=2", "--dpo.micro_batch_size=1"]
+    both = [stage("dpo", *options, *more, rows=Rows(rows)) for more in ([], [PRECOMPUTE])]
+    kept, precomputed = (torch.stack([batch.ref_per_token_logps for batch in run.next()]) for run in both)
+    assert (kept[0] - kept[1]).abs().max() > 1e-6
+    torch.testing.assert_close(precomputed, kept, rtol=1e-9, atol=1e-9)
+
+
+def test_precomputing_holds_the_images_of_one_micro_batch_at_a_time(stage):
+    alive = []
+
+    class Counted(Shapes):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            alive.append(weakref.ref(row.images[0]))
+            assert sum(image() is not None for image in alive) <= 2 + 2, "all images are held at once"
+            return row
+
+    stage("dpo", PRECOMPUTE, rows=Counted(8, "rows"), held_out=Counted(4, "other"))
+    assert len(alive) == 8 + 2 * 4  # held-out rows are looked at once more: do they have both answers?
+
+
+def test_the_first_step_is_log_2(stage):
+    [line] = stage("dpo").go()
+    assert line["loss"] == pytest.approx(math.log(2), rel=1e-12)
+    assert line["rewards/chosen"] == line["rewards/rejected"] == 0
+    assert line["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("share", FLIPS)
+def test_pair_accuracy(stage, share):
+    """Without a reference the likelier answer wins."""
+    run = stage("dpo", "--dpo.reference_free=true")
+
+    @torch.no_grad()
+    def likelihood(row, answer):
+        processor = run.algorithm.processor
+        prompt, ids = processor(row.messages, row.images), processor.encode_completion(row.messages, answer)[0]
+        return per_token_logps(run.model, pack([prompt], [[ids]], run.model.config))[0].sum().item()
+
+    run.held_out = Rows()
+    for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
+        if (likelihood(row, row.chosen) > likelihood(row, row.rejected)) == flip:
+            row.chosen, row.rejected = row.rejected, row.chosen
+        run.held_out.append(row)
+    assert run.accuracy() == share
+
+
+@pytest.mark.parametrize("options", [[], [PRECOMPUTE]])
+def test_it_wins_the_pairs_that_it_is_trained_on(stage, options):
+    rows = Shapes(4, "rows")
+    run = stage("dpo", *options, "--dpo.max_steps=12", rows=rows, held_out=rows)
+    if not options:
+        assert run.accuracy() == 0  # nothing has moved: a draw is no win
+    run.go(12)
+    assert run.accuracy() == 1
+
+
+@pytest.mark.parametrize("options", ["--dpo.reference_free=true", PRECOMPUTE])
+def test_no_reference_is_kept_where_none_is_asked(stage, options):
+    run = stage("dpo", options)
+    run.go(2)
+    assert run.algorithm.reference is None
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ([PRECOMPUTE, "--dpo.sync_ref_model=true"], r"dpo\.sync_ref_model needs a reference model, which precomputing"),
+        (["--dpo.reference_free=true", "--dpo.num_shared_layers=1"], r"dpo\.num_shared_layers needs a reference model"),
+        ([PRECOMPUTE, "--dpo.reference_free=true"], "with reference_free there is no reference to score"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(stage, options, says):
+    with pytest.raises(ValueError, match=says):
+        stage("dpo", *options)

@@ -1,0 +1,135 @@
+"""The reward model on tiny models, and the reward that it gives in later stages."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stages import Rows, main, snapshot
+
+from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
+from minivlmrl.tasks.shapes import Shapes
+
+JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
+FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
+
+
+def test_the_policy_stays_as_it_was(stage):
+    run = stage("reward_model")
+    before, judge = snapshot(run.model), snapshot(run.algorithm.trained)
+    run.go(3)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.named_parameters())
+    moved = {name for name, value in run.algorithm.trained.named_parameters() if not torch.equal(value, judge[name])}
+    assert moved == set(judge) - {"backbone.lm_head.weight"}
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_margins_of_rows_are_heeded(stage):
+    """The first step's rewards are all 0: -log sigmoid(-margin), for a row without one log 2."""
+
+    class Margins(Shapes):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            row.columns |= {"margin": None if index % 2 else 1.0}
+            return row
+
+    run = stage("reward_model", rows=Margins(4, "rows"))
+    [line] = run.go()
+    assert line["loss"] == pytest.approx((math.log(1 + math.e) + math.log(2)) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", FLIPS)
+def test_pair_accuracy(stage, share):
+    run = stage("reward_model")
+    torch.nn.init.normal_(run.algorithm.trained.score.weight, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def number(row, answer):
+        processor = run.algorithm.processor
+        ids, _ = processor.encode_completion(row.messages, answer)
+        batch = pack_to_end([row.prompt(processor)], [[ids]], run.model.config, "cpu")
+        return run.algorithm.trained.at_end(batch).item()
+
+    run.held_out = Rows()
+    for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
+        if (number(row, row.chosen) > number(row, row.rejected)) == flip:
+            row.chosen, row.rejected = row.rejected, row.chosen
+        run.held_out.append(row)
+    assert run.accuracy() == share
+
+
+def test_the_saved_folder_gives_equal_numbers(stage, tmp_path):
+    run = stage("reward_model")
+    run.go(3)
+    run.algorithm.save(tmp_path)
+    loaded = load_value_model(tmp_path / "reward_model")
+    batch = run.next()[0].group
+    assert torch.equal(loaded.at_end(batch), run.algorithm.trained.at_end(batch))
+    assert loaded.at_end(batch).abs().min() > 0
+
+
+def test_it_learns_its_pairs(stage):
+    rows = Shapes(4, "rows")
+    run = stage("reward_model", rows=rows, held_out=rows, dtype=torch.float32)
+    lines = run.go(20)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert lines[-1]["loss"] < 0.3
+    assert run.accuracy() == 1
+
+
+# as a reward of later stages
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
+    one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
+    assert one[0]["reward"] == pytest.approx(one[0]["rewards/reward_model"] + 0.5 * one[0]["rewards/letters"], rel=1e-4)
+    assert one[0]["rewards/reward_model"] != 0
+    path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
+    two = main(folder, tmp_path, "two", f"--stages={name}", JUDGED, path, f"--{name}.max_steps=2")
+    assert one == two  # the policy of the first run was still the random one
+
+
+def test_a_path_goes_before_the_model_that_is_trained_here(folder, lively, tmp_path):
+    main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=1")
+    path = f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}"
+    alone = main(folder, tmp_path, "alone", "--stages=grpo", JUDGED, path)
+    both = main(folder, tmp_path, "both", "--stages=[reward_model, grpo]", JUDGED, path)[-3:]
+    assert alone == both
+
+
+def test_the_judge_is_not_trained(folder, tmp_path, stage):
+    main(folder, tmp_path, "judge", "--stages=reward_model")
+    run = stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}")
+    judge = run.algorithm.reward_model.model
+    before = snapshot(judge)
+    run.go(2)
+    for name, value in judge.named_parameters():
+        assert torch.equal(value, before[name]) and not value.requires_grad and value.grad is None
+
+
+def test_what_is_no_reward_model_is_refused(folder, tmp_path, stage):
+    main(folder, tmp_path, "plain", "--stages=[]")
+    with pytest.raises(ValueError, match=r"checkpoint: this model has no score head .*; train one with stages"):
+        stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'plain' / 'checkpoint'}")
+    with pytest.raises(ValueError, match="/gone: no such folder; a reward model"):
+        stage("ppo", JUDGED, "--reward_model.path=/gone")
+    for stages in ("grpo", "[ppo]", "[sft, grpo]", "[grpo, reward_model]"):
+        with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for (grpo|ppo); set"):
+            main(folder, tmp_path, "none", f"--stages={stages}", JUDGED)
+    assert not (tmp_path / "none").exists()  # before anything is computed
+
+
+def test_a_judge_with_another_vocabulary_is_refused(folder, tmp_path, stage):
+    main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=1")
+    file = tmp_path / "judge" / "reward_model" / "config.json"
+    values = json.loads(file.read_text())
+    weights = file.with_name("model.safetensors")
+    tensors = load_file(weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+    save_file(tensors, weights)
+    file.write_text(json.dumps(values | {"vocab_size": len(tensors["lm_head.weight"])}))
+    with pytest.raises(ValueError, match="this model has another vocabulary than the policy"):
+        stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}")
