@@ -57,7 +57,7 @@ def letters(completions, **columns):
 @pytest.fixture
 def lively(monkeypatch):
     """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
-    monkeypatch.setitem(rewards.REWARDS, "letters", letters)
+    monkeypatch.setitem(rewards.REWARDS, "letters", "stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 

@@ -4,17 +4,18 @@ from math import log
 
 import pytest
 import torch
-from policy_by_hand import near, tensor
 
 from minivlmrl.algorithms.baselines import (
     gae,
     leave_one_out,
     masked_moments,
     normalize_then_sum,
-    soft_overlong_punishment,
     token_rewards,
     whiten,
 )
+from minivlmrl.algorithms.family import soft_overlong_punishment
+
+from policy_by_hand import near, tensor
 
 NAN = float("nan")
 

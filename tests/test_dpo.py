@@ -6,12 +6,13 @@ import weakref
 import PIL.Image
 import pytest
 import torch
-from stages import Rows
 
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks.shapes import Shapes
+
+from stages import Rows
 
 PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
 FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}

@@ -15,6 +15,7 @@ import torch
 import minivlmrl.audit
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
+from minivlmrl.algorithms.policy_losses import AVERAGES
 from minivlmrl.audit.cells import families
 from minivlmrl.audit.compare import Cell, NotInThisVersion, Outcome, ask, compare, digits, judge, with_gradients
 from minivlmrl.audit.notes import NOTES, known, numbers
@@ -47,9 +48,7 @@ def test_cells_have_names_of_their_own():
 
 
 def test_every_loss_of_ours_has_a_family():
-    from minivlmrl import losses as policy
-
-    names = {f"grpo loss_type={name}" for name in policy.LOSS_TYPES if name != "rloo"} | {"rloo loss"}
+    names = {f"grpo loss_type={name}" for name in AVERAGES if name != "rloo"} | {"rloo loss"}
     names |= {f"dpo {name}" for name in preference.DPO_LOSSES} | {f"sft loss_type={n}" for n in sft.SFT_LOSS_TYPES}
     names |= {f"kto loss_type={name}" for name in preference.KTO_LOSS_TYPES} | {"reward loss"}
     assert names <= FAMILIES.keys(), names - FAMILIES.keys()

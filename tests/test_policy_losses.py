@@ -5,7 +5,6 @@ from math import exp, log
 
 import pytest
 import torch
-from policy_by_hand import OFF_POLICY, loss_of, near, policy, sigmoid, tensor
 
 from minivlmrl.algorithms.policy_losses import (
     CORRECTION_MODES,
@@ -15,6 +14,8 @@ from minivlmrl.algorithms.policy_losses import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+
+from policy_by_hand import OFF_POLICY, loss_of, near, policy, sigmoid, tensor
 
 NAN = float("nan")
 

@@ -1,9 +1,10 @@
 """The reference that moves."""
 
-from policy_by_hand import near
 from torch import nn
 
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
+
+from policy_by_hand import near
 
 
 class Layers(nn.Module):

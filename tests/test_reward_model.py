@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stages import Rows, main, snapshot
 
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 from minivlmrl.tasks.shapes import Shapes
+
+from stages import Rows, main, snapshot
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}

@@ -72,8 +72,11 @@ def equal_share(items: Sequence, world) -> Sequence:
 
 def with_pairs(rows: Dataset, world) -> list[int]:
     """Indices of the rows that have both answers."""
-    own = range(world.rank, len(rows), world.size)
-    found = [index for index in own if all(getattr(rows[index], name) is not None for name in PAIR)]
+
+    def has_both(row: Row) -> bool:
+        return row.chosen is not None and row.rejected is not None
+
+    found = [index for index in range(world.rank, len(rows), world.size) if has_both(rows[index])]
     return sorted(index for part in world.gather_objects(found) for index in part)
 
 

@@ -22,7 +22,8 @@ from minivlmrl.algorithms.answers import (
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.grpo import Algorithm, Step
-from minivlmrl.logprobs import completion_states, log_sum_sq_probs, logps_of_states, per_token_logps
+from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
+from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.run.batches import shuffled
@@ -113,13 +114,15 @@ class DPO(Algorithm):
         group, mask = batch.group, batch.loss_mask
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
-        weighting = group.pad(log_sum_sq_probs(self.policy, states)) if self.config.use_weighting else None
+        weighting = None
+        if self.config.use_weighting:
+            weighting = by_pair(group.pad(linear_log_sum_sq_probs(states, self.policy.lm_head.weight)))
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(mask),
             self.config,
             ref_per_token_logps=by_pair(batch.ref_per_token_logps),
-            log_sum_sq_probs=by_pair(weighting),
+            log_sum_sq_probs=weighting,
             counts=batch.counts,
         )
         per_answer = (group.pad(entropies.detach()) * mask).sum(1) / mask.sum(1)

@@ -58,7 +58,7 @@ class KTO(Algorithm):
             kl, batches = self.measure_kl(answers), []
             for part in pieces(range(len(rows)), self.config.micro_batch_size):
                 packed = pack_answers([answers[i] for i in part], self.policy.config, self.world.device)
-                batch = KTOBatch(*packed, Counts(total), kl=kl, shares=(good / total, 1 - good / total))
+                batch = KTOBatch(*packed, Counts(total, 0), kl=kl, shares=(good / total, 1 - good / total))
                 batch.labels = labels[part.start : part.stop].to(self.world.device)
                 batch.ref_per_token_logps = self.reference.logps(batch.group)
                 batches.append(batch)

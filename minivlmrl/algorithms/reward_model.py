@@ -42,7 +42,7 @@ class RewardModel(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            counts = Counts(*self.world.sum(2 * len(rows)))
+            counts = Counts(*self.world.sum(2 * len(rows), 0))
             yield Step([self.micro_batch(piece, counts) for piece in pieces(rows, self.config.micro_batch_size)])
 
     def micro_batch(self, rows: Sequence[Row], counts: Counts) -> PairBatch:
