@@ -29,7 +29,7 @@ from torch import Tensor
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import random_model
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.tasks import shapes

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl import vision
-from minivlmrl.hub.config import VisionConfig
+from minivlmrl.hub.model_config import VisionConfig
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.vision import VisionTransformer
 

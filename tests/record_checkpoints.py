@@ -35,7 +35,7 @@ def write(root: Path):
     from minivlmrl.batch import pack
     from minivlmrl.decoder import Qwen2_5_VL
     from minivlmrl.hub.checkpoint import save_checkpoint
-    from minivlmrl.hub.config import ModelConfig
+    from minivlmrl.hub.model_config import ModelConfig
     from minivlmrl.hub.tokenizer import train_tokenizer
     from minivlmrl.image import ImageProcessor
     from minivlmrl.rows import Processor

@@ -27,7 +27,7 @@ from minivlmrl.hub.checkpoint import (
     save_checkpoint,
     write_weights,
 )
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes

@@ -6,7 +6,7 @@ import pytest
 from hub_configs import SIZES, real_config
 from record_checkpoints import BATCHES, RECORDED, VERSIONS, digests, write
 
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 
 RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_text()) for v in VERSIONS}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import box_rewards
 from minivlmrl.rows import Processor

@@ -10,7 +10,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import generate, sample
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt

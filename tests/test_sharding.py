@@ -16,7 +16,7 @@ from minivlmrl import train
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import ShardingSection, StageConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.config import QWEN2_VL_VISION, ModelConfig, VisionConfig
+from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.model_config import ModelConfig, VisionConfig
 from minivlmrl.rows import Prompt
 
 # config.json of a model for whole runs, as small as its parts allow
@@ -23,7 +24,7 @@ IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
     """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
     if model_type == "qwen2_vl":
-        own = {"intermediate_size": 64, **QWEN2_VL_VISION}
+        own = {"intermediate_size": 64, **FAMILIES["qwen2_vl"].tower}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
     vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import load_model, read_tensors
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.sharding import Sharding, copy_model, is_sharded, reshard

@@ -15,7 +15,7 @@ from minivlmrl.chat import Tokenizer
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.atomic_folder import replacing
-from minivlmrl.hub.config import ModelConfig
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.folder import find_folder, read_carried, read_index, read_json, write_json
 from minivlmrl.hub.preprocessor import checked, read_image_processor, write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer

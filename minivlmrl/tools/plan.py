@@ -37,8 +37,8 @@ from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import inverse_cdf
 from minivlmrl.hub.checkpoint import DTYPES
-from minivlmrl.hub.config import ModelConfig
 from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt

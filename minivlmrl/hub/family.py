@@ -1,0 +1,93 @@
+"""Model families: all that differs between two of them, in one record each. docs/find.md says how to add a third."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch import nn
+
+from minivlmrl.chat import QwenTemplate
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.checker import build
+from minivlmrl.image import ImageProcessor
+
+QWEN_CONTROL_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "eos_token_id": "<|im_end|>",
+    "bos_token_id": "<|endoftext|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What hub, plan and sharding ask about a model; FAMILIES has it by the `model_type` of config.json."""
+
+    architecture: str  # class of transformers, which config.json names
+    tower: dict[str, Any]  # fields of VisionConfig that config.json does not have, the positions of a video among them
+    read_vision: Callable[[dict, str], dict]  # (vision_config of a config.json, its file) -> fields of VisionConfig
+    write_vision: Callable[[dict], dict]  # the inverse
+    control_tokens: dict[str, str]  # field of ModelConfig -> token of the tokenizer
+    model: Callable[..., nn.Module] = Qwen2_5_VL  # (ModelConfig) -> a model with .visual, .model and .lm_head
+    template: Callable = QwenTemplate  # the chat template of a folder that has none
+    image_processor: Callable = ImageProcessor  # reads preprocessor_config.json by its from_dict
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """List the blocks that sharding gathers and activation checkpointing repeats, one at a time."""
+        return [*model.visual.blocks, *model.model.layers]
+
+
+def family_of(model: nn.Module) -> Family:
+    """Look up the family of a model."""
+    return FAMILIES[model.config.model_type]
+
+
+@dataclass
+class _Qwen2VLTower:
+    """Qwen2-VL's own names in vision_config."""
+
+    embed_dim: Annotated[int, ">= 1"] = 1280  # hidden_size of VisionConfig
+    mlp_ratio: Annotated[float, "(0, inf)"] = 4.0  # of intermediate_size to it
+    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size
+
+
+def _read_qwen2_vl(vision: dict, where: str) -> dict:
+    tower = build(_Qwen2VLTower, vision, where, "vision_config.", json=True)
+    return vision | {
+        "hidden_size": tower.embed_dim,
+        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
+        "out_hidden_size": tower.hidden_size,
+    }
+
+
+def _write_qwen2_vl(vision: dict) -> dict:
+    width, ratio = vision["hidden_size"], vision["intermediate_size"] / vision["hidden_size"]
+    own = {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
+    vision = vision | {"hidden_size": vision["out_hidden_size"]} | own
+    return {name: value for name, value in vision.items() if name not in ("out_hidden_size", "intermediate_size")}
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        tower={"norm": "rms_norm", "mlp": "swiglu"},
+        read_vision=lambda vision, where: vision,
+        write_vision=lambda vision: vision,
+        control_tokens=QWEN_CONTROL_TOKENS,
+    ),
+    "qwen2_vl": Family(
+        architecture="Qwen2VLForConditionalGeneration",
+        tower={
+            "norm": "layer_norm",
+            "mlp": "quick_gelu",
+            "window_size": None,
+            "fullatt_block_indexes": (),
+            "tokens_per_second": None,
+        },
+        read_vision=_read_qwen2_vl,
+        write_vision=_write_qwen2_vl,
+        control_tokens=QWEN_CONTROL_TOKENS,
+    ),
+}
