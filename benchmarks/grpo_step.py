@@ -35,7 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.grpo import GRPO
-from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rewards import reward
 from minivlmrl.rows import Processor, Row
@@ -137,7 +137,7 @@ def measure(size: int, prompts: int, steps: int) -> dict:
     rows = make_rows(size, prompts)
     model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(Path(folder) / "model", model, processor)
+        save_model(Path(folder) / "model", model, processor)
         turns = TakeTurns(our_side(model, processor, rows))
         trainer = trl_side(Path(folder) / "model", rows, WARMUP + steps, turns)
         trainer.remove_callback(transformers.PrinterCallback)

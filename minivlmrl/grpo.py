@@ -125,7 +125,7 @@ class Algorithm:
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""
-        from minivlmrl.scale.saving import save_model
+        from minivlmrl.hub.checkpoint import save_model
 
         save_model(folder / "checkpoint", self.policy, self.processor, self.world)
 

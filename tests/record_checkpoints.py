@@ -34,7 +34,7 @@ def write(root: Path):
 
     from minivlmrl.batch import pack
     from minivlmrl.decoder import Qwen2_5_VL
-    from minivlmrl.hub.checkpoint import save_checkpoint
+    from minivlmrl.hub.checkpoint import save_model
     from minivlmrl.hub.model_config import ModelConfig
     from minivlmrl.hub.tokenizer import train_tokenizer
     from minivlmrl.image import ImageProcessor
@@ -55,8 +55,8 @@ def write(root: Path):
             with torch.no_grad():
                 logits = model.lm_head(model(pack([prompt], [[]], model.config)))
             expected[kind, name] = (prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw, logits)
-        save_checkpoint(root / f"{kind}-one_file", model, processor)
-        save_checkpoint(root / f"{kind}-shards", model, processor, max_shard_size=200_000)
+        save_model(root / f"{kind}-one_file", model, processor)
+        save_model(root / f"{kind}-shards", model, processor, max_shard_size=200_000)
     torch.save(expected, root / "expected.pt")
 
 

@@ -17,7 +17,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.run.config import SamplingConfig
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "model.json", train_tokenizer(TEXT, vocab_size=360), seed=0)
-    save_checkpoint(folder / "checkpoint", tiny.telling_weights(model), processor)
+    save_model(folder / "checkpoint", tiny.telling_weights(model), processor)
     for seed, (name, size) in enumerate({"a.png": (84, 56), "b.png": (28, 112)}.items()):
         noise = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
         PIL.Image.fromarray(noise).save(folder / name)

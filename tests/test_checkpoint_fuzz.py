@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.hub.checkpoint import load_model, load_processor, save_checkpoint
+from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -35,7 +35,7 @@ def folder() -> Path:
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     model = tiny.model(tied=True)
     size = sum(p.nbytes for p in model.parameters())
-    save_checkpoint(path, model, processor, max_shard_size=size // 2 + 50_000)
+    save_model(path, model, processor, max_shard_size=size // 2 + 50_000)
     assert all((path / name).is_file() for name in (*JSON_FILES, *SHARDS))
     return path
 

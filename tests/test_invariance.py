@@ -32,7 +32,7 @@ from minivlmrl.algorithms.preference_losses import (
     reward_loss,
 )
 from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
-from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.losses import (
     CORRECTION_MODES,
     IMPORTANCE_SAMPLING_LEVELS,
@@ -492,7 +492,7 @@ def text_rows(folder):
         lines.append(line | {name: getattr(rows[i], name) for name in ("completion", "chosen", "rejected")})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
-    save_checkpoint(folder / "start", model.double(), processor)
+    save_model(folder / "start", model.double(), processor)
     return [
         "--model.config=null", f"--model.path={folder / 'start'}", "--data.task=null",
         f"--data.train_file={folder / 'rows.jsonl'}", f"--data.eval_file={folder / 'rows.jsonl'}",

@@ -14,7 +14,7 @@ from on_ranks import launch
 from minivlmrl.algorithms.value_model import ValueModel
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.saving import save_value_model
+from minivlmrl.algorithms.value_model import save_value_model
 from minivlmrl.tasks import shapes
 
 from tiny import RUN_MODEL

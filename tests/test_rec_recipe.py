@@ -9,7 +9,7 @@ import yaml
 
 from minivlmrl import train
 from minivlmrl.generate import Completion
-from minivlmrl.hub.checkpoint import random_model, save_checkpoint
+from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.run import evaluate as rollout_file
 from minivlmrl.tasks import localisation
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     values = json.loads((ROOT / "recipes" / "localisation_model.json").read_text())
     values["vision_config"] |= {"patch_size": 14, "window_size": 112}
     (folder / "model.json").write_text(json.dumps(values))
-    save_checkpoint(folder / "model", *random_model(folder / "model.json", localisation.tokenizer(), seed=0))
+    save_model(folder / "model", *random_model(folder / "model.json", localisation.tokenizer(), seed=0))
     rows = []
     for photo in datasets.load_sample_images().filenames:
         name = Path(photo).name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minivlmrl.hub.atomic_folder import replacing
-from minivlmrl.hub.checkpoint import save_checkpoint
+from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.hub.folder import find_folder
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_is_said(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # no file may grow over this many bytes
     try:
         with pytest.raises(OSError, match=r"checkpoint: not saved \(.*what was there before is untouched"):
-            save_checkpoint(folder, tiny.model(), processor)
+            save_model(folder, tiny.model(), processor)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert saved(folder) == "old"

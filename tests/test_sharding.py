@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from minivlmrl import train
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_checkpoint
+from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import ShardingSection, StageConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.scale.saving import save_model
 from minivlmrl.scale.sharding import (
     Sharding,
     copy_model,
@@ -58,7 +57,7 @@ def folder(tmp_path_factory):
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied}))
         model, processor = random_model(folder / f"{name}.json", shapes.tokenizer(), 0)
-        save_checkpoint(folder / name, model, processor)
+        save_model(folder / name, model, processor)
         two_files(folder / name)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"num_threads": 1, "data": {"task": "shapes"}}))
     return folder
@@ -168,7 +167,7 @@ def test_a_rank_never_has_much_more_than_its_part_of_the_model(folder):
     model = Qwen2_5_VL(ModelConfig.from_dict(LARGE | ids))  # as torch draws them: quick
     size = sum(p.nbytes for p in model.parameters())
     assert 280e6 < size / 4 < 320e6
-    save_checkpoint(folder / "large", model, processor)
+    save_model(folder / "large", model, processor)
     del model
     gc.collect()
     two_files(folder / "large")

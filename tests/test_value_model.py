@@ -8,12 +8,12 @@ from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
 from minivlmrl.generate import Completion
-from minivlmrl.hub.checkpoint import load_model, save_checkpoint
+from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.run.evaluate import judge
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.saving import save_value_model
+from minivlmrl.algorithms.value_model import save_value_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -121,7 +121,7 @@ def test_its_folder_is_a_plain_model_too(processor, tmp_path):
 
 
 def test_a_plain_model_is_refused(processor, tmp_path):
-    save_checkpoint(tmp_path / "policy", tiny.model(), processor)
+    save_model(tmp_path / "policy", tiny.model(), processor)
     with pytest.raises(
         ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one with"
     ):

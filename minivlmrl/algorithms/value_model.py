@@ -109,7 +109,7 @@ def full_weight(head: nn.Linear) -> Tensor:
 
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    from minivlmrl.scale.saving import save_model
+    from minivlmrl.hub.checkpoint import save_model
 
     weight = full_weight(model.score)
     save_model(folder, model.backbone, processor, world, lambda aside: save_head(aside / HEAD_FILE, weight))

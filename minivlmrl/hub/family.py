@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from minivlmrl.chat import QwenTemplate
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checker import build
-from minivlmrl.image import ImageProcessor
+from minivlmrl.hub.preprocessor import read_image_processor
 
 QWEN_CONTROL_TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -31,8 +30,8 @@ class Family:
     write_vision: Callable[[dict], dict]  # the inverse
     control_tokens: dict[str, str]  # field of ModelConfig -> token of the tokenizer
     model: Callable[..., nn.Module] = Qwen2_5_VL  # (ModelConfig) -> a model with .visual, .model and .lm_head
-    template: Callable = QwenTemplate  # the chat template of a folder that has none
-    image_processor: Callable = ImageProcessor  # reads preprocessor_config.json by its from_dict
+    template: object = None  # of a folder that has none; None: chat.py's
+    read_image_processor: Callable = read_image_processor  # of the content of a preprocessor_config.json
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """List the blocks that sharding gathers and activation checkpointing repeats, one at a time."""

@@ -4,20 +4,22 @@ import json
 import re
 import warnings
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from minivlmrl.hub.atomic_folder import beside
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"  # either has the image settings
 # files that belong to a model without being its weights; a checkpoint that we write keeps those it was read with
-CARRIED = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.json", "chat_template.jinja", "generation_config.json",
-    "video_preprocessor_config.json", "LICENSE*", "NOTICE*",
-)  # fmt: skip
+CARRIED = re.compile(
+    r"(tokenizer|tokenizer_config|vocab|added_tokens|special_tokens_map|chat_template|generation_config"
+    r"|video_preprocessor_config)\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*"
+)
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*")
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*")  # none out of inner folders
 
 
 def find_folder(name: str | Path) -> Path:
@@ -48,7 +50,7 @@ def find_folder(name: str | Path) -> Path:
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository")
     try:
         return _snapshot(repository["id"], repository["revision"])
-    except Exception as error:  # each network library that huggingface_hub has stood on has its own family of errors
+    except Exception as error:  # each network library that huggingface_hub has used has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name}: there is no such folder, no whole copy of such a repository in the Hugging Face cache, and none "
@@ -60,40 +62,54 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted = {"repo_id": repo_id, "revision": revision}
-    wanted |= {"allow_patterns": list(DOWNLOADED), "ignore_patterns": "*/*"}  # nothing out of folders inside
+    download = partial(
+        snapshot_download, repo_id=repo_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns="*/*"
+    )
     with suppress(LocalEntryNotFoundError):  # nothing of it, or less than huggingface_hub knows it to have
-        cached = Path(snapshot_download(**wanted, local_files_only=True))
+        cached = Path(download(local_files_only=True))
         if _is_whole(cached):
             return cached
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)  # the download alone might wait forever
-    return Path(snapshot_download(**wanted))
+    return Path(download())
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot has what load_model and load_processor need: other programs may have asked for parts of it."""
     names = {file.name for file in folder.iterdir() if file.is_file()}  # a link into the cache may lead nowhere
-    if "model.safetensors.index.json" in names and "model.safetensors" not in names:
-        weights = set(read_index(folder / "model.safetensors.index.json"))
-    else:
-        weights = {"model.safetensors"}
-    image_settings = {"preprocessor_config.json", "processor_config.json"}
-    return weights | {"config.json", "tokenizer.json"} <= names and bool(image_settings & names)
+    try:
+        weight_files(folder)
+    except ValueError:
+        return False
+    return {"config.json", "tokenizer.json"} <= names and bool({PREPROCESSOR, PROCESSOR} & names)
 
 
-def read_index(index: Path) -> list[str]:
-    """Names of the shards that a model.safetensors.index.json lists, sorted.
+def weight_files(folder: Path) -> list[Path]:
+    """List the files with a folder's tensors: model.safetensors if there is one, as in transformers, else the shards.
 
     Raises:
-        ValueError: it has no weight_map from tensor names to names of files beside it.
+        ValueError: there is neither, or the index is broken or names a file that is missing.
     """
+    one, index = folder / ONE_FILE, folder / INDEX
+    if one.is_file():
+        return [one]
+    if not index.is_file():
+        if any(folder.glob("pytorch_model*.bin")):
+            raise ValueError(
+                f"{folder}: its weights are pytorch_model.bin, which can run code when it is opened; convert them to "
+                "safetensors, for example with transformers: from_pretrained, then save_pretrained"
+            )
+        raise ValueError(f"{one}: no such file; a Hugging Face folder has its weights there")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to the file that holds it")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
             raise ValueError(f"{index}: weight_map says {file!r:.80} of {tensor:.80}, it must be a .safetensors here")
-    return sorted(set(weight_map.values()))
+    files = [folder / file for file in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}")
+    return files
 
 
 def read_json(path: Path) -> dict:
@@ -118,6 +134,6 @@ def write_json(path: Path, content: dict):
 
 
 def read_carried(folder: Path) -> dict[str, bytes]:
-    """Contents of the CARRIED files that a folder has, by name: kept in memory, for it may be gone at the next save."""
-    files = [file for pattern in CARRIED for file in sorted(folder.glob(pattern)) if file.is_file()]
+    """Read the CARRIED files of a folder, by name: into memory, because it may be gone at the next save."""
+    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
     return {file.name: file.read_bytes() for file in files}
