@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130  # as in shells
     except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python's last flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
         return 141
 
 

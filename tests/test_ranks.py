@@ -11,10 +11,9 @@ import torch
 import yaml
 from on_ranks import launch
 
-from minivlmrl.algorithms.value_model import ValueModel
+from minivlmrl.algorithms.value_model import ValueModel, save_value_model
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.algorithms.value_model import save_value_model
 from minivlmrl.tasks import shapes
 
 from tiny import RUN_MODEL

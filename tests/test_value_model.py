@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end
+from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end, save_value_model
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
 from minivlmrl.generate import Completion
@@ -13,7 +13,6 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.run.evaluate import judge
 from minivlmrl.scale.ranks import World
-from minivlmrl.algorithms.value_model import save_value_model
 from minivlmrl.tasks import shapes
 
 import tiny

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checkpoint import load_model, read_tensors
+from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt
@@ -109,7 +109,5 @@ def full_weight(head: nn.Linear) -> Tensor:
 
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    from minivlmrl.hub.checkpoint import save_model
-
     weight = full_weight(model.score)
     save_model(folder, model.backbone, processor, world, lambda aside: save_head(aside / HEAD_FILE, weight))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import nn
 
+from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
 from minivlmrl.scale.ranks import World
-from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.tasks.table import get_task
 from minivlmrl.tools.report import print_table, write_report
 
