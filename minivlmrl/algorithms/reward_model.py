@@ -13,7 +13,7 @@ from minivlmrl.algorithms.value_model import copy_as_value_model, pack_to_end, s
 from minivlmrl.batch import GroupBatch
 from minivlmrl.grpo import Algorithm, Step
 from minivlmrl.losses import Counts
-from minivlmrl.reward_functions.reward_model import FOLDER
+from minivlmrl.reward_functions.reward_model_scores import FOLDER
 from minivlmrl.rows import Dataset, Row
 
 
