@@ -66,9 +66,9 @@ class Processor:
             if kind == "image":
                 seen.append((*self.image_processor(item, **options), 0.0))
             else:
-                from minivlmrl.data.video import VideoProcessor
+                from minivlmrl.data.video import see_video
 
-                seen.append(VideoProcessor(self.image_processor)(item, **options))
+                seen.append(see_video(self.image_processor, item, **options))
         pixel_values, grids, seconds = zip(*seen, strict=True)
         lengths = iter(grids[1:])
         ids = []

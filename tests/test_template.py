@@ -276,7 +276,7 @@ def test_a_template_without_a_closing_token_is_refused():
 
 def test_a_last_turn_outside_of_every_block_is_refused():
     text = HEAD + "{% if m.content == 'a' %}{% generation %}a{% endgeneration %}{% else %}b{% endif %}<|im_end|>" + TAIL
-    with pytest.raises(ValueError, match="the last turn of the assistant stands in no"):
+    with pytest.raises(ValueError, match="the last turn of the assistant is in no"):
         ChatTemplate(text + PROMPT, "t").render_completion(HI, [assistant("a"), assistant("b")])
 
 

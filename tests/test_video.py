@@ -18,10 +18,10 @@ from record_vision import attempt, digest, frame_size_cases, noise, recorded, vi
 
 from minivlmrl.data import video as video_module
 from minivlmrl.data.frames import sample_indices
-from minivlmrl.data.video import Video, VideoProcessor, load_video
+from minivlmrl.data.video import Video, frame_size, load_video, see_video
 from minivlmrl.image import ImageProcessor
 
-PROCESSOR = VideoProcessor(ImageProcessor())
+PROCESSOR = ImageProcessor()
 
 
 def moving(count, height=24, width=32):
@@ -37,7 +37,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     cases, zeros = recorded("qwen_vl_utils_0.0.14")["frame_sizes"], 0
     assert len(cases) == 2000
     for (nframes, height, width, options), expected in zip(frame_size_cases(), cases, strict=True):
-        made = attempt(PROCESSOR.resized_size, nframes, height, width, **options)
+        made = attempt(frame_size, PROCESSOR, nframes, height, width, **options)
         if expected and 0 in expected:
             zeros += 1
             assert list(made) == [max(28, side) for side in expected]
@@ -60,16 +60,16 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     ],
 )
 def test_grids(count, size, options, grid):
-    pixel_values, image_grid_thw, _ = PROCESSOR(Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
+    pixel_values, image_grid_thw, _ = see_video(PROCESSOR, Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
     assert image_grid_thw == grid
     assert pixel_values.shape == (grid[0] * grid[1] * grid[2], 1176)
 
 
 def test_frames_of_a_smaller_patch_have_as_many_tokens():
     """The bounds are counted in tokens, so a patch half as wide gives a frame half as wide."""
-    small = VideoProcessor(ImageProcessor(patch_size=7, min_pixels=196))
+    small = ImageProcessor(patch_size=7, min_pixels=196)
     frames = np.zeros((2, 1000, 1500, 3), np.uint8)
-    assert small(Video(frames, 2.0))[1] == PROCESSOR(Video(frames, 2.0))[1]
+    assert see_video(small, Video(frames, 2.0))[1] == see_video(PROCESSOR, Video(frames, 2.0))[1]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_frames_of_a_smaller_patch_have_as_many_tokens():
 )
 def test_a_wrong_size_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        PROCESSOR(Video(moving(26), 2.0), **options)
+        see_video(PROCESSOR, Video(moving(26), 2.0), **options)
 
 
 # ---- patches
@@ -95,8 +95,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     cases = recorded("torchvision_0.28.0")["videos"]
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
-        processor = VideoProcessor(ImageProcessor(**options, min_pixels=196, resize="torch"))
-        pixel_values, image_grid_thw, _ = processor(Video(frames, 2.0), **bounds, total_pixels=10**9)
+        processor = ImageProcessor(**options, min_pixels=196, resize="torch")
+        pixel_values, image_grid_thw, _ = see_video(processor, Video(frames, 2.0), **bounds, total_pixels=10**9)
         assert list(image_grid_thw) == grid
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
@@ -113,14 +113,14 @@ def test_patches_of_each_frame_equal_transformers_image_processor(count):
     frames = theirs["pixel_values"].view(count, -1, 3, 1, 196)
     frames = torch.cat([frames, frames[-1:]])[: 2 * ((count + 1) // 2)]
     expected = torch.cat([frames[0::2], frames[1::2]], dim=3).view(-1, 1176)
-    pixel_values, image_grid_thw, _ = PROCESSOR(Video(images, 2.0), **bounds)
+    pixel_values, image_grid_thw, _ = see_video(PROCESSOR, Video(images, 2.0), **bounds)
     assert list(image_grid_thw) == [(count + 1) // 2, *theirs["image_grid_thw"][0, 1:]]
     assert torch.equal(pixel_values, expected)
 
 
 def test_order_of_patches_in_time():
     """Two frames a patch, the first before the second; a third frame is shown twice."""
-    pixel_values, grid, _ = PROCESSOR(Video(moving(3, 56, 84), 2.0), min_pixels=3136)
+    pixel_values, grid, _ = see_video(PROCESSOR, Video(moving(3, 56, 84), 2.0), min_pixels=3136)
     assert grid == (2, 4, 6)
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
@@ -133,7 +133,7 @@ def test_order_of_patches_in_time():
 def test_an_image_is_a_video_of_one_frame():
     image = noise("RGB", (230, 110))
     expected, grid = ImageProcessor()(image)
-    pixel_values, video_grid, _ = PROCESSOR(Video([image], 1.0), resized_height=110, resized_width=230)
+    pixel_values, video_grid, _ = see_video(PROCESSOR, Video([image], 1.0), resized_height=110, resized_width=230)
     assert video_grid == grid
     assert torch.equal(pixel_values, expected)
 
@@ -142,8 +142,8 @@ def test_an_image_is_a_video_of_one_frame():
     ("fps", "depth", "expected"), [(2.0, 2, 1.0), (4.0, 2, 0.5), (30 / 7, 2, 14 / 30), (1, 1, 1.0)]
 )
 def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
-    processor = VideoProcessor(ImageProcessor(temporal_patch_size=depth))
-    assert processor(Video(moving(4), fps))[2] == expected
+    processor = ImageProcessor(temporal_patch_size=depth)
+    assert see_video(processor, Video(moving(4), fps))[2] == expected
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
 )
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
     with pytest.raises(ValueError, match=message):
-        PROCESSOR(Video(frames, fps))
+        see_video(PROCESSOR, Video(frames, fps))
 
 
 # ---- lists of frames

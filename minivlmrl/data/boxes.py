@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SPACES = ("original", "resized", "thousandths", "unit")
-LIMIT = 1e100  # coordinates from here on are no place in an image, and their areas might overflow
+LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -23,7 +23,7 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Width and height of a whole image in the units of a space.
+    """Return width and height of a whole image in the units of a space.
 
     Example: "thousandths" gives (1000, 1000) for every image.
 
@@ -34,10 +34,9 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
     Raises:
         ValueError: an unknown space.
     """
-    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
-    if space not in extents:
+    if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
-    width, height = extents[space]
+    width, height = (original, resized, (1000, 1000), (1, 1))[SPACES.index(space)]
     return float(width), float(height)
 
 
@@ -52,7 +51,7 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """The same place in other units. A coordinate of whole pixels gets the float nearest to the exact quotient.
+        """Convert to other units. A coordinate of whole pixels gets the float nearest to the exact quotient.
 
         Example: (10, 10, 20, 20) of (100, 50) is (20, 40, 40, 80) of (200, 200).
         """
@@ -65,6 +64,7 @@ class Box:
 
     @property
     def area(self) -> float:
+        """Width times height, in squared units."""
         return (self.x2 - self.x1) * (self.y2 - self.y1)
 
     @property
@@ -74,13 +74,9 @@ class Box:
         return finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
 
     def inside(self, tolerance: float = 1e-6) -> bool:
-        """Nothing of it is out of its image, but for this share of the image's sides."""
-        width, height = self.extent
-        over_x, over_y = tolerance * width, tolerance * height
-        return (
-            -over_x <= min(self.x1, self.x2) and max(self.x1, self.x2) <= width + over_x
-            and -over_y <= min(self.y1, self.y2) and max(self.y1, self.y2) <= height + over_y
-        )  # fmt: skip
+        """Whether nothing of it is out of its image, but for this share of the image's sides."""
+        sides = (self.x1, self.x2, self.extent[0]), (self.y1, self.y2, self.extent[1])
+        return all(min(a, b) >= -tolerance * side and max(a, b) <= side + tolerance * side for a, b, side in sides)
 
 
 def iou(a: Box, b: Box) -> float:
@@ -176,26 +172,23 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
     try:
-        said = json.loads(text, parse_int=float, object_pairs_hook=_unique)
-        groups = [_read_group(item) for item in (said if _is_list_of_groups(said) else [said])]
+        said = json.loads(text, parse_int=float, object_pairs_hook=_object)
+        several = isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
+        groups = [_group(item) for item in (said if several else [said])]
     except (ValueError, RecursionError):
         numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
         groups = [tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
     return groups if all(group and all(map(math.isfinite, group)) for group in groups) else []
 
 
-def _is_list_of_groups(said: object) -> bool:
-    return isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
-
-
-def _read_group(item: object) -> tuple[float, ...] | None:
+def _group(item: object) -> tuple[float, ...] | None:
     """The four numbers of {"bbox_2d": [...]} or [...], else None."""
     numbers = item.get("bbox_2d") if isinstance(item, dict) else item
     good = isinstance(numbers, list) and len(numbers) == 4 and all(isinstance(n, float) for n in numbers)
     return tuple(numbers) if good else None
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object; one with the same key twice says two things at once."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("the same key twice")

@@ -1,4 +1,4 @@
-"""The text of a row, in whichever of TRL's forms it stands, becomes a prompt's messages and the answers to it."""
+"""The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers to it."""
 
 import re
 from collections import Counter
@@ -20,17 +20,16 @@ def read_conversation(
     """Find the prompt of a row and its answers.
 
     Args:
-        row: columns, of which these are read; None is as good as missing. Turns are messages as in chat.render.
+        row: columns, of which these are read; None counts as missing. Turns are messages as in chat.render.
             problem, prompt: text, which goes through prompt_template.
             prompt: or turns, taken as they are (TRL's conversational form).
-            messages: a whole conversation. What stands before its first assistant turn is the prompt, the rest the
-                completion.
+            messages: a whole conversation. All before its first assistant turn is the prompt, the rest the completion.
             completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
             chosen, rejected: without any of problem, prompt and messages two whole conversations, and the turns that
                 both begin with are the prompt (TRL's implicit prompt).
-        media: how many come with the row, {"image": n, "video": m}. They stand at the parts of their kind that the
-            prompt has (beside those that say themselves what they show), else where its text says <image> or <video>,
-            else before the text of its first user turn.
+        media: how many come with the row, {"image": n, "video": m}. They go to the parts of their kind that the prompt
+            has (besides those that say themselves what they show), else where its text says <image> or <video>, else
+            before the text of its first user turn.
         prompt_template: the user message; {problem} is replaced.
         system_prompt: replaces Qwen's default system message, not one that the row begins with.
     Returns:
@@ -62,12 +61,10 @@ def read_conversation(
 def conversation(
     problem: str, media: dict[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
-    """Messages that ask about a problem.
+    """Make messages that ask about a problem; for the arguments see read_conversation.
 
-    Args:
-        media: how many images and videos come with it; see place_media.
-        prompt_template: the user message; {problem} is replaced.
-        system_prompt: replaces Qwen's default system message.
+    Example: conversation("What?", {"image": 1}) is
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     """
     user = {"role": "user", "content": split_at_media(prompt_template.replace("{problem}", problem), media)}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
@@ -80,7 +77,7 @@ def split_at_media(text: str, media: dict[str, int]) -> list[dict]:
         ValueError: some placeholders, but another number than images or videos.
     """
     found = _placeholders(text)
-    if not any(found.values()):
+    if not found.total():
         return [*_parts(media), {"type": "text", "text": text}]
     _check_counts(found, "placeholder(s)", media)
     kinds = {placeholder: kind for kind, placeholder in PLACEHOLDER.items()}
@@ -95,8 +92,7 @@ def _place_in_turns(turns: list[dict], media: dict[str, int]) -> list[dict]:
     if shown:  # then <image> is text
         _check_counts(Counter(part_kind(part) for part in shown if not has_source(part)), "part(s)", media)
         return turns
-    texts = [part["text"] for parts in inside for part in parts]
-    found = sum((_placeholders(text) for text in texts), Counter())
+    found = sum((_placeholders(part["text"]) for parts in inside for part in parts), Counter())
     if found:
         _check_counts(found, "placeholder(s)", media)
         inside = [
@@ -119,6 +115,17 @@ def _placeholders(text: str) -> Counter:
     return Counter({kind: text.count(placeholder) for kind, placeholder in PLACEHOLDER.items()})
 
 
+def _check_counts(found: dict[str, int], what: str, media: dict[str, int]):
+    for kind, placeholder in PLACEHOLDER.items():
+        count = media.get(kind, 0)
+        if found[kind] != count:
+            name = f"{placeholder if what == 'placeholder(s)' else kind} {what}"
+            raise ValueError(
+                f"the prompt has {found[kind]} {name} but {count} {kind}(s) came with it; put one where each {kind} "
+                f"belongs and name as many {kind}s"
+            )
+
+
 def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict]:
     """Tell prompt and answers apart; also name the column that the prompt is from."""
     given = [column for column in PROMPTS if column in found]
@@ -139,6 +146,7 @@ def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
+    """The turns that chosen and rejected share, and the answers without them."""
     both = [answers.get(column) for column in ("chosen", "rejected")]
     pairs = list(zip(*both, strict=False)) if all(isinstance(turns, list) for turns in both) else []
     start = [*(turn == other for turn, other in pairs), False].index(False)  # how many turns they share
@@ -177,16 +185,6 @@ def _check_answer(turns: list[dict]):
                 raise ValueError(
                     f"there is {placeholder} after the assistant's first turn; {kind}s belong into the prompt"
                 )
-
-
-def _check_counts(found: dict[str, int], what: str, media: dict[str, int]):
-    for kind, placeholder in PLACEHOLDER.items():
-        if found[kind] != media.get(kind, 0):
-            name = f"{placeholder} {what}" if what.startswith("placeholder") else f"{kind} {what}"
-            raise ValueError(
-                f"the prompt has {found[kind]} {name} but {media.get(kind, 0)} {kind}(s) came with it; put one where "
-                f"each {kind} belongs and name as many {kind}s"
-            )
 
 
 def _turns(answer: str | list[dict]) -> list[dict]:

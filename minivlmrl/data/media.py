@@ -11,7 +11,7 @@ from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import Video, load_video
 from minivlmrl.image import load_image
 
-NO_OPTIONS = ("type", "text", "image", "image_url", "video", "video_url")  # other keys of a part
+SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
 COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options whose names a column for rewards may well have
 
 
@@ -21,23 +21,11 @@ class Media:
 
     kind: str  # "image" or "video"
     source: str | list[str]  # path, URL or data URI; of a video also a list of those of its frames
-    options: dict[str, float]  # see OPTIONS
-
-    def load(self, folder: Path, allow_urls: bool) -> PIL.Image.Image | Video:
-        """Read it (ValueError, which names the source)."""
-        if self.kind == "image":
-            return load_image(self.source, folder, allow_urls)
-        sampling = {name: value for name, value in self.options.items() if name in SAMPLING_OPTIONS}
-        return load_video(self.source, folder, allow_urls, **sampling)
-
-    def part(self) -> dict:
-        """What stands in the message for it: its kind and how large the model is to see it."""
-        sizes = {name: value for name, value in self.options.items() if name not in SAMPLING_OPTIONS}
-        return {"type": self.kind, **sizes}
+    options: dict[str, float]  # see sizes.OPTIONS
 
 
 def read_media(columns: dict, kind: str) -> list[Media]:
-    """What a row's columns list: `image`, `images`, `video` or `videos`.
+    """List the images or videos of a row's columns `image`, `images`, `video` or `videos`.
 
     Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
 
@@ -63,21 +51,20 @@ def place_media(
 
     Args:
         messages: see chat.render. A part with a source of its own shows that, the others what the columns list.
-        listed: by kind, as many as there are parts without a source. What such a part asks for wins over what was
-            listed with the source.
+        listed: by kind, as many as there are parts without a source. The options of such a part win over those that
+            were listed with the source.
         video_options: of every video, unless it has its own. Which frames to take is asked of files only, and not of
             one that has its own nframes.
     Returns:
-        messages whose parts hold kind and size, no sources; all media in order of appearance.
+        messages whose parts hold kind and size options, no sources; all media in order of appearance.
     """
     waiting = {kind: iter(media) for kind, media in listed.items()}
     placed, used = [], []
     for number, message in enumerate(messages):
-        parts = []
+        parts, where = [], f"message {number}"
         for part in content_parts(message):
             kind = part_kind(part)
             if kind in OPTIONS:
-                where = f"message {number}"
                 if has_source(part):
                     media = _media(part, kind, where)
                 else:
@@ -85,9 +72,10 @@ def place_media(
                     media = replace(media, options=media.options | _options(part, kind, where))
                 common = video_options if kind == "video" else {}
                 if isinstance(media.source, list) or "nframes" in media.options:
-                    common = {name: value for name, value in common.items() if name not in SAMPLING_OPTIONS}
-                used.append(replace(media, options=common | media.options))
-                part = used[-1].part()
+                    common = _without(common, SAMPLING_OPTIONS)
+                media = replace(media, options=common | media.options)
+                used.append(media)
+                part = {"type": kind, **_without(media.options, SAMPLING_OPTIONS)}
             parts.append(part)
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
     return placed, used
@@ -97,11 +85,17 @@ def load_media(
     media: list[Media], folder: Path, allow_urls: bool, where: str
 ) -> tuple[list[PIL.Image.Image], list[Video]]:
     """Read the images and videos of a row (ValueError: begins with `where`, the row's file and line)."""
-    try:
-        loaded = [(one.kind, one.load(folder, allow_urls)) for one in media]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return tuple([item for kind, item in loaded if kind == wanted] for wanted in OPTIONS)
+    images, videos = [], []
+    for one in media:
+        try:
+            if one.kind == "image":
+                images.append(load_image(one.source, folder, allow_urls))
+            else:
+                sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
+                videos.append(load_video(one.source, folder, allow_urls, **sampling))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return images, videos
 
 
 def shown_parts(
@@ -111,7 +105,7 @@ def shown_parts(
 
     Args:
         pieces: the prompt as a chat template laid it out.
-        messages: from which it did.
+        messages: the conversation that it laid out.
         images, videos: one for each part of its kind, in order.
     Returns:
         for each part: "image" or "video", the image or video, and its size options, see sizes.py.
@@ -131,9 +125,9 @@ def shown_parts(
     shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
     if shown != kinds:
         raise ValueError(f"the chat template shows {shown}, the messages have {kinds}")
-    waiting, skipped = {kind: iter(items) for kind, items in given.items()}, (*NO_OPTIONS, *SAMPLING_OPTIONS)
-    sizes = [{name: value for name, value in part.items() if name not in skipped} for _, part in parts]
-    return [(kind, next(waiting[kind]), options) for kind, options in zip(kinds, sizes, strict=True)]
+    waiting = {kind: iter(items) for kind, items in given.items()}
+    other = ("type", "text", *SOURCES["image"], *SOURCES["video"], *SAMPLING_OPTIONS)
+    return [(kind, next(waiting[kind]), _without(part, other)) for kind, part in parts]
 
 
 def check_columns(columns: dict, media: list[Media]):
@@ -149,11 +143,11 @@ def check_columns(columns: dict, media: list[Media]):
 
 def has_source(part: dict) -> bool:
     """Whether an image or video part says itself what it shows."""
-    return any(part.get(name) is not None for name in ("image", "image_url", "video", "video_url"))
+    return any(part.get(name) is not None for names in SOURCES.values() for name in names)
 
 
 def _media(entry: dict, kind: str, where: str) -> Media:
-    given = [entry[name] for name in (kind, f"{kind}_url") if entry.get(name) is not None]
+    given = [entry[name] for name in SOURCES[kind] if entry.get(name) is not None]
     if len(given) > 1:
         raise ValueError(f"{where}: it has {kind!r} and '{kind}_url'; give one of them")
     source = given[0] if given else None
@@ -167,17 +161,19 @@ def _media(entry: dict, kind: str, where: str) -> Media:
 
 
 def _options(entry: dict, kind: str, where: str) -> dict[str, float]:
-    options = {}
-    for name, value in entry.items():
-        if name in ("type", "text", "index", kind, f"{kind}_url") or value is None:
-            continue
+    options = {name: value for name, value in entry.items() if value is not None}
+    options = _without(options, ("type", "text", "index", *SOURCES[kind]))
+    for name, value in options.items():
         if name not in OPTIONS[kind]:
             raise ValueError(f"{where}: {name!r} is not an option of {kind}s; known are {', '.join(OPTIONS[kind])}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{where}: {name} is {value!r:.40}, it must be a number")
-        options[name] = value
     try:
-        check_options({name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}, OPTIONS[kind])
+        check_options(_without(options, SAMPLING_OPTIONS), OPTIONS[kind])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return options
+
+
+def _without(options: dict, names: Sequence[str]) -> dict:
+    return {name: value for name, value in options.items() if name not in names}

@@ -4,10 +4,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2 import meta
@@ -15,26 +16,28 @@ from jinja2 import meta
 from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
 from minivlmrl.data.sandbox import environment, plain
 from minivlmrl.data.turns import check_ends, check_message
+from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 
 
-class Marks(NamedTuple):
-    """Characters that neither the template nor what goes into it has, so they can say who wrote what."""
-
-    text: str  # behind a user's character that could begin a control token
-    begin: str  # around what stands in {% generation %}
-    end: str
-
-
 class ChatTemplate:
     """A Jinja template; see sandbox.py for what it can do and cannot.
 
     A control token counts as one if the template wrote it, wholly or at least its first character. So a user's text
-    may spell one, also over several parts or with spaces that the template strips, and stays text. This does not hold
-    for a template that cuts something out of the middle of a text and so joins "<" and "|im_end|>".
+    may spell one, also over several parts or with spaces that the template strips, and stays text. (Not so in a
+    template that cuts something out of the middle of a text and so joins "<" and "|im_end|>".) To tell them apart, the
+    template is rendered with a mark inside whatever in the user's text could begin a control token.
+
+    Args:
+        text: the Jinja source.
+        source: its file, for errors.
+        special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
+        token_names: variables such as eos_token that the template may read.
+    Raises:
+        ValueError: not a Jinja template; names source and line.
     """
 
     def __init__(
@@ -44,16 +47,6 @@ class ChatTemplate:
         special_tokens: Iterable[str] = SPECIAL_TOKENS,
         token_names: dict[str, str] | None = None,
     ):
-        """Compile a template.
-
-        Args:
-            text: the Jinja source.
-            source: where it is from, for errors.
-            special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
-            token_names: variables such as eos_token that the template may read.
-        Raises:
-            ValueError: not a Jinja template; names source and line.
-        """
         self.text, self.source, self.token_names = text, source, dict(token_names or {})
         # Longer ones first, since one may begin with another. One of a single character no text could do without.
         names = sorted({IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}, key=len, reverse=True)
@@ -65,26 +58,19 @@ class ChatTemplate:
             sandbox = environment()
             self.variables = meta.find_undeclared_variables(sandbox.parse(text))
             self.template = sandbox.from_string(text)
-        written = set(self.control.findall(text))
-        self.shows = {"image": IMAGE in written, "video": VIDEO in written}
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Find the template of a Hugging Face folder.
+        """Find the template of a Hugging Face folder, in the first of FILES that has one; None if there is none.
 
-        Args:
-            folder: of its files FILES the first that has a template gives it, as in transformers' processor. Of a
-                list of named templates it is "default".
-            special_tokens: see __init__.
-        Returns:
-            None if there is none: then Qwen's default of chat.py is meant.
         Raises:
             ValueError: names the file that cannot be read, or that has templates but none of them is "default".
         """
-        config = _read(Path(folder) / "tokenizer_config.json")
-        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-        tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        tokens = {}
+        for name, value in _read(Path(folder) / "tokenizer_config.json").items():
+            value = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(value, str):
+                tokens[name] = value
         for path in (Path(folder) / name for name in FILES):
             text = _template_in(path)
             if text is not None:
@@ -92,11 +78,7 @@ class ChatTemplate:
         return None
 
     def render(
-        self,
-        messages: list[dict],
-        *,
-        add_generation_prompt: bool = True,
-        add_vision_id: bool = False,
+        self, messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False
     ) -> list[str]:
         """Lay out a conversation.
 
@@ -113,27 +95,23 @@ class ChatTemplate:
         """
         messages = self._checked(messages, add_vision_id)
         marks = self._marks(messages)
-        text = self._lay_out(messages, marks, add_generation_prompt, add_vision_id)
+        text = self._lay_out(messages, add_generation_prompt, marks, add_vision_id)
         return [piece for piece, _ in join_text([(piece, False) for piece in self._cut(text, marks)])]
 
     def render_completion(
-        self,
-        messages: list[dict],
-        turns: list[dict],
-        *,
-        add_vision_id: bool = False,
+        self, messages: list[dict], turns: list[dict], *, add_vision_id: bool = False
     ) -> list[tuple[str, bool]]:
-        """Lay out what follows a rendered prompt: an answer, or an answer and the rest of its conversation.
+        """Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
         Args:
             messages: the prompt.
             turns: see chat.render_completion; they may have tool_calls.
             add_vision_id: as it was for the prompt.
         Returns:
-            Pieces as of chat.render_completion, each with a flag: written by the assistant. That is what stands in
-            the template's {% generation %} blocks; without these what each assistant turn adds to the conversation
-            before it with its generation prompt. A turn ends with the control token that closes it, trained in any
-            case, and what follows that (mostly a newline) is not, since no generation ever writes it.
+            Pieces as of chat.render_completion, each with a flag: the assistant writes it. That is the template's
+            {% generation %} blocks; without these what each assistant turn adds to the conversation before it with
+            its generation prompt. A turn ends with the control token that closes it, flagged in any case, and what
+            follows that (mostly a newline) is not, since no generation ever writes it.
         Raises:
             ValueError: turns that do not begin and end with the assistant's or have images or videos; a template in
                 which the prompt is not how the whole begins, or whose assistant turns have no control token at their
@@ -143,10 +121,11 @@ class ChatTemplate:
         whole = self._checked([*messages, *turns], add_vision_id)
         check_ends(turns)
         marks = self._marks(whole)
-        text = self._lay_out(whole, marks, False, add_vision_id)
+        lay_out = partial(self._lay_out, marks=marks, add_vision_id=add_vision_id)
+        text = lay_out(whole, False)
 
         def length(count: int, add_generation_prompt: bool) -> int:
-            beginning = self._lay_out(whole[:count], marks, add_generation_prompt, add_vision_id)
+            beginning = lay_out(whole[:count], add_generation_prompt)
             if not text.startswith(beginning):
                 raise ValueError(
                     f"{self.source}: with this chat template the first {count} messages are laid out in another way "
@@ -157,14 +136,13 @@ class ChatTemplate:
 
         start = length(prompt, True)
         if "generation_begins" in self.variables:
-            tracked = self._lay_out(whole, marks, False, add_vision_id, track=True)
-            spans = self._generation_blocks(text, tracked, marks)
+            spans = self._generation_blocks(text, lay_out(whole, False, track=True), marks)
         else:
             written = [i for i in range(prompt, len(whole)) if whole[i]["role"] == "assistant"]
             spans = [(length(i, True), length(i + 1, False)) for i in written]
         spans = [(max(begin, start), self._closing(text, begin, end)) for begin, end in spans if end > start]
         if not spans or text[spans[-1][1] :].strip():
-            raise ValueError(f"{self.source}: the last turn of the assistant stands in no {{% generation %}} block")
+            raise ValueError(f"{self.source}: the last turn of the assistant is in no {{% generation %}} block")
         pieces, position = [], start
         for begin, end in spans:
             pieces += [(piece, False) for piece in self._cut(text[position:begin], marks)]
@@ -177,44 +155,43 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             check_message(i, message)
         kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
-        places = [
+        written = set(self.control.findall(self.text))
+        for name, needed, known in (
             ("add_vision_id", add_vision_id, "add_vision_id" in self.variables),
             ("tool_calls", any(message.get("tool_calls") for message in messages), "tool_calls" in self.text),
-            ("images", "image" in kinds, self.shows["image"]),
-            ("videos", "video" in kinds, self.shows["video"]),
-        ]
-        for name, wanted, known in places:
-            if wanted and not known:
+            ("images", "image" in kinds, IMAGE in written),
+            ("videos", "video" in kinds, VIDEO in written),
+        ):
+            if needed and not known:
                 raise ValueError(f"{self.source}: this chat template has no place for {name}; use one that has")
         messages = [_without_none(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):
                 parts = [_without_none(part) for part in message["content"]]
-                message["content"] = parts if any(self.shows.values()) else "".join(part["text"] for part in parts)
+                knows_parts = {IMAGE, VIDEO} & written
+                message["content"] = parts if knows_parts else "".join(part["text"] for part in parts)
         return plain(messages)
 
-    def _marks(self, messages: list[dict]) -> Marks:
+    def _marks(self, messages: list[dict]) -> list[str]:
+        """Three characters that neither the template nor the messages have.
+
+        They mark a user's character that could begin a control token, and begin and end of {% generation %}.
+        """
         used = set(json.dumps([messages, self.token_names], ensure_ascii=False)) | set(self.text)
-        return Marks(*islice((chr(c) for c in range(0xE000, 0x10FFFE) if chr(c) not in used), 3))
+        return list(islice((chr(c) for c in range(0xE000, 0x10FFFE) if chr(c) not in used), 3))
 
     def _lay_out(
-        self,
-        messages: list[dict],
-        marks: Marks,
-        add_generation_prompt: bool,
-        add_vision_id: bool,
-        track: bool = False,
+        self, messages: list[dict], prompt: bool, marks: list[str], add_vision_id: bool, track: bool = False
     ) -> str:
         """Render with marks in what users wrote and, if it is to be tracked, around what is generated."""
-        begin, end = marks[1:] if track else ("", "")
-        options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
-        options |= {"tools": None, "documents": None, "generation_begins": begin, "generation_ends": end}
-        options |= self.token_names
-        marked = self._marked(messages, marks.text)
+        mark, begins, ends = marks if track else (marks[0], "", "")
+        options = {"add_generation_prompt": prompt, "add_vision_id": add_vision_id, "tools": None, "documents": None}
+        options |= {"generation_begins": begins, "generation_ends": ends, **self.token_names}
+        marked = self._marked(messages, mark)
         with self._naming():
             text = self.template.render(messages=marked, **options)
             unmarked = text if marked == messages else self.template.render(messages=messages, **options)
-        if text.replace(marks.text, "") != unmarked.replace(marks.text, ""):
+        if text.replace(mark, "") != unmarked.replace(mark, ""):
             raise ValueError(
                 f"{self.source}: this chat template reads something into a text of the conversation that spells (the "
                 "beginning of) a control token; take that out of the text"
@@ -228,21 +205,21 @@ class ChatTemplate:
             return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
 
-    def _cut(self, text: str, marks: Marks) -> list[str]:
+    def _cut(self, text: str, marks: list[str]) -> list[str]:
         """Cut at control tokens, which are the template's, as those of users have a mark inside."""
         pieces = self.control.split(text)  # text, token, text, token, ..., text
-        return [self.controls[p] if i % 2 else p.replace(marks.text, "") for i, p in enumerate(pieces)]
+        return [self.controls[p] if i % 2 else p.replace(marks[0], "") for i, p in enumerate(pieces)]
 
-    def _generation_blocks(self, text: str, tracked: str, marks: Marks) -> list[tuple[int, int]]:
-        """Where in text the {% generation %} blocks stand."""
-        pieces = re.split(f"[{marks.begin}{marks.end}]", tracked)  # outside, block, outside, ..., outside
+    def _generation_blocks(self, text: str, tracked: str, marks: list[str]) -> list[tuple[int, int]]:
+        """Begin and end of each {% generation %} block in text."""
+        pieces = re.split(f"[{marks[1]}{marks[2]}]", tracked)  # outside, block, outside, ..., outside
         if "".join(pieces) != text:
             raise ValueError(f"{self.source}: the {{% generation %}} blocks of this chat template cannot be followed")
         ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
         return [(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2)]
 
     def _closing(self, text: str, begin: int, end: int) -> int:
-        """Where the control token ends that closes a turn: the last one of the turn, or the next behind it."""
+        """End of the control token that closes a turn: the last one of the turn, or the next after it."""
         closing = [match for match in self.control.finditer(text, begin, end) if not text[match.end() : end].strip()]
         closing = closing[-1] if closing else self.control.match(text, end)
         if closing is None:
@@ -258,11 +235,11 @@ class ChatTemplate:
             yield
         except Exception as error:  # a template is a program: it can fail in every way
             # jinja2 rewrites tracebacks so that they show lines of the template
-            inside = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
-            lines = [error.lineno] if isinstance(error, jinja2.TemplateSyntaxError) else inside
-            place = f" in line {lines[-1]}" if lines else ""
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{self.source}: chat template fails{place}: {type(error).__name__}: {reason}") from error
+            lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                lines = [error.lineno]
+            where, reason = f" in line {lines[-1]}" if lines else "", str(error).partition("\n")[0]
+            raise ValueError(f"{self.source}: chat template fails{where}: {type(error).__name__}: {reason}") from error
 
 
 def _without_none(mapping: dict) -> dict:
@@ -270,30 +247,22 @@ def _without_none(mapping: dict) -> dict:
 
 
 def _read(path: Path) -> dict:
-    """A JSON object, {} where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, it is {content!r:.40}")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _template_in(path: Path) -> str | None:
+    """The template of one of FILES, the "default" of a list of named ones; None if it has none."""
     if path.suffix == ".jinja":
         try:
             return path.read_text(encoding="utf-8") if path.is_file() else None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: a chat template must be UTF-8 text ({error})") from error
-    text, wanted = _read(path).get("chat_template"), path.name == "chat_template.json" and path.is_file()
+    text, needed = _read(path).get("chat_template"), path.name == "chat_template.json" and path.is_file()
     if isinstance(text, list):
         names = [entry.get("name") if isinstance(entry, dict) else None for entry in text]
         if "default" not in names:
             raise ValueError(f"{path}: it has the chat templates {names}; name one of them 'default'")
-        text, wanted = text[names.index("default")].get("template"), True
-    if not isinstance(text, str) and (wanted or text is not None):
+        text, needed = text[names.index("default")].get("template"), True
+    if not isinstance(text, str) and (needed or text is not None):
         raise ValueError(f"{path}: chat_template must be the text of a template, it is {text!r:.40}")
     return text

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, open_source
 from minivlmrl.data.frames import FPS, FRAME_FACTOR, number, sample_indices
 from minivlmrl.data.sizes import VIDEO_OPTIONS, check_bounds, check_options, read_options
-from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
+from minivlmrl.image import Grid, ImageProcessor, load_image, smart_resize, to_rgb
 
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # decoder tokens a frame would be as an image
 TOTAL_TOKENS = 115_200  # of all frames of a video together: 0.9 of 128000
@@ -58,60 +58,43 @@ def load_video(
     source: str | Path | bytes | Sequence,
     folder: str | Path | None = None,
     allow_url: bool = False,
-    *,
-    fps: float | None = None,
-    nframes: int | None = None,
-    min_frames: int | None = None,
-    max_frames: int | None = None,
-    video_start: float | None = None,
-    video_end: float | None = None,
+    **sampling: float | None,
 ) -> Video:
     """Read the frames of a video that the model is to see.
 
     Args:
-        source, folder, allow_url: see load_image; or a list of such frames.
-        fps, nframes, min_frames, max_frames: see frames.smart_nframes. A list of frames is taken whole, and fps then
-            says at which rate they were sampled (2 if not given): the rule of qwen-vl-utils up to 0.0.11; 0.0.14 calls
-            the same `sample_fps` and ignores fps.
-        video_start, video_end: see frames.frame_range.
+        source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
+        sampling: see frames.sample_indices. Of a list of frames fps alone may be given, the rate at which they were
+            sampled (2 if it is not): the rule of qwen-vl-utils up to 0.0.11; 0.0.14 calls the same `sample_fps`.
     Returns:
         the frames and their rate, which is that of the file times the share of its frames that is taken.
     Raises:
         ValueError: it is missing, cut off, no video, or too large (named); an option that is wrong or does not apply.
     """
-    sampling = {
-        "fps": fps, "nframes": nframes, "min_frames": min_frames, "max_frames": max_frames,
-        "video_start": video_start, "video_end": video_end,
-    }  # fmt: skip
     if isinstance(source, list | tuple):
         for name, value in sampling.items():
             if name != "fps" and value is not None:
                 raise ValueError(f"{name} chooses frames of a video file; a list of frames is taken whole")
-        return _load_frames(source, folder, allow_url, FPS if fps is None else fps)
+        frames, fps = [], sampling.get("fps")
+        for frame in source:
+            frames.append(load_image(frame, folder, allow_url))
+            _check_size(len(source), frames[0].width, frames[0].height)
+        return Video(frames, FPS if fps is None else fps)
     name, file = open_source(source, folder, allow_url)
     try:
         import av
     except ImportError as error:
         raise ValueError(f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'") from error
     try:
-        frames, rate = _sample(file, sampling)
+        return _sample(file, sampling)
     except (OSError, av.error.FFmpegError) as error:  # many errors of FFmpeg are ValueErrors as well
         raise ValueError(f"{name}: cannot be read as a video ({error.strerror or error})") from error
     except Exception as error:  # damaged files make PyAV raise what Python code raises on values out of range
         raise ValueError(f"{name}: {error or type(error).__name__}") from error
-    return Video(frames, rate)
 
 
-def _load_frames(sources: Sequence, folder: str | Path | None, allow_url: bool, fps: float) -> Video:
-    frames = []
-    for source in sources:
-        frames.append(load_image(source, folder, allow_url))
-        _check_size(len(sources), frames[0].width, frames[0].height)
-    return Video(frames, fps)
-
-
-def _sample(file: Path | IO[bytes], sampling: dict) -> tuple[np.ndarray, float]:
-    """Decode the frames that the options ask for, in one pass behind one that counts."""
+def _sample(file: Path | IO[bytes], sampling: dict) -> Video:
+    """Decode the frames that the options ask for: one pass counts, the next decodes."""
     with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total = _count_frames(container, stream)
@@ -119,7 +102,7 @@ def _sample(file: Path | IO[bytes], sampling: dict) -> tuple[np.ndarray, float]:
         indices, fps = sample_indices(total, video_fps, **sampling)
         frames, seen = _decode(file, indices)
         if len(frames) == len(indices):
-            return np.stack(frames), fps
+            return Video(np.stack(frames), fps)
         total = seen  # fewer than packets: a stream that begins in the middle shows nothing until a key frame
 
 
@@ -133,7 +116,7 @@ def _count_frames(container, stream) -> int:
             total += packet.size > 0 and not packet.is_discard
         if packet.pts is not None:
             end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    claimed = (container.duration or 0) / 1e6  # elsewhere the index tells that packets are missing, or nothing does
+    claimed = (container.duration or 0) / 1e6  # in other containers the index tells that packets are missing
     missing = claimed + (container.start_time or 0) / 1e6 - end
     if "matroska" in container.format.name and missing > max(0.5, 0.05 * claimed):
         raise ValueError(f"cut off: it ends after {end:.6g} of {claimed:.6g} seconds")
@@ -164,30 +147,26 @@ def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
 
 def _decode(file: Path | IO[bytes], indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
     """The frames of these numbers (in order), as (H, W, 3) uint8, and the number of frames decoded for them."""
-    frames, seen, wanted = [], 0, iter(indices)
-    following = next(wanted)
+    frames, seen, waiting = [], 0, iter(indices)
+    following = next(waiting)
     with _opened(file) as (container, stream):
         for frame in container.decode(stream):
             if frame.is_corrupt:
                 raise ValueError(f"frame {seen} is damaged")
             if seen == following:
                 _check_size(len(indices), frame.width, frame.height)
-                frames.append(_upright(frame))
+                turns = round(frame.rotation / 90)  # phones store what their sensor saw, and how to turn it
+                if abs(frame.rotation - 90 * turns) > 1:
+                    turn = f"turned by {frame.rotation} degrees"
+                    raise ValueError(f"is to be shown {turn}; only quarter turns are supported")
+                frames.append(np.rot90(frame.to_ndarray(format="rgb24"), turns))
                 if frames[-1].shape != frames[0].shape:
                     raise ValueError(f"frame {seen} has another size than the first")
-                following = next(wanted, None)
+                following = next(waiting, None)
             seen += 1
             if following is None:
                 break
     return frames, seen
-
-
-def _upright(frame) -> np.ndarray:
-    """RGB of a PyAV frame, turned as its display matrix says (phones store what their sensor saw)."""
-    turns = round(frame.rotation / 90)  # against the clock
-    if abs(frame.rotation - 90 * turns) > 1:
-        raise ValueError(f"is to be shown turned by {frame.rotation} degrees; only quarter turns are supported")
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
 
 def _check_size(nframes: int, width: int, height: int):
@@ -198,59 +177,51 @@ def _check_size(nframes: int, width: int, height: int):
         raise ValueError(f"{asked} are over {MAX_VIDEO_PIXELS} together; take fewer or smaller frames")
 
 
-@dataclass
-class VideoProcessor:
-    """The image settings of a checkpoint, applied to frames."""
+def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
+    """Resize the frames of a video, normalise them and cut them into patches.
 
-    image_processor: ImageProcessor
+    Frames are resized one by one with the processor's filter: "torch" gives to the bit what transformers'
+    Qwen2VLVideoProcessor makes of them, "pil" what its image processor without torchvision makes of each.
+    (qwen-vl-utils resizes the frames of a file in float32, which on noise differs by up to 24 grey levels.)
 
-    def __call__(self, video: Video, **options: int) -> tuple[Tensor, tuple[int, int, int], float]:
-        """Resize, normalise and cut into patches.
+    Args:
+        options: of this video alone, see frame_size.
+    Returns:
+        pixel_values (patches, patch_dim) float32 and image_grid_thw: see image.patchify.
+        second_per_grid_ts: seconds from one patch in time to the next.
+    Raises:
+        ValueError: an option is unknown or of the wrong type; see also smart_resize.
+    """
+    options = check_options(options, VIDEO_OPTIONS)
+    depth = processor.temporal_patch_size
+    nframes = math.ceil(len(video.frames) / depth) * depth
+    height, width = frame_size(processor, nframes, *video.size, **options)
+    _check_size(nframes, width, height)
+    pixel_values, image_grid_thw = processor.patches(video.images(), height, width)
+    return pixel_values, image_grid_thw, depth / video.fps
 
-        Frames are resized one by one with the image processor's filter: "torch" gives to the bit what transformers'
-        Qwen2VLVideoProcessor makes of them, "pil" what its image processor without torchvision makes of each.
-        (qwen-vl-utils resizes the frames of a file in float32, which on noise ends up to 24 grey levels elsewhere.)
 
-        Args:
-            options: of this video alone, see resized_size.
-        Returns:
-            pixel_values (patches, 3 * temporal_patch_size * patch_size^2) float32: see patchify.
-            image_grid_thw: patches in time, height and width.
-            second_per_grid_ts: seconds from one patch in time to the next.
-        Raises:
-            ValueError: an option is unknown or of the wrong type; see also smart_resize.
-        """
-        options = check_options(options, VIDEO_OPTIONS)
-        depth = self.image_processor.temporal_patch_size
-        nframes = math.ceil(len(video.frames) / depth) * depth
-        height, width = self.resized_size(nframes, *video.size, **options)
-        _check_size(nframes, width, height)
-        pixel_values, image_grid_thw = self.image_processor.patches(video.images(), height, width)
-        return pixel_values, image_grid_thw, depth / video.fps
+def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
+    """Choose the size of each frame, in pixels.
 
-    def resized_size(self, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-        """Choose the size of each frame.
-
-        Args:
-            nframes: of the video, rounded up to whole patches in time.
-            height, width: of a frame in pixels.
-            options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by
-                default 115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
-                resized_height and resized_width, as for an image.
-        Returns:
-            height, width in pixels.
-        Source: qwen-vl-utils' fetch_video of a file. Frame lists follow the same rule here: 0.0.14 resizes them twice,
-            first to multiples of 56 by a mistake (it hands 28 on as the patch size), and up to 0.0.11 it took each for
-            an image, with no bound on all of them together.
-        """
-        total_pixels = options.pop("total_pixels", None)
-        if "resized_height" in options:
-            height, width, bounds = read_options(self.image_processor, height, width, options)
-            return smart_resize(height, width, self.image_processor.factor, *bounds)
-        token = self.image_processor.factor**2
-        least = options.get("min_pixels", MIN_FRAME_TOKENS * token)
-        share = (total_pixels or TOTAL_TOKENS * token) / nframes * FRAME_FACTOR
-        most = max(min(MAX_FRAME_TOKENS * token, share), int(least * 1.05))
-        check_bounds(least, options.get("max_pixels", math.ceil(most)), self.image_processor.factor, options)
-        most = min(options.get("max_pixels", most), most)
-        return smart_resize(height, width, self.image_processor.factor, least, most)
+    Args:
+        nframes: of the video, rounded up to whole patches in time.
+        height, width: of a frame in pixels.
+        options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by default
+            115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
+            resized_height and resized_width, as for an image.
+    Returns:
+        height, width.
+    Source: qwen-vl-utils' fetch_video of a file. Frame lists follow the same rule here: 0.0.14 resizes them twice,
+        first to multiples of 56 by a mistake (it hands 28 on as the patch size), and up to 0.0.11 it took each for
+        an image, with no bound on all of them together.
+    """
+    total_pixels, factor = options.pop("total_pixels", None), processor.factor
+    if "resized_height" in options:
+        height, width, bounds = read_options(processor, height, width, options)
+        return smart_resize(height, width, factor, *bounds)
+    least = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
+    share = (total_pixels or TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
+    most = max(min(MAX_FRAME_TOKENS * factor**2, share), int(least * 1.05))
+    check_bounds(least, options.get("max_pixels", math.ceil(most)), factor, options)
+    return smart_resize(height, width, factor, least, min(options.get("max_pixels", most), most))
