@@ -9,10 +9,7 @@ TOOLS = {  # name: (module:function, what it does)
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
-    "kernels": (
-        "minivlmrl.kernels.aot:main",
-        "compile the Triton kernels without a GPU and count instructions",
-    ),
+    "kernels": ("minivlmrl.kernels.aot:main", "compile the Triton kernels without a GPU"),
 }
 
 
@@ -40,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         print()
         return 130  # as in shells
     except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        # or Python's last flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 

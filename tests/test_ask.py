@@ -20,8 +20,8 @@ from minivlmrl.generate import generate
 from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
-from minivlmrl.run.config import SamplingConfig
-from minivlmrl.sampling.stop_strings import token_bytes
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
 from minivlmrl.tools import ask as command
 
 import tiny
@@ -54,14 +54,20 @@ def ask(folder, capsys):
     return ask
 
 
+def draw_with(generator):
+    """A `draw` for generate."""
+    return lambda probs, rows, step: torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
 def said(folder, images=(), prompt="How many cats?", system=None, seed=0, min_pixels=None, max_pixels=None, **settings):
     """What generate() says, as text, and whether it was cut."""
     processor = load_processor(folder / "checkpoint", min_pixels, max_pixels)
     messages = conversation(prompt, {"image": len(images)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images])
-    params, generator = SamplingConfig(**settings), torch.Generator().manual_seed(seed)
-    arguments = (load_model(folder / "checkpoint"), [question], 1, params, processor.stop_token_ids, generator)
-    [[completion]] = generate(*arguments, processor.tokenizer)
+    params, generator = SamplingOptions(**settings), torch.Generator().manual_seed(seed)
+    watch = watch_stop_strings(params, processor.tokenizer, [question], 1)
+    arguments = (load_model(folder / "checkpoint"), [question], 1, params, processor.stop_token_ids)
+    [[completion]] = generate(*arguments, draw_with(generator), watch)
     return processor.decode(completion.ids), not completion.stopped
 
 
@@ -114,8 +120,8 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
     for step in (1, 2):
         question = processor(messages, [image], [load_video(frames[::step])])
         model, generator = load_model(folder / "checkpoint"), torch.Generator().manual_seed(0)
-        params = SamplingConfig(max_new_tokens=12)
-        [[completion]] = generate(model, [question], 1, params, processor.stop_token_ids, generator)
+        params = SamplingOptions(max_new_tokens=12)
+        [[completion]] = generate(model, [question], 1, params, processor.stop_token_ids, draw_with(generator))
         arguments = ["--image", folder / "a.png", "--video", step, "--max_new_tokens", 12]
         answers.append(ask(*arguments, prompt="Is <video> like <image>?")[1])
         assert answers[-1] == processor.decode(completion.ids) + "\n"
@@ -127,12 +133,12 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "max_length": 99, "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
     }  # fmt: skip
-    assert list(given) == [field.name for field in dataclasses.fields(SamplingConfig)]
+    assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]
     for name, value in given.items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    assert command.sampling(command.parser().parse_args(words)) == SamplingConfig(**given)
-    assert command.sampling(command.parser().parse_args(words[:4])) == SamplingConfig()
+    assert command.sampling(command.parser().parse_args(words)) == SamplingOptions(**given)
+    assert command.sampling(command.parser().parse_args(words[:4])) == SamplingOptions()
     assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
 
 
@@ -178,7 +184,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     tokenizer = train_tokenizer([], vocab_size=270)
     stream, pieces = command.Stream(tokenizer, ()), []
     for token_id in tokenizer.encode(text):
-        stream([0], [token_id])
+        stream(torch.tensor([0]), torch.tensor([token_id]))
         pieces.append(capsys.readouterr().out)
     expected = [piece for char in text for piece in [""] * (len(char.encode()) - 1) + [char]]
     assert pieces == expected
@@ -188,7 +194,7 @@ def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_
     tokenizer = train_tokenizer([], vocab_size=270)
     stream = command.Stream(tokenizer, [tokenizer.special_tokens["<|im_end|>"]])
     for token_id in [*tokenizer.encode("a猫")[:-1], tokenizer.special_tokens["<|im_end|>"]]:
-        stream([0], [token_id])
+        stream(torch.tensor([0]), torch.tensor([token_id]))
     assert capsys.readouterr().out == "a"
     stream.end()
     assert capsys.readouterr().out == "\ufffd\n"

@@ -8,7 +8,7 @@ from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.tools import help as page
 
 
-def test_every_option_is_listed_once(capsys):
+def test_every_option_is_listed_once_and_has_a_sentence(capsys):
     page.show()
     out = capsys.readouterr().out
     for name, config in page.sections().items():
@@ -16,11 +16,12 @@ def test_every_option_is_listed_once(capsys):
         for field in dataclasses.fields(config):
             if not dataclasses.is_dataclass(getattr(config, field.name)):
                 assert out.count(f"  --{prefix}{field.name}=") == 1, field.name
+                assert page.help_of(type(config))[field.name], f"{prefix}{field.name} has no comment that explains it"
     assert "  --data.video.fps=null\n" in out and out.startswith("usage: torchrun train.py")
 
 
 def test_one_section(capsys):
-    page.show(["sampling"])
+    page.show("sampling")
     out = capsys.readouterr().out
     assert "  --sampling.top_k=0\n        int" in out and "ties with the k-th stay" in out
     assert "--grpo." not in out and "--seed" not in out
@@ -28,7 +29,7 @@ def test_one_section(capsys):
 
 def test_an_unknown_section_is_named_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"--help grop: no such section; sections are run, model, .*grpo"):
-        page.show(["grop"])
+        page.show("grop")
 
 
 def test_the_defaults_as_they_are_printed_give_the_default_run(tmp_path, capsys):

@@ -9,13 +9,15 @@ from minivlmrl import attention
 from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import generate, sample
+from minivlmrl.generate import SamplingConfig, generate, inverse_cdf, next_tokens
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig, SamplingConfig, ShardingSection
+from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.sharding import ShardingSection
 from minivlmrl.tools.plan import GB, STAGES, Costs, LiveBytes, Work, meta_batch, plan, smallest_saving, table
 
 import tiny
@@ -50,7 +52,7 @@ def near(planned, measured):
 
 
 def run_config(**sections):
-    run = RunConfig(stages=["grpo"], sampling=SamplingConfig(max_new_tokens=WORK.completion_tokens), **sections)
+    run = RunConfig(stages=["grpo"], sampling=SamplingOptions(max_new_tokens=WORK.completion_tokens), **sections)
     run.grpo.num_generations, run.grpo.prompts_per_step, run.grpo.micro_batch_size = 3, 2, 2
     return run
 
@@ -106,8 +108,8 @@ def test_one_draw(config):
     logits = torch.randn(6, config.vocab_size)
     uniform = torch.rand(6, dtype=torch.float64)
     with LiveBytes([logits]) as live:
-        sample(logits, SamplingConfig(), None, uniform=uniform)
-    near(Costs(config).one_draw(torch.float32, SamplingConfig(), 6), live.most + logits.nbytes)
+        next_tokens(logits, 1.0, lambda probs, *_: inverse_cdf(probs, uniform), None, uniform, 0)
+    near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
 
 
 def test_a_batch_on_the_meta_device_has_the_lengths():
@@ -150,7 +152,7 @@ def test_every_stage_has_a_plan(stage):
     costs = Costs(ModelConfig.from_dict(MODEL))
     phases = plan(run_config(), stage, costs, 2, WORK.text_tokens, WORK.image_tokens)
     assert ("rollout" in phases) == (stage in ("grpo", "ppo")) and phases["train"]["gradients"] > 0
-    assert ("reference" in phases["train"]) == (stage in ("dpo", "ppo"))
+    assert ("reference" in phases["train"]) == (stage in ("dpo", "kto", "ppo"))
     lines = table(phases, 80 * GB).splitlines()
     assert lines[0] == f"| GB on each GPU | {' | '.join(phases)} |" and lines[-1].startswith("| all | ")
 

@@ -16,7 +16,7 @@ from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
-from minivlmrl.hub.checker import help_of
+from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.image import load_image
@@ -77,7 +77,7 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
     """The sampling options that were given, on top of the model's own if --generation_config is given."""
     given = {name: value for name, value in vars(options).items() if name in typing.get_type_hints(SamplingOptions)}
     if not options.generation_config:
-        return SamplingOptions(**given)
+        return build(SamplingOptions, given, "command line")
     file = find_folder(options.model) / "generation_config.json"
     return from_generation_config(read_json(file), **given)
 

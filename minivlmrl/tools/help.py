@@ -9,7 +9,6 @@ import inspect
 import sys
 import textwrap
 import typing
-from collections.abc import Sequence
 
 import yaml
 
@@ -20,11 +19,11 @@ USAGE = "usage: torchrun train.py [RECIPE] [--section.name=value ...]"
 WIDTH = 110
 
 
-def show(names: Sequence[str] = ()) -> int:
-    """Print the options of a run; returns the exit status 0.
+def show(*names: str):
+    """Print the options of a run.
 
     Args:
-        names: of the sections to print, such as "grpo", or "run" for the options outside of sections; none for all.
+        names: sections to print, such as "grpo", or "run" for the options outside of sections; none for all.
     Raises:
         ValueError: there is no such section.
     """
@@ -37,7 +36,6 @@ def show(names: Sequence[str] = ()) -> int:
         config = known[name]
         print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
         print("\n".join(option_lines(config, "" if name == "run" else f"{name}.")))
-    return 0
 
 
 def sections() -> dict[str, typing.Any]:

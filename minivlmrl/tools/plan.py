@@ -35,21 +35,21 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import inverse_cdf
+from minivlmrl.generate import inverse_cdf, next_tokens
 from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.scale.sharding import blocks, recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
 # stages -> completions of one prompt in a micro-batch; None: the recipe's num_generations, which a rollout samples
-STAGES = {"sft": 1, "dpo": 2, "reward_model": 2, "grpo": None, "ppo": None}
+STAGES = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2, "grpo": None, "ppo": None}
 # options that save memory, cheapest first
 SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
 SAVINGS += ["sharding.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
@@ -213,10 +213,11 @@ class Costs:
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
         """Bytes of one decode step's logits and of what the sampler computes from them."""
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
+        uniform = torch.empty(rows, dtype=torch.float64, device="meta")
         with LiveBytes([]) as live:
-            seen = torch.empty(rows, self.config.vocab_size, dtype=torch.bool, device="meta")
-            probs = filter_logits(logits.float(), sampling, seen).softmax(-1)
-            inverse_cdf(probs, torch.empty(rows, dtype=torch.float64, device="meta"))
+            if sampling.filtered:
+                filter_logits(logits.float(), sampling, torch.empty_like(logits, dtype=torch.bool))
+            next_tokens(logits, sampling.temperature, lambda probs, *_: inverse_cdf(probs, uniform), None, uniform, 0)
         return live.most + logits.nbytes
 
 
@@ -291,7 +292,7 @@ def needs_reference(run: RunConfig, stage: str) -> bool:
     """Whether a second model is in memory while the stage trains."""
     if stage == "dpo":
         return not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
-    return bool({"grpo": run.grpo.beta, "ppo": run.ppo.kl_coef}.get(stage))
+    return stage == "kto" or bool({"grpo": run.grpo.beta, "ppo": run.ppo.kl_coef}.get(stage))
 
 
 def most(phases: dict[str, dict]) -> float:
@@ -335,7 +336,7 @@ def main(arguments: list[str]):
     parser.add_argument("--text_tokens", type=int, default=200, help="of a prompt, without its image")
     parser.add_argument("--image_tokens", type=int, default=1000, help="of a prompt's image: (height/28) x (width/28)")
     given, rest = parser.parse_known_args(arguments)
-    recipe = rest.pop(0) if rest and not rest[0].startswith("--") else "recipes/own_data.yaml"
+    recipe = rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
     path = Path(given.model)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; of a repository do: hf download {path} config.json")
