@@ -34,8 +34,8 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
     """Options of the section `grpo`: the book's and these."""
 
     rollout_correction: CORRECTIONS | None = None  # for the sampler's mismatch, a mode of rollout_importance_ratio
-    rollout_correction_max: float | None = 3.0
-    rollout_correction_min: float | None = None
+    rollout_correction_max: float | None = 3.0  # upper bound of that ratio
+    rollout_correction_min: float | None = None  # lower bound of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
     soft_punish_cache: Annotated[int, ">= 0"] = 0  # overlong shaping: rewards fall over the last so many tokens
     max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: groups with equal rewards are sampled anew, so often

@@ -38,11 +38,11 @@ class FamilyLoss(PolicyLoss):
         None  # nats per token: rows with A < 0 that drifted further lose their term
     )
     sapo_temperature_pos: float = 1.0  # see sapo_term
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_neg: float = 1.05  # for advantages below 0
     vespo_k_pos: float = 2.0  # see vespo_term
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    vespo_lambda_pos: float = 3.0  # see vespo_term
+    vespo_k_neg: float = 3.0  # for advantages below 0
+    vespo_lambda_neg: float = 2.0  # for advantages below 0
 
 
 @dataclass

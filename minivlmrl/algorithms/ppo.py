@@ -44,10 +44,10 @@ class PPOConfig(PPOLoss):
     critic: Literal["shared", "separate"] = "shared"  # a value head on the policy's backbone, or a model of its own
     critic_path: str | None = None  # separate: begin with this trained critic or reward model; default the policy
     kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of the KL in each token's reward; 0: there is no reference model
-    kl_estimator: Literal["k1", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k3"] = "k1"  # of the KL in the reward, see losses.py
     gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
-    lam: Annotated[float, "[0, 1]"] = 0.95
-    whiten_rewards: bool = False
+    lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
+    whiten_rewards: bool = False  # scale the tokens' rewards to standard deviation 1
     missing_eos_penalty: float | None = None  # taken from the score of a completion that was cut
 
     def __post_init__(self):

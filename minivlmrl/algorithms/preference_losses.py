@@ -38,11 +38,11 @@ class DPOLoss:
     label_smoothing: float = 0.0  # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
     smooth_sigmoid: bool = False  # ... and for sigmoid too (TRL ignores it there since 0.29)
     f_divergence_type: Divergence = "reverse_kl"  # which divergence from the reference is bounded, see f_score
-    f_alpha_divergence_coef: float = 0.5
+    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight of tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs with how likely the policy itself is to give such answers
     reference_free: bool = False  # take the reference to be uniform
-    discopop_tau: Annotated[float, "> 0"] = 0.05
+    discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
@@ -244,10 +244,10 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
 class KTOLoss:
     """Options of kto_loss, and of the section `kto` of a recipe."""
 
-    loss_type: KTOType = "kto"
+    loss_type: KTOType = "kto"  # see kto_loss
     beta: Annotated[float, "> 0"] = 0.1  # how much a log ratio counts
     desirable_weight: Annotated[float, ">= 0"] = 1.0  # of answers with the label true
-    undesirable_weight: Annotated[float, ">= 0"] = 1.0
+    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # of answers with the label false
 
     def __post_init__(self):
         _check_known("loss_type", self.loss_type, KTO_LOSS_TYPES)

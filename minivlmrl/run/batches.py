@@ -24,9 +24,9 @@ class VideoSection:
 
     fps: float | None = None  # frames taken from a second; None: 2
     min_frames: int | None = None  # bounds of their number; None: 4 and 768
-    max_frames: int | None = None
+    max_frames: int | None = None  # upper bound of the number of frames
     min_pixels: int | None = None  # bounds of a frame's area; None: 128 and 768 tokens
-    max_pixels: int | None = None
+    max_pixels: int | None = None  # upper bound of the area
     total_pixels: int | None = None  # most of all frames together; None: 90 % of 128000 tokens
 
 
@@ -41,7 +41,7 @@ class DataSection:
     prompt_template: str = "{problem}"  # what the user message says; {problem} is the row's
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
-    max_pixels: int | None = None
+    max_pixels: int | None = None  # upper bound of the area
     resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
     video: VideoSection = field(default_factory=VideoSection)
     allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL

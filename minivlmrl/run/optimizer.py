@@ -19,13 +19,13 @@ class TrainingConfig:
     max_steps: int = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
-    learning_rate: float = 1e-6
+    learning_rate: float = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     min_lr_ratio: float = 0.0  # the schedule ends at this share of learning_rate
     warmup_steps: int = 0  # the learning rate rises over so many steps
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.99
-    weight_decay: float = 0.0
+    adam_beta1: float = 0.9  # decay of the mean gradient
+    adam_beta2: float = 0.99  # decay of the mean squared gradient
+    weight_decay: float = 0.0  # of AdamW, for all weights
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
     freeze_vision_tower: bool = False  # merger included; the rest is trained
     save_steps: int = 0  # write the checkpoint every so many steps; 0: at the end of the stage only

@@ -31,7 +31,7 @@ from minivlmrl.scale.ranks import World
 class ShardingSection:
     """Weights, gradients and optimizer state sharded over the ranks. Off: each rank has them all."""
 
-    enabled: bool = False
+    enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
     compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = (
         None  # of gathered weights; None: model.dtype
     )
