@@ -2,9 +2,9 @@
 
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-B prompts of this rank, G completions of each, n = B * G rows in all, groups in order; R rows and T
-tokens of the longest completion in a micro-batch. Left out: the paper's outer loop that renews the
-reference. The rest of the family (RLOO, DAPO's dynamic sampling, ...) is in algorithms/family.py.
+B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
+longest in a micro-batch. Left out: the paper's outer loop that renews the reference. RLOO, DAPO's
+dynamic sampling and the rest of the family are in algorithms/family.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """How much its metrics count in the step's: they are means over these tokens."""
+        """Its metrics are means over so many tokens: their weight in the step's."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Step:
 
 
 class Algorithm:
-    """An algorithm is two methods: steps() yields micro-batches, loss() scores one."""
+    """An algorithm is two methods, steps() and loss(); the others have these defaults."""
 
     stage: str  # its name, and that of its section in a recipe
     needs = "prompts"  # what its rows must have, see run/batches.py
@@ -87,8 +87,7 @@ class Algorithm:
 
     def __init__(self, run, model: nn.Module, processor, world):
         self.run, self.config, self.world = run, getattr(run, self.stage), world
-        self.policy, self.processor = model, processor
-        self.trained: nn.Module = model  # what the optimizer updates
+        self.policy, self.processor, self.trained = model, processor, model
         model.requires_grad_(True)  # also what an earlier stage has frozen
         model.visual.requires_grad_(not self.config.freeze_vision_tower)
 
@@ -99,29 +98,22 @@ class Algorithm:
     def begin(self, batches, held_out):
         """Prepare the first step; a resumed run has this in its state."""
 
-    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        """Endless optimizer steps from draws of this rank's rows."""
-        raise NotImplementedError
-
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The batch's share of the step's loss, and metrics."""
-        raise NotImplementedError
-
     def after_step(self, steps: int):
         """Do what follows the update that makes so many of this stage."""
         if self.reference is not None:
             self.reference.after_step(steps)
 
     def modules(self) -> dict[str, nn.Module]:
-        """All that has weights which a resumed run needs; state_dict is the rest, plain data."""
+        """All that has weights which a resumed run needs."""
         reference = {} if self.reference is None else {"reference": self.reference.model}
         return {"policy": self.policy} | reference
 
     def state_dict(self) -> dict:
+        """What else it needs: plain data, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict):
-        """Take what state_dict gave, on any number of ranks."""
+        """Take what state_dict gave."""
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""
@@ -146,37 +138,37 @@ class GRPO(Algorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        config, self.rewards = self.config, self.run.rewards  # name -> weight
-        self.steps_per_rollout, self.passes = config.steps_per_generation, config.num_iterations
-        self.on_policy = self.steps_per_rollout == self.passes == 1
-        self.fresh = True  # whether the policy is still the one that sampled
-        self.reward_model = None
-        if config.beta:
-            from minivlmrl.algorithms.reference import Reference
+        self.prepare(self.config.steps_per_generation, self.config.num_iterations, self.config.beta)
 
-            self.reference = Reference(self.policy, config)
-        if "reward_model" in self.rewards:
-            from minivlmrl.reward_functions.reward_model_scores import RewardModelScores
+    def prepare(self, steps_per_rollout: int, passes: int, kl_weight: float):
+        """Set how rollouts are used, and make the models beside the policy."""
+        from minivlmrl.algorithms.reference import build_reference
+        from minivlmrl.reward_functions.reward_model_scores import build_reward_model
 
-            self.reward_model = RewardModelScores(self.run, self.policy, self.world)
+        self.steps_per_rollout, self.passes = steps_per_rollout, passes
+        self.on_policy = steps_per_rollout == passes == 1
+        self.rewards = self.run.rewards  # name -> weight
+        self.reference = build_reference(self.policy, self.config, kl_weight)
+        self.reward_model = build_reward_model(self.run, self.policy, self.world)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        """Endless optimizer steps from draws of this rank's rows."""
         while True:
             rollout = self.roll_out(batches)
             steps = self.pack(rollout)
             metrics = self.compute_advantages(rollout, steps)
             last = self.passes * len(steps) - 1
             for number in range(last + 1):
-                self.fresh = number == 0
+                self.fresh = number == 0  # the policy is still the one that sampled
                 yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
         """Draw rows, sample G completions of each and let the rewards judge them."""
-        rows, G = next(batches), self.config.num_generations
+        rows, run = next(batches), self.run
         prompts = [row.prompt(self.processor) for row in rows]
         completions = sample_completions(
-            self.policy, self.processor, prompts, G, self.run.sampling,
-            [row.key for row in rows], self.world, self.run.rollout.gather_weights,
+            self.policy, self.processor, prompts, self.config.num_generations, run.sampling,
+            [row.key for row in rows], self.world, run.rollout.gather_weights,
         )  # fmt: skip
         texts = [self.processor.decode(c.ids) for group in completions for c in group]
         columns = reward_columns(rows, prompts, completions, self.processor)
@@ -187,26 +179,22 @@ class GRPO(Algorithm):
     @torch.no_grad()
     def pack(self, rollout: Rollout) -> list[list[MicroBatch]]:
         """For each optimizer step its micro-batches, with what stays fixed while it is used."""
-        per_step = len(rollout.prompts) // self.steps_per_rollout
-        parts = [range(i, i + per_step) for i in range(0, len(rollout.prompts), per_step)]
-        return [self.pack_step(rollout, part) for part in parts]
+        size = len(rollout.prompts) // self.steps_per_rollout  # prompts of a step on this rank
+        starts = range(0, len(rollout.prompts), size)
+        return [self.pack_step(rollout, range(start, start + size)) for start in starts]
 
     def pack_step(self, rollout: Rollout, part: range) -> list[MicroBatch]:
-        """The micro-batches of the prompts with these indices: one optimizer step."""
-        G, size, device = (
-            self.config.num_generations,
-            self.config.micro_batch_size,
-            self.world.device,
-        )
+        """The micro-batches of one optimizer step: the prompts with these indices."""
+        G, device = self.config.num_generations, self.world.device
         lengths = [len(c.ids) for i in part for c in rollout.completions[i]]
         totals = self.world.sum(len(lengths), sum(lengths))
         counts, batches = Counts(*totals, self.run.sampling.max_new_tokens), []
-        for start in part[::size]:
-            stop = min(start + size, part.stop)
-            ids = [[c.ids for c in group] for group in rollout.completions[start:stop]]
-            drawn = torch.cat([c.logps for g in rollout.completions[start:stop] for c in g])
-            group = pack(rollout.prompts[start:stop], ids, self.policy.config, device)
-            rows = slice(start * G, stop * G)
+        for start in part[:: self.config.micro_batch_size]:
+            some = slice(start, min(start + self.config.micro_batch_size, part.stop))
+            ids = [[c.ids for c in group] for group in rollout.completions[some]]
+            drawn = torch.cat([c.logps for group in rollout.completions[some] for c in group])
+            group = pack(rollout.prompts[some], ids, self.policy.config, device)
+            rows = slice(some.start * G, some.stop * G)
             batch = self.batch_type(group, group.completion_mask, counts, rows)
             batch.sampler_logps = group.pad(drawn.to(device))
             self.score(batch)
@@ -227,9 +215,8 @@ class GRPO(Algorithm):
 
         rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
         total = combine(rewards, torch.tensor(list(self.rewards.values())))  # (all n,)
-        config = self.config
-        advantages = group_advantages(total, config.num_generations, config.scale_rewards)
-        self.assign(advantages, steps)
+        G, scale = self.config.num_generations, self.config.scale_rewards
+        self.assign(group_advantages(total, G, scale), steps)
         return rollout_metrics(self, rollout, rewards, total)
 
     def assign(self, advantages: Tensor, steps: list[list[MicroBatch]]):

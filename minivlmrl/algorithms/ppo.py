@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
-from minivlmrl.algorithms.reference import Reference, check_online
+from minivlmrl.algorithms.reference import check_online
 from minivlmrl.algorithms.value_model import (
     check_value_model_folder,
     copy_as_value_model,
@@ -29,7 +29,6 @@ from minivlmrl.algorithms.value_model import (
 )
 from minivlmrl.grpo import GRPO, Algorithm, MicroBatch, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
-from minivlmrl.reward_functions.reward_model_scores import RewardModelScores
 from minivlmrl.run.metrics import rollout_metrics
 from minivlmrl.scale.sharding import is_sharded
 
@@ -74,12 +73,7 @@ class PPO(GRPO):
 
     def __init__(self, *args):
         Algorithm.__init__(self, *args)
-        config, self.rewards = self.config, self.run.rewards
-        self.steps_per_rollout, self.passes = config.num_mini_batches, config.num_ppo_epochs
-        self.reference = Reference(self.policy, config) if config.kl_coef else None
-        self.reward_model = None
-        if "reward_model" in self.rewards:
-            self.reward_model = RewardModelScores(self.run, self.policy, self.world)
+        self.prepare(self.config.num_mini_batches, self.config.num_ppo_epochs, self.config.kl_coef)
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 

@@ -62,6 +62,11 @@ class Reference:
                 mine.lerp_(policys, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
 
 
+def build_reference(policy: nn.Module, config, weight: float) -> Reference | None:
+    """The reference of a stage; None if the KL to it weighs nothing."""
+    return Reference(policy, config) if weight else None
+
+
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
     """What policy and reference have in common below decoder layer `layers`; nothing for 0."""
     if layers > len(policy.model.layers):
