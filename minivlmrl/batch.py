@@ -4,7 +4,7 @@ SFT is a prompt with one completion, GRPO a prompt with G of them, a prefill a p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -83,3 +83,36 @@ def pack(
         completion_ids=torch.cat([nothing, *scored]),
         layout=layout,
     )
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward of training works on."""
+
+    group: GroupBatch
+    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
+    counts: object  # losses.Counts of the whole optimizer step
+    rows: slice | None = None  # of this rank's completions
+    sampler_logps: Tensor | None = None  # (R, T) as they were drawn
+    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
+    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
+    advantages: Tensor | None = None  # (R,) or (R, T)
+
+    @property
+    def weight(self) -> float:
+        """Its metrics are means over so many tokens: their weight in the step's."""
+        return float(self.loss_mask.sum())
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """Mean of a flat (M,) tensor over the tokens that are trained on."""
+        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
+        return total / self.loss_mask.sum().clamp(min=1)
+
+
+@dataclass
+class Step:
+    """One optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
+    ends_rollout: bool = True  # a state of the run is only written after such a step

@@ -8,7 +8,7 @@ dynamic sampling and the rest of the family are in algorithms/family.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.advantages import combine, group_advantages
-from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
 from minivlmrl.generate import Completion, sample_completions
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
-from minivlmrl.rewards import reward_columns, score
+from minivlmrl.rewards import judge
 from minivlmrl.rows import Prompt, Row
 
 
@@ -44,41 +44,8 @@ class Rollout:
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
 
 
-@dataclass
-class MicroBatch:
-    """What one forward and backward works on."""
-
-    group: GroupBatch
-    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    counts: Counts  # of the whole optimizer step
-    rows: slice | None = None  # of this rank's completions
-    sampler_logps: Tensor | None = None  # (R, T) as they were drawn
-    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
-    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
-    advantages: Tensor | None = None  # (R,) or (R, T)
-
-    @property
-    def weight(self) -> float:
-        """Its metrics are means over so many tokens: their weight in the step's."""
-        return float(self.loss_mask.sum())
-
-    def mean(self, per_token: Tensor) -> Tensor:
-        """Mean of a flat (M,) tensor over the tokens that are trained on."""
-        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
-        return total / self.loss_mask.sum().clamp(min=1)
-
-
-@dataclass
-class Step:
-    """One optimizer step."""
-
-    micro_batches: list[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
-    ends_rollout: bool = True  # a state of the run is only written after such a step
-
-
 class Algorithm:
-    """An algorithm is two methods, steps() and loss(); the others have these defaults."""
+    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) is its share of the loss."""
 
     stage: str  # its name, and that of its section in a recipe
     needs = "prompts"  # what its rows must have, see run/batches.py
@@ -104,16 +71,16 @@ class Algorithm:
             self.reference.after_step(steps)
 
     def modules(self) -> dict[str, nn.Module]:
-        """All that has weights which a resumed run needs."""
+        """All that has weights which a resumed run needs; state_dict() is the rest."""
         reference = {} if self.reference is None else {"reference": self.reference.model}
         return {"policy": self.policy} | reference
 
     def state_dict(self) -> dict:
-        """What else it needs: plain data, the same on all ranks."""
+        """Plain data, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict):
-        """Take what state_dict gave."""
+        """Take what state_dict gave, maybe on another number of ranks."""
 
     def save(self, folder: Path):
         """Write what was trained into the run's folder; all ranks call it."""
@@ -138,26 +105,21 @@ class GRPO(Algorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.prepare(self.config.steps_per_generation, self.config.num_iterations, self.config.beta)
-
-    def prepare(self, steps_per_rollout: int, passes: int, kl_weight: float):
-        """Set how rollouts are used, and make the models beside the policy."""
         from minivlmrl.algorithms.reference import build_reference
         from minivlmrl.reward_functions.reward_model_scores import build_reward_model
 
-        self.steps_per_rollout, self.passes = steps_per_rollout, passes
-        self.on_policy = steps_per_rollout == passes == 1
-        self.rewards = self.run.rewards  # name -> weight
-        self.reference = build_reference(self.policy, self.config, kl_weight)
+        self.steps_per_rollout = self.config.steps_per_generation
+        self.on_policy = self.config.num_iterations == self.steps_per_rollout == 1
+        self.reward_weights = torch.tensor(list(self.run.rewards.values()))  # (K,)
+        self.reference = build_reference(self.policy, self.config, self.config.beta)
         self.reward_model = build_reward_model(self.run, self.policy, self.world)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        """Endless optimizer steps from draws of this rank's rows."""
         while True:
             rollout = self.roll_out(batches)
             steps = self.pack(rollout)
             metrics = self.compute_advantages(rollout, steps)
-            last = self.passes * len(steps) - 1
+            last = self.config.num_iterations * len(steps) - 1
             for number in range(last + 1):
                 self.fresh = number == 0  # the policy is still the one that sampled
                 yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
@@ -170,11 +132,8 @@ class GRPO(Algorithm):
             self.policy, self.processor, prompts, self.config.num_generations, run.sampling,
             [row.key for row in rows], self.world, run.rollout.gather_weights,
         )  # fmt: skip
-        texts = [self.processor.decode(c.ids) for group in completions for c in group]
-        columns = reward_columns(rows, prompts, completions, self.processor)
-        if self.reward_model is not None:
-            columns["reward_model_scores"] = self.reward_model(prompts, completions)
-        return Rollout(rows, prompts, completions, score(list(self.rewards), texts, columns))
+        rewards = judge(run.rewards, rows, prompts, completions, self.processor, self.reward_model)
+        return Rollout(rows, prompts, completions, rewards)
 
     @torch.no_grad()
     def pack(self, rollout: Rollout) -> list[list[MicroBatch]]:
@@ -214,9 +173,8 @@ class GRPO(Algorithm):
         from minivlmrl.run.metrics import rollout_metrics
 
         rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
-        total = combine(rewards, torch.tensor(list(self.rewards.values())))  # (all n,)
-        G, scale = self.config.num_generations, self.config.scale_rewards
-        self.assign(group_advantages(total, G, scale), steps)
+        total, config = combine(rewards, self.reward_weights), self.config  # (all n,)
+        self.assign(group_advantages(total, config.num_generations, config.scale_rewards), steps)
         return rollout_metrics(self, rollout, rewards, total)
 
     def assign(self, advantages: Tensor, steps: list[list[MicroBatch]]):
@@ -230,18 +188,12 @@ class GRPO(Algorithm):
         return per_token_logps(self.policy, group, self.run.sampling.temperature)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        from minivlmrl.run.metrics import policy_metrics
+
         logps, entropies = self.logps(batch.group)
         loss, metrics = grpo_loss(
             batch.group.pad(logps), batch.advantages, batch.loss_mask, self.config,
             old_per_token_logps=batch.old_per_token_logps,
             ref_per_token_logps=batch.ref_per_token_logps, counts=batch.counts,
         )  # fmt: skip
-        return loss, metrics | self.policy_metrics(batch, logps, entropies)
-
-    def policy_metrics(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict:
-        """Entropy; and while the policy is the one that sampled: do both score its tokens alike?"""
-        metrics = {"entropy": batch.mean(entropies)}
-        if self.fresh:
-            gap = batch.group.pad(logps.detach()) - batch.sampler_logps
-            metrics["rollout/logp_mismatch"] = gap.abs().max()
-        return metrics
+        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)

@@ -122,6 +122,15 @@ def load_name(target: str):
     return getattr(importlib.import_module(module), name)
 
 
+def judge(rewards, rows, prompts, completions, processor, reward_model=None) -> Tensor:
+    """Ask the rewards about G completions of each of B rows: (B * G, K), groups in order."""
+    texts = [processor.decode(c.ids) for group in completions for c in group]
+    columns = reward_columns(rows, prompts, completions, processor)
+    if reward_model is not None:
+        columns["reward_model_scores"] = reward_model(prompts, completions)
+    return score(list(rewards), texts, columns)
+
+
 def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
     """What rewards are given: every column of B rows, each value once per completion, and GIVEN."""
     from minivlmrl.reward_functions.box_rewards import box_columns

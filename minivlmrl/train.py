@@ -19,7 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.grpo import Algorithm, Step
+from minivlmrl.batch import Step
+from minivlmrl.grpo import Algorithm
 from minivlmrl.rewards import required_columns
 
 ALGORITHMS = {  # stage: module:class

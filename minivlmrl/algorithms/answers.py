@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.grpo import MicroBatch
+from minivlmrl.batch import GroupBatch, MicroBatch, pack
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 
 PAIR = ("chosen", "rejected")

@@ -21,7 +21,8 @@ from minivlmrl.algorithms.answers import (
 )
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
-from minivlmrl.grpo import Algorithm, Step
+from minivlmrl.batch import Step
+from minivlmrl.grpo import Algorithm
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import Counts

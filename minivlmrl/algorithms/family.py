@@ -21,10 +21,11 @@ from minivlmrl.algorithms.policy_losses import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.batch import MicroBatch
 from minivlmrl.generate import random_numbers
-from minivlmrl.grpo import GRPO, GRPOConfig, MicroBatch, Rollout
+from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.rows import Row
-from minivlmrl.run.metrics import rollout_metrics
+from minivlmrl.run.metrics import policy_metrics, rollout_metrics
 
 CORRECTIONS = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -124,7 +125,7 @@ class Family(GRPO):
 
     def shaped(self, rollout: Rollout) -> Tensor:
         """(n,) rewards of this rank, with what overlong shaping takes for length."""
-        rewards = combine(rollout.rewards, torch.tensor(list(self.rewards.values())))
+        rewards = combine(rollout.rewards, self.reward_weights)
         if self.config.soft_punish_cache:
             limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
             lengths = [len(c.ids) for group in rollout.completions for c in group]
@@ -182,7 +183,7 @@ class Family(GRPO):
             total = self.clip_and_penalise(total, steps)
             advantages = leave_one_out(total, G, config.normalize_advantages)
         elif self.gdpo:
-            advantages = normalize_then_sum(rewards, torch.tensor(list(self.rewards.values())), G)
+            advantages = normalize_then_sum(rewards, self.reward_weights, G)
         else:
             advantages = group_advantages(total, G, config.scale_rewards)
         self.assign(advantages, steps)
@@ -211,7 +212,7 @@ class Family(GRPO):
         )  # fmt: skip
         options = replace(self.config, beta=0.0) if self.rloo else self.config
         loss, metrics = policy_loss(inputs, batch.advantages, batch.loss_mask, options, batch.counts)
-        return loss, metrics | self.policy_metrics(batch, logps, entropies)
+        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

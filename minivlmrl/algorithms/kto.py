@@ -9,7 +9,8 @@ from torch import Tensor
 from minivlmrl.algorithms.answers import Answers, encode, pack_answers, pieces
 from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.algorithms.reference import Reference
-from minivlmrl.grpo import Algorithm, MicroBatch, Step
+from minivlmrl.batch import MicroBatch, Step
+from minivlmrl.grpo import Algorithm
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Row

@@ -27,9 +27,10 @@ from minivlmrl.algorithms.value_model import (
     save_value_model,
     value_head,
 )
-from minivlmrl.grpo import GRPO, Algorithm, MicroBatch, Rollout
+from minivlmrl.batch import MicroBatch
+from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
-from minivlmrl.run.metrics import rollout_metrics
+from minivlmrl.run.metrics import policy_metrics, rollout_metrics
 from minivlmrl.scale.sharding import is_sharded
 
 
@@ -48,6 +49,19 @@ class PPOConfig(PPOLoss):
     lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
     whiten_rewards: bool = False  # scale the tokens' rewards to standard deviation 1
     missing_eos_penalty: float | None = None  # taken from the score of a completion that was cut
+
+    @property
+    def steps_per_generation(self) -> int:
+        """The name of this option in GRPO; the next two likewise."""
+        return self.num_mini_batches
+
+    @property
+    def num_iterations(self) -> int:
+        return self.num_ppo_epochs
+
+    @property
+    def beta(self) -> float:
+        return self.kl_coef
 
     def __post_init__(self):
         if self.critic_path is not None and self.critic != "separate":
@@ -72,8 +86,8 @@ class PPO(GRPO):
             check_value_model_folder(run.ppo.critic_path)
 
     def __init__(self, *args):
-        Algorithm.__init__(self, *args)
-        self.prepare(self.config.num_mini_batches, self.config.num_ppo_epochs, self.config.kl_coef)
+        super().__init__(*args)
+        self.on_policy = False  # the old log-probabilities are computed with the values, in `score`
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
@@ -124,7 +138,7 @@ class PPO(GRPO):
     def compute_advantages(self, rollout: Rollout, steps: list[list[PPOBatch]]) -> dict[str, float]:
         """Give the micro-batches advantages and returns, each (R, T)."""
         config, batches = self.config, list(itertools.chain.from_iterable(steps))
-        weights = torch.tensor(list(self.rewards.values()))
+        weights = self.reward_weights
         scores = combine(rollout.rewards, weights).nan_to_num(0.0)  # (n,)
         if config.missing_eos_penalty is not None:
             cut = torch.tensor([not c.stopped for group in rollout.completions for c in group])
@@ -174,4 +188,4 @@ class PPO(GRPO):
         logps, entropies, values = self.logps_and_values(group)
         logps_and_values = group.pad(logps), group.pad(values)
         loss, metrics = ppo_loss(*logps_and_values, batch.loss_mask, batch, self.config, counts=batch.counts)
-        return loss, metrics | self.policy_metrics(batch, logps, entropies)
+        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from minivlmrl.algorithms.answers import PAIR, Answers, PairBatch, encode, pair_accuracy, pieces
 from minivlmrl.algorithms.preference_losses import RewardLoss, reward_loss
 from minivlmrl.algorithms.value_model import copy_as_value_model, pack_to_end, save_value_model
-from minivlmrl.batch import GroupBatch
-from minivlmrl.grpo import Algorithm, Step
+from minivlmrl.batch import GroupBatch, Step
+from minivlmrl.grpo import Algorithm
 from minivlmrl.losses import Counts
 from minivlmrl.reward_functions.reward_model_scores import FOLDER
 from minivlmrl.rows import Dataset, Row

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from minivlmrl.algorithms.answers import encode, pack_answers, pieces
 from minivlmrl.algorithms.sft_loss import SFTType, sft_loss
-from minivlmrl.grpo import Algorithm, MicroBatch, Step
+from minivlmrl.batch import MicroBatch, Step
+from minivlmrl.grpo import Algorithm
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Row

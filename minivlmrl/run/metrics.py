@@ -95,12 +95,27 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
     length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
     metrics = {"reward": total.nanmean().item()}
-    metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.rewards)}
+    metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.run.rewards)}
     metrics |= {"completions/mean_length": length / count, "completions/clipped_ratio": cut / count}
     if algorithm.config.num_generations > 1:
         std = group_std(total, algorithm.config.num_generations)
         metrics["reward_std"] = std.nanmean().item()
         metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()  # groups that teach nothing
+    return metrics
+
+
+def policy_metrics(batch, logps: Tensor, entropies: Tensor, fresh: bool) -> dict[str, Tensor]:
+    """Entropy; and while the policy is the one that sampled: do sampler and trainer score its tokens alike?
+
+    Args:
+        batch: a MicroBatch.
+        logps, entropies: (M,) of the policy that is trained, nats.
+        fresh: it has not moved since it sampled.
+    """
+    metrics = {"entropy": batch.mean(entropies)}
+    if fresh:
+        gap = batch.group.pad(logps.detach()) - batch.sampler_logps
+        metrics["rollout/logp_mismatch"] = gap.abs().max()
     return metrics
 
 
