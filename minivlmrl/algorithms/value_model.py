@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import completion_states
@@ -22,7 +21,7 @@ HEAD_FILE = "score.safetensors"  # beside the model's own files
 class ValueModel(nn.Module):
     """Backbone and one linear unit on its last hidden states, which starts at zero."""
 
-    def __init__(self, backbone: Qwen2_5_VL):
+    def __init__(self, backbone: nn.Module):
         super().__init__()
         self.backbone, self.score = backbone, value_head(backbone)
         if not backbone.config.tie_word_embeddings:
@@ -47,7 +46,7 @@ def pack_to_end(
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
 
-def value_head(model: Qwen2_5_VL) -> nn.Linear:
+def value_head(model: nn.Module) -> nn.Linear:
     """A linear unit on a model's hidden states, zero at first, of the model's device and dtype."""
     weight = model.lm_head.weight
     head = nn.Linear(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)

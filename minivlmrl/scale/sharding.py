@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
 
@@ -81,10 +82,10 @@ class Sharding:
         }
 
     def shard(self, model: nn.Module):
-        """Shard a Qwen2_5_VL on any device, also on the meta device."""
+        """Shard a model on any device, also on the meta device."""
         if self.activation_checkpointing:
             recompute_blocks(model)
-        for block in blocks(model):
+        for block in family_of(model).blocks(model):
             fully_shard(block, **self.options)
         self.shard_alone(model)
         _prefetch_backward(model)
@@ -149,11 +150,6 @@ class VisionInStep:
     def after(self, model: nn.Module, arguments: tuple, hidden: Tensor) -> Tensor:
         zero, self.zero = self.zero, None
         return hidden if zero is None else hidden + zero
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The vision blocks and decoder layers of a Qwen2_5_VL."""
-    return [*model.visual.blocks, *model.model.layers]
 
 
 def units(module: nn.Module) -> list[FSDPModule]:
@@ -239,7 +235,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a Qwen2_5_VL deeply; of a sharded one each rank copies the part that it holds."""
+    """Copy a model deeply; of a sharded one each rank copies the part that it holds."""
     if not is_sharded(model):
         return copy.deepcopy(model)
     reshard(model)
@@ -253,7 +249,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def assign(model: nn.Module, weights: dict[str, Tensor]):
-    """Give a Qwen2_5_VL on the meta device its weights, by name; a tied head gets the embedding's."""
+    """Give a model on the meta device its weights, by name; a tied head gets the embedding's."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -264,5 +260,5 @@ def recompute_blocks(model: nn.Module):
 
     The head is left out: linear_log_softmax recomputes its logits anyway.
     """
-    for block in blocks(model):
+    for block in family_of(model).blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

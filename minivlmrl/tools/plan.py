@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import inverse_cdf, next_tokens
 from minivlmrl.hub.checkpoint import DTYPES
+from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
@@ -44,7 +44,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
-from minivlmrl.scale.sharding import blocks, recompute_blocks
+from minivlmrl.scale.sharding import recompute_blocks
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -126,10 +126,10 @@ class FusedAttention(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def meta_model(config: ModelConfig, dtype: torch.dtype) -> Qwen2_5_VL:
+def meta_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     """The model on the meta device."""
     with torch.device("meta"):
-        return Qwen2_5_VL(config).to(dtype)
+        return FAMILIES[config.model_type].model(config).to(dtype)
 
 
 def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
@@ -160,7 +160,7 @@ class Costs:
         self.parameters = _count(self.model.parameters())
         self.vision = _count(self.model.visual.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
-        sizes = [_count(block.parameters()) for block in blocks(self.model)]
+        sizes = [_count(block.parameters()) for block in family_of(self.model).blocks(self.model)]
         self.largest_block, self.root = max(sizes), self.parameters - sum(sizes)
         self.activations = cache(self._activations)
 
@@ -182,7 +182,7 @@ class Costs:
         model = meta_model(self.config, dtype)
         for parameter in [*(() if vision else model.visual.parameters()), *shared_parameters(model, layers)]:
             parameter.requires_grad_(False)
-        for block in blocks(model):
+        for block in family_of(model).blocks(model):
             block.forward = FusedAttention().wrap(block.forward)
         if recompute:
             recompute_blocks(model)
