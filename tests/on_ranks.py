@@ -10,7 +10,6 @@ import socket
 import time
 import traceback
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import PIL.Image
@@ -19,26 +18,24 @@ import torch
 from minivlmrl import train
 from minivlmrl.rewards import REWARDS
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run import evaluate as rollout
-from minivlmrl.run.batches import shuffled
+from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config
+from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.scale import ranks as distributed
+from minivlmrl.scale import ranks
 from minivlmrl.scale.sharding import is_sharded, reshard
-from minivlmrl.tasks import shapes
 
 SECONDS = 60  # most that a collective may take, so that a deadlock is a failure
-ROWS, PROMPTS_PER_STEP = 12, 3
+ROWS, PROMPTS_PER_STEP = 16, 4
+ONE = ranks.World(0, 1, torch.device("cpu"))
 
 
 class Uneven:
     """Rows that no two ranks have alike: images from 28 x 28 to 168 x 140 pixels in all rows of the first step, in none
     of the second, in the last row of the third, the first of the fourth; answers of 1 to 40 words."""
 
-    def __init__(self):
-        draws = shuffled(ROWS, PROMPTS_PER_STEP, seed=0)
-        steps = [next(draws) for _ in range(4)]
-        self.with_image = {*steps[0], steps[2][-1], steps[3][0]}
+    def __init__(self, with_image: set[int] = frozenset(range(ROWS))):
+        self.with_image = with_image
 
     def __len__(self):
         return ROWS
@@ -52,40 +49,47 @@ class Uneven:
         content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"What is it?{words[: index % 7]}"}]
         return Row(
             [{"role": "user", "content": content}], images, {"margin": 0.1 * index, "solution": "red square"},
-            completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 3 * index),
+            completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 2 * index),
         )  # fmt: skip
+
+
+def uneven(stage: str) -> Uneven:
+    """The rows of a stage."""
+    draws = Batches(Uneven(), PROMPTS_PER_STEP, ONE, seed=0, stage=stage)
+    steps = [[row.index for row in next(draws)] for _ in range(4)]
+    return Uneven({*steps[0], steps[2][-1], steps[3][0]})
 
 
 @dataclass
 class Result:
     """What is the same on all ranks."""
 
-    lines: list[dict] = field(default_factory=list)  # figures of each step
-    weights: dict = field(default_factory=dict)  # whole, after the last step
-    texts: list[str] = field(default_factory=list)  # online: what was drawn, in the order of the places
+    lines: list[dict] = field(default_factory=list)  # metrics of each step
+    weights: dict = field(default_factory=dict)  # full, after the last step
+    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
 
 
 def letters(completions, **columns):
     return [sum(c.isalpha() for c in completion) / 6 for completion in completions]
 
 
-def stage_on_ranks(folder: Path, overrides: list[str], world: distributed.World) -> Result:
+def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
     """Go through a stage."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stages
-    model, processor = train.build_model(config, world)
-    algorithm = train.ALGORITHMS[stage](config, model, processor, Uneven(), world)
+    model, processor = build_model(config, world)
+    algorithm = train.find_algorithm(stage, config)(config, model, processor, world)
     assert is_sharded(algorithm.trained) == config.sharding.enabled
     result, settings = Result(), getattr(config, stage)
-    if hasattr(algorithm, "sample"):
+    if hasattr(algorithm, "roll_out"):
         record(algorithm, result)
     optimizer = build_optimizer(algorithm.trained, settings)
-    algorithm.begin()
-    work = algorithm.batches()
-    for _ in range(settings.max_steps):
-        rate = settings.learning_rate
-        result.lines.append(train.optimizer_step(algorithm, next(work), optimizer, rate, settings.max_grad_norm))
+    batches = Batches(uneven(stage), settings.prompts_per_step, world, config.seed, stage, algorithm.steps_per_rollout)
+    algorithm.begin(batches, None)
+    steps = algorithm.steps(batches)
+    for number in range(settings.max_steps):
+        result.lines.append(train.optimizer_step(algorithm, next(steps), optimizer, number))
     reshard(algorithm.trained)
     for name, parameter in algorithm.trained.named_parameters():
         result.weights[name] = parameter.full_tensor() if config.sharding.enabled else parameter
@@ -94,28 +98,28 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: distributed.World)
 
 
 def record(algorithm, result):
-    sample = algorithm.sample
+    """Have the texts of all ranks' rollouts kept."""
+    roll_out = algorithm.roll_out
 
-    def spy(numbers):
-        made = sample(numbers)
-        size = algorithm.config.num_generations
-        groups = {place: made.texts[i * size : (i + 1) * size] for i, place in enumerate(made.places)}
-        everyones = {place: texts for part in algorithm.world.gather_objects(groups) for place, texts in part.items()}
-        result.texts += [text for place in sorted(everyones) for text in everyones[place]]
+    def spy(batches):
+        made = roll_out(batches)
+        texts = [[algorithm.processor.decode(c.ids) for c in group] for group in made.completions]
+        keys = [row.key for row in made.rows]
+        parts = algorithm.world.gather_objects(list(zip(keys, texts, strict=True)))
+        result.texts += sorted(pair for part in parts for pair in part)
         return made
 
-    algorithm.sample = spy
+    algorithm.roll_out = spy
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    REWARDS["letters"] = letters
-    rollout.judge = partial(rollout.judge, batch_size=1)  # so that ranks have unequal numbers of batches to judge
+    REWARDS["letters"] = "on_ranks:letters"
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:
-        world = distributed.setup(1, SECONDS, sharded=True)
+        world = ranks.setup(1, SECONDS, sharded=True)
         for name, overrides in cases.items():
             results[name] = function(folder, overrides, world)
         torch.save(results, folder / f"{size}_{rank}.pt")
@@ -124,7 +128,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     except BaseException:
         traceback.print_exc()
         code = 1
-    os._exit(code)  # as distributed.exit_rank does
+    os._exit(code)  # as ranks.exit_rank does
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
@@ -134,21 +138,18 @@ def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(r, size, port, folder, cases, function)) for r in range(size)]
-    for process in ranks:
+    processes = [context.Process(target=_rank, args=(r, size, port, folder, cases, function)) for r in range(size)]
+    for process in processes:
         process.start()
     end = time.monotonic() + SECONDS + 10 * len(cases)
-    while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > end:
             break
-        ranks[0].join(0.1)
-    time.sleep(0.5 if any(process.exitcode for process in ranks) else 0)  # for the others' tracebacks
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
+        processes[0].join(0.1)
+    time.sleep(0.5 if any(process.exitcode for process in processes) else 0)  # for the others' tracebacks
+    codes = [process.exitcode for process in processes]
+    for process in processes:
         process.kill()
         process.join()
-    assert codes == [0] * size, f"ranks ended with {codes}; what they said stands above"
+    assert codes == [0] * size, f"ranks ended with {codes}; their output is above"
     return [torch.load(folder / f"{size}_{rank}.pt", weights_only=False) for rank in range(size)]
-
-
-assert shapes

@@ -1,7 +1,7 @@
-"""One result for any number of processes: losses, gradient norms, figures, draws and every weight after five steps.
+"""World's collectives; and one result for any number of ranks: metrics, gradient norm, draws, weights after five steps.
 
-The rows are as uneven as can be, see on_ranks.Uneven: ranks without images, without rows in a micro-batch, or without
-any row in a step. Replicated or sharded, weights whole or layer by layer in a rollout, with one model or two beside it.
+The rows are as uneven as can be, see on_ranks.Uneven: some ranks have images in a step, others none. Replicated or
+sharded, weights full or layer by layer in a rollout, with one model or two beside the policy.
 """
 
 import json
@@ -9,10 +9,11 @@ import json
 import pytest
 import torch
 import yaml
-from on_ranks import launch
+from on_ranks import ONE, PROMPTS_PER_STEP, launch
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
 from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.run.batches import Batches
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
@@ -20,7 +21,7 @@ from tiny import RUN_MODEL
 
 STAGE = {
     "max_steps": 5,
-    "prompts_per_step": 3,
+    "prompts_per_step": PROMPTS_PER_STEP,
     "micro_batch_size": 1,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
@@ -84,21 +85,21 @@ CASES = {  # by number of ranks: name -> the replicated one that it equals on on
 SAME_BY_CHANCE = {"rollout/logp_mismatch"}  # a largest difference of rounding
 
 
-def save_judge(folder):
-    """A reward model with an opinion."""
+def prepare(folder):
+    """The files of the recipe: its model, and a reward model with an opinion."""
+    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
     judge = ValueModel(model.double())
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
-    save_value_model(folder / "judge", judge, processor, World(0, 1, torch.device("cpu")))
+    save_value_model(folder / "judge", judge, processor, ONE)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each rank made of each case, by number of ranks; "alone" what one process made of the replicated ones."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    save_judge(folder)
+    prepare(folder)
     start = dict(random_model(folder / "model.json", shapes.tokenizer(), 0)[0].double().named_parameters())
     found = {"start": start, "alone": launch(1, folder, REPLICATED)[0]}
     for size, cases in CASES.items():
@@ -106,35 +107,62 @@ def results(tmp_path_factory):
     return found
 
 
+def assert_equal(result, alone, relative, limit):
+    """Hold one rank's result against that of one process."""
+    assert result.texts == alone.texts
+    for line, expected in zip(result.lines, alone.lines, strict=True):
+        assert line.keys() == expected.keys()
+        for name in line.keys() - SAME_BY_CHANCE:
+            if name == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            assert line[name] == pytest.approx(expected[name], rel=relative, abs=relative), name
+    for parameter, value in alone.weights.items():
+        torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
 def test_any_number_of_ranks_makes_the_same(results, size, name):
     same = CASES[size][name][0]
-    close = {"rel": 1e-12, "abs": 1e-12} if "float64" in same else {"rel": 1e-5, "abs": 1e-5}
-    alone = results["alone"][same]
+    close = (1e-12, 1e-12) if "float64" in same else (1e-5, 1e-6)
     for rank in results[size]:
-        result = rank[name]
-        assert result.texts == alone.texts
-        for line, expected in zip(result.lines, alone.lines, strict=True):
-            assert line.keys() == expected.keys()
-            for figure in line.keys() - SAME_BY_CHANCE:
-                if figure == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
-                    continue  # policy and reference are equal: rounding decides
-                assert line[figure] == pytest.approx(expected[figure], **close), figure
-        for parameter, value in alone.weights.items():
-            limit = 1e-12 if "float64" in same else 1e-6
-            torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
+        assert_equal(rank[name], results["alone"][same], *close)
 
 
+@pytest.mark.slow
 def test_the_cases_tell(results):
     """Every weight that is trained has moved by far more than what is compared to; completions have many lengths."""
     for name, result in results["alone"].items():
         assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
-    assert len({len(text) for text in results["alone"]["grpo, float64"].texts}) > 5
+    texts = [text for _, group in results["alone"]["grpo, float64"].texts for text in group]
+    assert len({len(text) for text in texts}) > 5
     for case in ("sft", "sft without the vision tower"):
         weights = results["alone"][f"{case}, float64"].weights
         moved = [bool((weights[name] - start).abs().max() > 1e-6) for name, start in results["start"].items()]
         vision = [name.startswith("visual.") for name in results["start"]]
         assert moved == ([True] * len(vision) if case == "sft" else [not part for part in vision])
+
+
+def test_two_ranks_equal_one(tmp_path):
+    """The quick form of the above: two steps of GRPO with a reference in float64."""
+    prepare(tmp_path)
+    options = [*REFERENCE, "--grpo.max_steps=2"]
+    alone = launch(1, tmp_path, {"alone": options})[0]["alone"]
+    cases = {"replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE}
+    for rank in launch(2, tmp_path, {name: [*options, *more] for name, more in cases.items()}):
+        for result in rank.values():
+            assert_equal(result, alone, 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "nearest"), [(3, 2, "2 or 4"), (10, 4, "8 or 12"), (3, 4, "4"), (1, 2, "2")]
+)
+def test_a_step_that_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
+    with pytest.raises(ValueError, match=f"sft.prompts_per_step is {prompts}, .*{ranks} ranks .* take {nearest}$"):
+        Batches(range(8), prompts, World(1, ranks, torch.device("cpu")), seed=0, stage="sft")
+
+
+# collectives
 
 
 def gather(folder, overrides, world):
@@ -156,6 +184,6 @@ def test_all_gather_and_local(tmp_path):
 
 
 def test_one_process_gathers_its_own():
-    world, rows = World(0, 1, torch.device("cpu")), torch.arange(6).view(3, 2)
-    assert world.all_gather(rows) is rows
-    assert torch.equal(world.local(rows), rows)
+    rows = torch.arange(6).view(3, 2)
+    assert ONE.all_gather(rows) is rows
+    assert torch.equal(ONE.local(rows), rows)

@@ -1,4 +1,4 @@
-"""Cut models: what each rank reads and keeps, what is written, what is computed in which dtype, and what is refused."""
+"""Sharded models: what each rank reads and keeps, what is written, which dtypes compute, and what is refused."""
 
 import gc
 import json
@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from on_ranks import launch
+from on_ranks import ONE, launch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from minivlmrl import train
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.run.config import ShardingSection, StageConfig, load_config
-from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.run.config import load_config
+from minivlmrl.run.model import build_model
+from minivlmrl.run.optimizer import TrainingConfig, build_optimizer
 from minivlmrl.scale.sharding import (
     Sharding,
+    ShardingSection,
     copy_model,
-    gathered,
     is_sharded,
-    layer_by_layer,
     recompute_blocks,
     reshard,
+    rollout_weights,
     units,
 )
 from minivlmrl.tasks import shapes
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 
 def build(folder, overrides, world):
-    return train.build_model(load_config(folder / "recipe.yaml", overrides), world)
+    return build_model(load_config(folder / "recipe.yaml", overrides), world)
 
 
 def load_and_save(folder: Path, overrides: list[str], world) -> dict:
@@ -73,7 +73,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
     save_model(output, twin, processor, world)
-    with torch.no_grad(), gathered(model):
+    with rollout_weights(model, world, gather_weights=True):
         whole = {name: p.clone() for name, p in model.named_parameters()}
     return {
         "kept": {name: p.to_local().clone() for name, p in model.named_parameters()},
@@ -159,6 +159,7 @@ def peak_of_loading(folder: Path, overrides: list[str], world) -> tuple[int, int
     return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.slow
 def test_a_rank_never_has_much_more_than_its_part_of_the_model(folder):
     """300 million weights of float32 in two files: under 0.65 of their bytes, beside what Python and torch take."""
     processor = load_processor(folder / "untied")
@@ -203,7 +204,7 @@ def gradients(model):
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
 
 
-def cut(dtype=torch.float32, compute_dtype=None, recompute=False, **options):
+def sharded_model(dtype=torch.float32, compute_dtype=None, recompute=False, **options):
     sharding = Sharding(ShardingSection(enabled=True, **options), 1, CPU, dtype, compute_dtype, recompute)
     model = tiny.model(dtype=dtype)
     sharding.shard(model)
@@ -212,7 +213,7 @@ def cut(dtype=torch.float32, compute_dtype=None, recompute=False, **options):
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     """The numbers are those of a bfloat16 model; the gradients are added up in float32."""
-    model, half = cut(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
+    model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
     model.visual.blocks[1].register_forward_pre_hook(lambda module, args: seen.add(("angles", args[1].dtype)))
@@ -226,17 +227,17 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=str)
-def test_one_process_computes_what_it_would_uncut(alone, options):
-    (logps, found), (expected, theirs) = gradients(cut(**options)), gradients(tiny.model())
+def test_one_process_computes_what_it_would_unsharded(alone, options):
+    (logps, found), (expected, theirs) = gradients(sharded_model(**options)), gradients(tiny.model())
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded):
-    plain = cut() if sharded else tiny.model()
+    plain = sharded_model() if sharded else tiny.model()
     if sharded:
-        model = cut(recompute=True)
+        model = sharded_model(recompute=True)
     else:
         model = tiny.model()
         recompute_blocks(model)
@@ -254,7 +255,7 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded)
 
 
 def test_a_copy_recomputes_with_its_own_weights(alone):
-    for model in (tiny.model(), cut(recompute=True)):
+    for model in (tiny.model(), sharded_model(recompute=True)):
         if not is_sharded(model):
             recompute_blocks(model)
         twin = copy_model(model)
@@ -266,29 +267,30 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
 
 
 def test_copies_are_frozen_where_the_original_is(alone):
-    model = cut()
+    model = sharded_model()
     model.visual.requires_grad_(False)
     flags = [[p.requires_grad for p in each.parameters()] for each in (model, copy_model(model))]
     assert flags[0] == flags[1] and len(set(flags[0])) == 2
 
 
-@pytest.mark.parametrize("way", [gathered, layer_by_layer])
-def test_weights_are_cut_again_behind_a_rollout(alone, way):
-    model = cut()
-    with torch.no_grad(), way(model):
+@pytest.mark.parametrize("gather_weights", [True, False])
+def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
+    model = sharded_model()
+    with rollout_weights(model, ONE, gather_weights) as joint:
         per_token_logps(model, batch())
+        assert (joint is None) == gather_weights
         assert not isinstance(model.lm_head.weight, DTensor)
-        assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (way is layer_by_layer)
+        assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     found = gradients(model)[1]  # and training goes on as if nothing had been
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
 
 
-def test_the_optimizer_has_the_cut_weights(alone):
-    model = cut()
+def test_the_optimizer_has_the_sharded_weights(alone):
+    model = sharded_model()
     with torch.no_grad():
         per_token_logps(model, batch())
-    [group] = build_optimizer(model, StageConfig()).param_groups
+    [group] = build_optimizer(model, TrainingConfig()).param_groups
     assert all(isinstance(p, DTensor) for p in group["params"])
 
 
@@ -305,15 +307,13 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
             "compute_dtype is 'bfloat16', it must be None unless sharding is enabled",
         ),
         (["--sharding.cpu_offload=true"], "sharding.cpu_offload is True, it must be False unless sharding is enabled"),
+        (
+            ["--sharding.enabled=true", "--sharding.compute_dtype=int8"],
+            "compute_dtype is 'int8', it must be 'float32', ",
+        ),
         (["--sharding.enabled=true", "--sharding.replicas=0"], "sharding.replicas is 0, it must be 1 or more"),
     ],
 )
 def test_options_out_of_bounds_are_refused(folder, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_config(folder / "recipe.yaml", overrides)
-
-
-def test_an_unknown_compute_dtype_is_refused(folder, alone):
-    options = ["--sharding.enabled=true", "--sharding.compute_dtype=int8", f"--model.path={folder / 'tied'}"]
-    with pytest.raises(ValueError, match=r"sharding\.compute_dtype is 'int8', it must be one of float32"):
-        build(folder, options, train.distributed.World(0, 1, CPU))

@@ -69,9 +69,9 @@ echo "== two ranks on one host"
 "$python" -m torch.distributed.run --standalone --nproc_per_node=2 train.py "${options[@]}" \
   --output_dir="$folder/together" >"$folder/together.log" 2>&1
 
-echo "== two hosts, the cable is cut after 32 steps"
+echo "== two hosts, the cable is cut after 34 steps"
 start "$folder/cut" "${by_rank[@]}"
-reached "$folder/cut" 000032
+reached "$folder/cut" 000034
 ip -n "$two" link set cable-two down
 begin=$SECONDS code=0 other=0
 wait $first || code=$?
@@ -88,9 +88,9 @@ wait $second
 grep -h "resumes from" "$folder/cut-0.log"
 same "$folder/cut"
 
-echo "== two hosts under --max-restarts=1, the second rank is killed after 32 steps"
+echo "== two hosts under --max-restarts=1, the second rank is killed after 34 steps"
 start "$folder/dead" "${elastic[@]}"
-reached "$folder/dead" 000032
+reached "$folder/dead" 000034
 ip netns pids "$two" | while read -r process; do
   grep -aq "torch.distributed.run" "/proc/$process/cmdline" || kill -9 "$process"
 done

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-SPARE = [{"role": "user", "content": "-"}]  # a prompt for ranks that have none
-
 
 @dataclass
 class World:
@@ -38,10 +36,6 @@ class World:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
-
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
-        return max(self.gather_objects(number))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Join the tensors of all ranks in rank order: (n, ...) on each rank -> (n * size, ...) on every rank."""

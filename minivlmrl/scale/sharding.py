@@ -181,9 +181,26 @@ def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Ite
         with torch.inference_mode():
             yield None
         return
-    # no inference mode: what FSDP allocates in it could not be trained later
-    with torch.no_grad(), gathered(model) if gather_weights else layer_by_layer(model):
-        yield None if gather_weights else Joint(world)
+    if gather_weights:
+        _keep_full(model, True)
+    try:
+        with torch.no_grad():  # not inference mode: what FSDP allocates in it could not be trained later
+            yield None if gather_weights else Joint(world)
+    finally:
+        if gather_weights:
+            _keep_full(model, False)
+        reshard(model)
+
+
+def _keep_full(module: nn.Module, full: bool):
+    """Gather all units and keep them so after their forward, or free each again after its forward but for the root."""
+    for unit in units(module):
+        if full:
+            unit.unshard()
+        root = hasattr(unit, "vision_in_step")
+        if root:
+            unit.vision_in_step.joint = not full
+        unit.set_reshard_after_forward(not full and not root, recurse=False)
 
 
 class Joint:
@@ -202,36 +219,6 @@ class Joint:
         token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
         while self.world.sum(0)[0]:
             model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
-
-
-@contextmanager
-def layer_by_layer(module: nn.Module) -> Iterator[None]:
-    """Run it without gradient, in step with the other ranks; at the end nothing stays gathered."""
-    try:
-        yield
-    finally:
-        reshard(module)
-
-
-@contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Keep full weights on every rank; ranks then run it, without gradient, as often as each likes."""
-
-    def keep(full: bool):
-        for unit in units(module):
-            root = hasattr(unit, "vision_in_step")
-            if root:
-                unit.vision_in_step.joint = not full
-            unit.set_reshard_after_forward(not full and not root, recurse=False)
-
-    for unit in units(module):
-        unit.unshard()
-    keep(full=True)
-    try:
-        yield
-    finally:
-        keep(full=False)
-        reshard(module)
 
 
 def copy_model(model: nn.Module) -> nn.Module:

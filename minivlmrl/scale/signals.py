@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, by which a scheduler asks for the machine: finish the optimizer step, save the state, leave."""
+"""SIGTERM and SIGUSR1, by which a scheduler asks for the machine: finish the rollout, save the state, leave."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ SAME_REQUEST = 5.0  # seconds in which further signals say the same: a scheduler
 
 
 class Preempted(Exception):
-    """The state is saved, this process shall end with exit code PREEMPTED."""
+    """The state is saved; this process must end with exit code PREEMPTED."""
 
 
 class StopSignals:
@@ -32,18 +32,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def note(self, number: int, _frame):
-        """The handler of both signals."""
+        """Handle a signal."""
         now = time.monotonic()
         if self.first is not None and now - self.first >= SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.first is None:
             self.first = now
-            if self.world.is_main:
-                text = (
-                    f"\n{signal.Signals(number).name}: the state is saved after this optimizer step; again: end now\n"
-                )
-                os.write(2, text.encode())  # print is not safe in a handler
+            if self.world.is_main:  # print is not safe in a handler
+                name = signal.Signals(number).name
+                os.write(2, f"\n{name}: the state is saved after this rollout; again: end now\n".encode())
 
     def asked(self) -> bool:
         """Whether any rank was signalled. All ranks call this together, so that they stop after the same step."""
