@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 
+from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import folder, lively, stage  # noqa: F401 (fixtures)
 
 DESELECTED = []

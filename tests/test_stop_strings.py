@@ -3,15 +3,20 @@
 import pytest
 import torch
 
+from minivlmrl.generate import SamplingConfig, generate
 from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.stop_strings import StopStrings, token_bytes, watch_stop_strings
+
+import tiny
+from draws import STOP, prompts, seeded, their_tokens
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, merges up to whole words, control tokens; the ids behind them stand for untrained rows."""
+    """Bytes, merges up to whole words, control tokens; ids after them are those of untrained rows of a model."""
     return train_tokenizer(TEXTS, vocab_size=330)
 
 
@@ -77,3 +82,62 @@ def test_rows_keep_their_own_text(tokenizer):
     assert rule.completed(torch.tensor([0, 1]), torch.tensor([x, a])).tolist() == [False, False]
     assert rule.completed(torch.tensor([0, 1]), torch.tensor([a, b])).tolist() == [False, True]
     assert rule.completed(torch.tensor([0]), torch.tensor([b])).tolist() == [True]
+
+
+# in generate
+
+
+def generate_with(tokenizer, model, rows, num_generations, sampling, stop, seed=0):
+    watch = watch_stop_strings(sampling, tokenizer, rows, num_generations)
+    return generate(model, rows, num_generations, sampling, stop, seeded(seed), watch)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("minimum", [0, 6])
+def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, tokenizer_300, temperature, minimum):
+    """min_new_tokens holds back stop tokens, not stop strings, in theirs as in ours."""
+    import oracle
+
+    theirs, model = pair
+    reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
+    strings = ["at", "e", " m", "\x0f", "é", "!"]
+    settings = {"temperature": temperature, "stop_strings": strings, "min_new_tokens": minimum}
+    sampling, ends = SamplingOptions(**settings, max_new_tokens=12), []
+    for seed, row in enumerate(prompts(20)):
+        expected = their_tokens(theirs, oracle.their_inputs(row), seed=seed, tokenizer=reader, **settings)
+        [[completion]] = generate_with(tokenizer_300, model, [row], 1, sampling, STOP, seed)
+        assert completion.ids.tolist() == expected[0].tolist()
+        by_text = any(string in tokenizer_300.decode(completion.ids.tolist()) for string in strings)
+        assert completion.stopped == (by_text or completion.ids[-1].item() in STOP)
+        ends.append((by_text, len(completion.ids)))
+    assert 2 < sum(by_text for by_text, _ in ends) < 20 and len({length for _, length in ends}) > 3
+
+
+def test_the_text_keeps_the_stop_string_and_what_its_token_says_beyond(tokenizer_300):
+    """As transformers has it: a reward for </answer> finds it. Here a token "at" ends a completion with "a"."""
+    sampling = SamplingOptions(max_new_tokens=40, stop_strings=["a"])
+    completions = generate_with(tokenizer_300, tiny.model(), prompts(5), 8, sampling, ())
+    texts = [tokenizer_300.decode(c.ids.tolist()) for group in completions for c in group if c.stopped]
+    assert all("a" in text for text in texts)
+    assert any(text.endswith("at") for text in texts) and any(text.endswith("a") for text in texts)
+
+
+def test_each_row_of_a_batch_ends_by_its_own_text(tokenizer_300):
+    """Strings that begin with a prompt's last letter, too; above, the rule is compared with transformers'."""
+    rows, first = prompts(10), torch.tensor([0])
+    letters = [chr(code) for code in range(33, 127)]
+    strings = [tokenizer_300.decode(row.input_ids[-1:].tolist()) + letter for row in rows for letter in letters]
+    sampling = SamplingOptions(max_new_tokens=30, stop_strings=strings)
+    out, lengths = generate_with(tokenizer_300, tiny.model(), rows, 6, sampling, ()), []
+    for row, group in zip(rows, out, strict=True):
+        for completion in group:
+            alone = StopStrings(strings, tokenizer_300, [row.input_ids])
+            *before, last = [alone.completed(first, token[None]).item() for token in completion.ids]
+            assert not any(before) and last == completion.stopped
+            lengths.append((completion.stopped, len(completion.ids)))
+    assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 9
+
+
+def test_without_stop_strings_nothing_is_watched():
+    for sampling in (SamplingConfig(), SamplingOptions()):
+        assert watch_stop_strings(sampling, None, prompts(1), 1) is None

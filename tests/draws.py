@@ -1,0 +1,70 @@
+"""Shared by tests of sampling: prompts, seeded draws, and what transformers draws by options of our names."""
+
+import itertools
+
+import pytest
+import torch
+
+from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.sampling.filters import SamplingOptions
+
+import tiny
+
+STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some rows end early and others do not
+GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)], [(1, 10, 6)]]
+SETTINGS = [
+    dict(temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
+    for t, k, p, m, r in itertools.product((1.0, 0.7), (0, 5), (1.0, 0.8), (0.0, 0.1), (1.0, 1.3))
+]
+
+
+def prompts(count, seed=0):
+    """One image, two, none ..., and text of several lengths around them."""
+    generator = torch.Generator().manual_seed(seed)
+    return [tiny.prompt(generator, GRIDS[i % len(GRIDS)], text=3 + i % 4) for i in range(count)]
+
+
+def seeded(seed=0):
+    """A `draw` for generate that draws as transformers does after torch.manual_seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda probs, rows, step: torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def options(**values):
+    """Options for completions of at most 12 tokens."""
+    return SamplingOptions(**{"max_new_tokens": 12} | values)
+
+
+def ids_of(completions):
+    """The ids of all completions, as lists."""
+    return [c.ids.tolist() for group in completions for c in group]
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    config = transformers.AutoConfig.for_model(**tiny.config().to_dict())
+    theirs = tiny.telling_weights(transformers.Qwen2_5_VLForConditionalGeneration(config)).eval()
+    folder = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(folder)
+    return theirs, load_model(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_300():
+    """One token for each of the tiny model's: what the numbers it draws would say."""
+    return train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
+
+
+def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
+    """New ids (R, C) that transformers' generate draws by settings of our names, and by nothing else."""
+    from transformers import GenerationConfig
+
+    theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)
+    if settings.setdefault("temperature", 1.0) == 0:
+        settings = {name: value for name, value in settings.items() if name != "temperature"} | {"do_sample": False}
+    torch.manual_seed(seed)
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # top_k: it would be 50
+    return theirs.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]

@@ -1,0 +1,88 @@
+"""A folder's generation_config.json draws what it draws in transformers; what has no counterpart is refused."""
+
+import pytest
+import torch
+
+from minivlmrl.generate import generate
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.generation_config import NOT_SUPPORTED, from_generation_config
+from minivlmrl.sampling.stop_strings import watch_stop_strings
+
+from draws import prompts, seeded
+
+CONFIGS = [
+    {}, {"do_sample": True}, {"temperature": 0.3, "top_k": 4}, {"do_sample": True, "temperature": 1e-6},
+    {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001},
+    {"do_sample": True, "top_k": 0, "top_p": 0.8, "min_p": 0.02, "use_cache": True, "bos_token_id": 5},
+    {"do_sample": True, "temperature": 2.0, "top_k": None, "eos_token_id": 23, "min_new_tokens": 3},
+    {"repetition_penalty": 1.3, "max_new_tokens": 5}, {"do_sample": True, "max_new_tokens": 5, "max_length": 3},
+    {"do_sample": True, "max_length": 61, "num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0},
+    {"stop_strings": "a", "eos_token_id": [7, 11]}, {"stop_strings": ["e", "at"], "do_sample": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", CONFIGS, ids=str)
+def test_a_generation_config_draws_what_it_draws_in_transformers(pair, tokenizer_300, values):
+    """A top_k that is not said is 50 of 300 tokens here: not having it would show."""
+    import oracle
+
+    theirs, model = pair
+    reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
+    length = {} if values.keys() & {"max_new_tokens", "max_length"} else {"max_new_tokens": 20}
+    sampling = from_generation_config(values, **length)
+    for seed, row in enumerate(prompts(5)):
+        theirs.generation_config = oracle.transformers.GenerationConfig(**{"pad_token_id": 0} | values)
+        torch.manual_seed(seed)
+        inputs = oracle.their_inputs(row)
+        expected = theirs.generate(**inputs, tokenizer=reader, **length)[0, len(row.input_ids) :]
+        watch = watch_stop_strings(sampling, tokenizer_300, [row], 1)
+        [[completion]] = generate(model, [row], 1, sampling, (), seeded(seed), watch)
+        assert completion.ids.tolist() == expected.tolist()
+
+
+def test_overrides_win_over_the_generation_config():
+    hub = {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05, "eos_token_id": [151645, 151643]}
+    read = from_generation_config
+    assert read(hub) == SamplingOptions(
+        temperature=1e-6, top_k=50, repetition_penalty=1.05, stop_token_ids=[151645, 151643]
+    )
+    assert read(hub, temperature=0.7, top_k=0, repetition_penalty=1.0, stop_token_ids=None) == SamplingOptions(0.7)
+    assert read(hub, temperature=0.0).top_k == 0
+    assert read({"top_k": 7}, temperature=0.5) == SamplingOptions(0.5, top_k=7)
+    assert read({"max_length": 9}, max_new_tokens=8).max_length is None
+
+
+HEEDED = {
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length",
+    "min_new_tokens", "stop_strings", "eos_token_id",
+}  # fmt: skip
+WITHOUT_EFFECT = {  # on the draw of one completion: of beams, caches, outputs and speed
+    "early_stopping", "length_penalty", "use_mtp", "use_cache", "cache_implementation", "cache_config", "max_cache_len",
+    "renormalize_logits", "remove_invalid_values", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id", "bos_token_id",
+    "decoder_start_token_id", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type", "compile_config",
+    "disable_compile", "continuous_batching_config", "low_memory", "prefill_chunk_size", "transformers_version",
+}  # fmt: skip
+
+
+def test_every_key_of_a_generation_config_is_known():
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    keys = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    assert keys == HEEDED | WITHOUT_EFFECT | set(NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_a_key_that_changes_the_draw_and_is_not_supported_is_refused(name):
+    from_generation_config({name: NOT_SUPPORTED[name]})
+    with pytest.raises(ValueError, match=rf"{name} = 7 changes what is drawn"):
+        from_generation_config({name: 7})
+
+
+@pytest.mark.parametrize("bad", [{"do_sample": True, "temperature": "hot"}, {"repetition_penalty": -1},
+                                 {"eos_token_id": "x"}, {"max_new_tokens": 2.5}], ids=str)  # fmt: skip
+def test_a_generation_config_with_a_wrong_value_is_refused(bad):
+    name = "stop_token_ids" if "eos_token_id" in bad else list(bad)[-1]
+    with pytest.raises(ValueError, match=f"generation_config: {name} is"):
+        from_generation_config(bad)
