@@ -142,7 +142,7 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
 def test_the_help_of_a_field_is_the_comment_after_it():
     found = help_of(Section)
     assert found["steps"] == "optimizer steps"
-    assert (found["rate"], found["kind"], found["high"]) == ("", "which", "at least low")
+    assert (found["rate"], found["kind"], found["high"]) == ("", "which estimator", "at least low")
     assert list(found)[:3] == ["steps", "rate", "share"]
 
 

@@ -77,7 +77,7 @@ def help_of(cls) -> dict[str, str]:
             if field := re.match(r"    (\w+): ", line):
                 name, comments[field[1]] = field[1], ""
             if comments and "  # " in line:
-                comments[name] = line.partition("  # ")[2]
+                comments[name] = f"{comments[name]} {line.partition('  # ')[2]}".strip()
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
