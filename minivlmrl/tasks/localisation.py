@@ -13,14 +13,13 @@ Every tenth box or so is held out, see `is_unseen`: no picture of training has a
 import random
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import numpy as np
 import PIL.Image
 
 from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.checker import check, require
+from minivlmrl.hub.checker import require
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE, fill
@@ -62,16 +61,17 @@ class Localisation:
     seed: int | str
     objects: tuple[int, int] = (1, 1)
     jitter: int = 0
-    wrong_boxes: Annotated[float, "[0, 1]"] = 0.0
-    thinking: Literal["name", "position"] = "name"
+    wrong_boxes: float = 0.0
+    thinking: str = "name"
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
     def __post_init__(self):
-        check(self)
         fits = 1 <= self.objects[0] <= self.objects[1] <= MAX_OBJECTS
         require(fits, "objects", self.objects, f"[low, high] between 1 and {MAX_OBJECTS}")
         require(self.jitter >= 0 and self.jitter % UNIT == 0, "jitter", self.jitter, f"0 or a multiple of {UNIT}")
+        require(0 <= self.wrong_boxes <= 1, "wrong_boxes", self.wrong_boxes, "in [0, 1]")
+        require(self.thinking in THINKING, "thinking", self.thinking, f"one of {THINKING}")
 
     def __len__(self) -> int:
         return self.size
