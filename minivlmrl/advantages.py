@@ -36,10 +36,8 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     )
     if scale_rewards == "none":
         return centred.nan_to_num(0.0)
-    if scale_rewards == "batch":
-        std = nanstd(rewards)
-    else:
-        std = group_std(rewards, num_generations).repeat_interleave(num_generations)
+    group = group_std(rewards, num_generations).repeat_interleave(num_generations)
+    std = {"group": group, "batch": nanstd(rewards)}[scale_rewards]
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
