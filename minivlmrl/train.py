@@ -28,7 +28,7 @@ ALGORITHMS = {  # stage: module:class
     "grpo": "minivlmrl.grpo:GRPO",
     "ppo": "minivlmrl.algorithms.ppo:PPO",
 }
-FAMILY = "minivlmrl.algorithms.family:Family"  # GRPO with options that the book does not have
+FAMILY = "minivlmrl.algorithms.grpo_family:Family"  # GRPO with options that the book does not have
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 def find_algorithm(stage: str, config) -> type[Algorithm]:
     """The class of a stage; GRPO with options that the book does not have is the shelf's."""
-    from minivlmrl.algorithms.family import beyond_the_book
+    from minivlmrl.algorithms.grpo_family import beyond_the_book
 
     if stage not in ALGORITHMS:
         raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")

@@ -13,7 +13,7 @@ from minivlmrl.algorithms.baselines import (
     token_rewards,
     whiten,
 )
-from minivlmrl.algorithms.family import soft_overlong_punishment
+from minivlmrl.algorithms.grpo_family import soft_overlong_punishment
 
 from policy_by_hand import near, tensor
 

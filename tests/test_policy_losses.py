@@ -9,7 +9,7 @@ from math import exp, log
 import pytest
 import torch
 
-from minivlmrl.algorithms.family import FamilyConfig
+from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.policy_losses import (
     CORRECTION_MODES,
     FamilyLoss,
