@@ -98,8 +98,9 @@ class Processor:
         Raises:
             ValueError: see chat.render_completion; no completion stops at the template's end.
         """
-        text = isinstance(completion, str)
-        turns = [{"role": "assistant", "content": completion}] if text else completion
+        turns = completion
+        if isinstance(completion, str):
+            turns = [{"role": "assistant", "content": completion}]
         if self.template is None:
             pieces = render_completion(turns)
         else:

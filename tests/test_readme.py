@@ -1,102 +1,167 @@
-"""The README is a promise: its files exist, its commands are the ones CI runs, its picture is the run's."""
+"""README and docs are promises: links lead somewhere, commands and snippets run, numbers are those of the project."""
 
+import json
+import math
 import re
+import shlex
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import yaml
 
+from benchmarks import house, learning
+from minivlmrl import train
+from minivlmrl.__main__ import TOOLS
+from minivlmrl.hub.checkpoint import random_model, save_model
+from minivlmrl.run.config import load_config
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
-def test_linked_files_exist(target):
-    if target.startswith("#"):
-        assert target[1:] in [
-            line.lstrip("# ").lower().replace(" ", "-") for line in README.splitlines() if line[:1] == "#"
-        ]
-    else:
-        assert (ROOT / target).is_file()
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_first_command_comes_soon():
-    assert README.splitlines().index("```bash") <= 25
+COMMANDS = [line for text in PAGES.values() for block in blocks(text, "bash") for line in block.splitlines()]
+IN_TEXT = [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
 
 
-def test_every_file_of_the_library_is_in_the_reading_order():
-    files = [*ROOT.glob("minivlmrl/**/*.py"), *ROOT.glob("kernels/*.py"), ROOT / "train.py"]
-    for file in files:
-        rows = README.count(f"| [{file.relative_to(ROOT)}](")
-        assert file.name == "__init__.py" or rows == 1, f"{file}: {rows} rows"
+def rows_of(text: str, title: str) -> list[list[str]]:
+    """Cells of the first table below a title, without its head."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
-def test_two_commands_set_everything_up():
-    run, tests, *_ = COMMANDS
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = PAGES[page]
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text)
+    for target in targets:
+        file, _, title = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if title:
+            titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+            assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
+    assert all((ROOT / file).is_file() for file in re.findall(r"(?:recipes|benchmarks|tests)/\w+\.\w+", text))
+
+
+def test_every_page_is_linked():
+    assert [page for page in PAGES if page.startswith("docs/") and f"({page})" not in README] == []
+
+
+def test_readme_is_short_and_begins_with_two_commands():
+    run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
     assert run.endswith("pip install -c constraints.txt -e '.[report]' && torchrun train.py")
     assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
+    assert README.splitlines().index("```bash") <= 20 and len(README.splitlines()) <= 180
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "-c constraints.txt -e '.[test]'" in ci and re.search(r"^pytest$", ci, re.MULTILINE)
 
 
-def test_ci_runs_the_readmes_test_command():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "-c constraints.txt -e '.[test]'" in script and script.rstrip().endswith("pytest")
+@pytest.mark.parametrize("command", sorted({c for c in [*COMMANDS, *IN_TEXT] if re.search(r"train\.py|minivlmrl", c)}))
+def test_commands_use_real_tools_recipes_and_options(command):
+    words = [word for word in shlex.split(command) if word != "..."]
+    if "minivlmrl" in words:
+        tool = words[words.index("-m") + 2 :][:1]
+        assert not tool or tool[0] in TOOLS or tool == ["TOOL"]
+        if tool not in (["plan"], ["train"]):
+            return
+    recipes = [word for word in words if word.startswith("recipes/")] or ["recipes/shapes.yaml"]
+    options = [word for word in words if re.match(r"--\w+(\.\w+)*=", word)]
+    ours = [word for word in options if not re.match(r"--(nnodes|nproc|node_|master|rdzv|max-|shutdown|signals)", word)]
+    load_config(ROOT / recipes[0], ours)
 
 
-def test_recipes_and_scripts_of_the_commands_exist():
-    named = re.findall(r"(?:recipes|benchmarks)/\w+\.\w+|\btrain\.py", README)
-    assert {"train.py", "benchmarks/learning.py", "benchmarks/grpo_step.py", "benchmarks/group_forward.py"} <= set(
-        named
-    )
-    assert all((ROOT / name).is_file() for name in named)
-
-
-def test_figures_of_the_text_are_the_recipes():
-    """0.74 million weights, 96 demonstrations of which half are wrong, 256 held-out pictures."""
-    from minivlmrl.hub.checkpoint import random_model
-    from minivlmrl.tasks import shapes
-
+def test_numbers_of_the_default_run():
+    """0.74 million weights, 96 demonstrations of which half are wrong, 256 held-out pictures, the table at the end."""
     recipe = yaml.safe_load((ROOT / "recipes" / "shapes.yaml").read_text())
     model, _ = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
     assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million" in README
     assert f"{recipe['data']['demonstrations']}\ndemonstrations" in README
     assert recipe["data"]["wrong_demonstrations"] == 0.5
-    assert f"{recipe['data']['eval_rows']} pictures" in README
+    assert f"{recipe['data']['eval_rows']} held-out pictures" in README
+    assert blocks(README, "text") == blocks(RESULTS, "text")
 
 
-def test_constraints_hold_the_versions_that_the_text_names():
+def test_versions_are_those_of_the_constraints():
     constraints = (ROOT / "constraints.txt").read_text()
     assert "transformers==5.23.0" in constraints and "transformers 5.23" in README
     assert "trl==1.16.0" in constraints and "TRL 1.16" in README
-    assert "torch==2.13.0" in constraints
+    assert "torch==2.13.0" in constraints and "torch 2.13.0" in RESULTS
 
 
-def test_the_examples_of_how_to_add_are_the_real_ones():
-    losses = (ROOT / "minivlmrl/algorithms/preference_losses.py").read_text()
-    [hinge] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def hinge" in b]
-    assert hinge in losses
-    sft = (ROOT / "minivlmrl/algorithms/sft.py").read_text()
-    assert f"has {len(sft.splitlines())} lines" in README
-    [example] = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class SFT(Algorithm)" in b]
-    for line in (
-        "class SFT(Algorithm):",
-        'stage, needs = "sft", "demonstrations"',
-        "def batches(self)",
-        "def loss(self, batch",
-    ):
-        assert line in sft and line in example
+def test_the_table_of_the_book():
+    """`python tests/test_readme.py` writes its numbers of lines anew."""
+    rows = rows_of(README, "The book")
+    assert [row[0] for row in rows] == [f"[{name}.py](minivlmrl/{name}.py)" for name in house.READING_ORDER]
+    assert [int(row[1]) for row in rows] == [math.ceil(count / 10) * 10 for count in house.book().values()]
+    assert all((ROOT / re.search(r"\((tests/test_\w+\.py)\)", row[3])[1]).is_file() for row in rows)
 
 
-def test_every_algorithm_and_its_options_are_named():
-    from minivlmrl.losses import LOSS_TYPES
-    from minivlmrl.train import ALGORITHMS
+def test_functions_that_the_readme_names_exist():
+    for name, file in re.findall(r"`([\w.]+)` in\s+\[[\w.]+\]\((minivlmrl/\w+\.py)\)", README):
+        assert re.search(rf"(?:def|class) {name.split('.')[-1]}\b", (ROOT / file).read_text()), f"{name} in {file}"
 
-    assert all(f"`{name}`" in README for name in ALGORITHMS)
-    plain = README.lower().replace(". ", "_").replace(" ", "")
-    assert all(loss_type in plain for loss_type in LOSS_TYPES)
+
+def test_results_are_those_of_the_page():
+    """docs/results.md has every number of the README's table, with its command and date."""
+    for what, result, command in rows_of(README, "What it reaches"):
+        assert command.strip("`") in RESULTS
+        numbers = re.findall(r"[\d.]+", result)
+        assert len(numbers) >= 3 and [number for number in numbers if number not in RESULTS] == [], what
 
 
 def test_every_run_of_the_learning_table_is_shown():
-    plan = re.findall(r'(?:grpo|Entry)\(\s*"([^"]+)"', (ROOT / "benchmarks/learning.py").read_text())
-    rows = [line.split("|")[1].strip() for line in README.splitlines() if line.startswith("| ")]
-    assert len(plan) == 16 and set(plan) <= set(rows)
+    shown = [row[0] for row in rows_of(RESULTS, "Every algorithm, three seeds")]
+    assert shown == [entry.name for entry in learning.PLAN]
+    assert {f"after_{stage}" for stage in train.ALGORITHMS} >= {"after_sft", "after_kto", "after_ppo"}
+
+
+# ---- the three snippets --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder with what the README writes: train.jsonl, an image beside it, my_rewards.py; and a tiny model."""
+    folder = tmp_path_factory.mktemp("own")
+    [line] = blocks(README, "json")
+    (folder / "train.jsonl").write_text(line)
+    (folder / "eval.jsonl").write_text(line)
+    PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
+    (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def brevity" in code))
+    values = json.loads((ROOT / "recipes" / "shapes_model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(values))
+    model, processor = random_model(folder / "model.json", shapes.tokenizer(), seed=0)
+    save_model(folder / "model", model, processor, World(0, 1, model.lm_head.weight.device))
+    return folder
+
+
+def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
+    [command] = [c for c in COMMANDS if "my_rewards.py" in c and c in README]
+    monkeypatch.chdir(own)
+    words = shlex.split(command.replace("FOLDER", "model"))[2:]
+    small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
+    code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
+    [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert code == 0 and line["rewards/my_rewards.py:brevity"] == 1.0 and line["rewards/accuracy"] == 0.0
+
+
+def test_a_loss_alone():
+    [code] = [code for code in blocks(README, "python") if "grpo_loss" in code]
+    names = {}
+    exec(code, names)
+    assert names["loss"].item() == -0.5 and names["logps"].grad.tolist() == [[-0.25, -0.25]]
+
+
+if __name__ == "__main__":
+    for name, count in house.book().items():
+        README = re.sub(rf"(\| \[{name}\.py\]\(\S+\) \|) \d+ ", rf"\1 {math.ceil(count / 10) * 10} ", README)
+    (ROOT / "README.md").write_text(README)

@@ -1,0 +1,43 @@
+"""Links of a page to code: [`name`](../file.py) or [`name`][label]. The text is a name that the file defines."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\[`([^`]+)`\](?:\(([^)]+)\)|\[(\w+)\])")
+LABEL = re.compile(r"^\[(\w+)\]: (\S+)$", re.MULTILINE)
+
+
+def links(page: Path) -> list[tuple[str, Path]]:
+    """(name, file) of every link of a page with code as its text."""
+    text = page.read_text()
+    labels = dict(LABEL.findall(text))
+    return [(name, (page.parent / (target or labels[label])).resolve()) for name, target, label in LINK.findall(text)]
+
+
+@cache
+def names(path: Path) -> set[str]:
+    """What a Python file defines: functions, classes, constants; methods and fields as `Class.name`."""
+
+    def of(body, prefix=""):
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + node.name
+                if isinstance(node, ast.ClassDef):
+                    yield from of(node.body, f"{node.name}.")
+            for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                if isinstance(target, ast.Name):
+                    yield prefix + target.id
+
+    return set(of(ast.parse(path.read_text()).body))
+
+
+def missing(page: Path) -> list[str]:
+    """Links of a page whose file does not exist, or does not define the name."""
+    return [
+        f"{path.relative_to(ROOT)}: no {name}"
+        for name, path in links(page)
+        if not path.is_file() or (path.suffix == ".py" and name not in names(path))
+    ]
