@@ -37,6 +37,7 @@ from torch import Tensor
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import generate
+from minivlmrl.hub.checkpoint import initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import grpo_loss
@@ -142,7 +143,7 @@ def build(config: ModelConfig, dtype: torch.dtype):
     ours.to_empty(device=CARD)
     if config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight
-    ours.initialize(torch.Generator(CARD).manual_seed(0))
+    initialize(ours, torch.Generator(CARD).manual_seed(0))
     hub_config = transformers.Qwen2_5_VLConfig.from_dict(config.to_dict())
     with CARD:
         theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")

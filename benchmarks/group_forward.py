@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.hub.checkpoint import initialize, random_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
@@ -85,7 +85,7 @@ def build_model(tower: str) -> Qwen2_5_VL:
     config = random_model(RECIPE_MODEL, shapes.tokenizer(), seed=0)[0].config
     vision = dataclasses.replace(config.vision_config, **TOWERS[tower])
     model = Qwen2_5_VL(dataclasses.replace(config, num_hidden_layers=4, vision_config=vision))
-    model.initialize(torch.Generator().manual_seed(0))
+    initialize(model, torch.Generator().manual_seed(0))
     return model
 
 

@@ -1,6 +1,6 @@
 """Rewards -> advantages: how much better a completion is than the others of its group.
 
-Other baselines (leave-one-out, GDPO, a value model's) are in algorithms/baselines.py.
+Other baselines (leave-one-out, GDPO, a critic's values) are in algorithms/baselines.py.
 """
 
 import torch
@@ -10,10 +10,7 @@ EPSILON = 1e-4  # TRL's, beside a standard deviation
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over reward functions: (n, K), (K,) -> (n,).
-
-    NaN (a function could not judge) adds nothing; if all are NaN, so is the sum.
-    """
+    """Weighted sum over reward functions: (n, K), (K,) -> (n,); NaN adds nothing, all NaN is NaN."""
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
@@ -26,26 +23,21 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
     Args:
         rewards: (n,) float32, groups of num_generations in order; NaN where nothing could judge.
-        scale_rewards: the standard deviation is that of the "group" or of the whole "batch";
-            "none" divides by nothing. The mean is the group's in all three.
+        scale_rewards: divide by the standard deviation of the "group", of the whole "batch", or
+            by nothing ("none"); the mean is the group's in all three.
     Returns:
         (n,) advantages; 0 where the reward is NaN.
-    Raises:
-        ValueError: n is no multiple of num_generations, or groups of one are to be scaled.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
     if num_generations == 1 and scale_rewards != "none":
         raise ValueError("num_generations is 1: one completion has no standard deviation; use 2")
-    groups = to_groups(rewards, num_generations)
-    centred = rewards - groups.nanmean(dim=1).repeat_interleave(num_generations)
-    if scale_rewards == "group":
-        std = group_std(rewards, num_generations).repeat_interleave(num_generations)
-    elif scale_rewards == "batch":
-        std = nanstd(rewards)
-    elif scale_rewards == "none":
+    centred = rewards - to_groups(rewards, num_generations).nanmean(1).repeat_interleave(
+        num_generations
+    )
+    if scale_rewards == "none":
         return centred.nan_to_num(0.0)
-    else:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}, not 'group', 'batch' or 'none'")
+    group = group_std(rewards, num_generations).repeat_interleave(num_generations)
+    std = {"group": group, "batch": nanstd(rewards)}[scale_rewards]
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
@@ -57,8 +49,7 @@ def group_std(rewards: Tensor, num_generations: int) -> Tensor:
 def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """(n,) -> (n / num_generations, num_generations)."""
     if len(rewards) % num_generations:
-        cure = f"not groups of num_generations={num_generations}"
-        raise ValueError(f"{len(rewards)} rewards are {cure}")
+        raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     return rewards.view(-1, num_generations)
 
 

@@ -15,9 +15,7 @@ VIDEO = Control("<|video_pad|>")  # the same for a video
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
-def render(
-    messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False
-) -> list[str]:
+def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
     r"""Lay out a conversation for the model to continue as the assistant.
 
     Example: one user message with an image and "What?" gives, joined,
@@ -30,9 +28,9 @@ def render(
         add_generation_prompt: end with <|im_start|>assistant\n.
         add_vision_id: number images ("Picture 1: ") and videos ("Video 1: ").
     Returns:
-        Pieces in order: each control token a Control, those of images IMAGE and those of videos
-        VIDEO themselves, and neighbouring text one str. So text that spells a control token stays
-        text, and tokenization meets no boundary that the template does not have.
+        Pieces in order: each control token a Control (the objects IMAGE and VIDEO themselves),
+        neighbouring text one str. So text that spells a control token stays text, and there is
+        no boundary in the text that the template does not have.
     Raises:
         ValueError: a message that data/turns.py refuses.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
@@ -52,8 +50,8 @@ def render(
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
-    Example, the assistant's pieces in brackets: the turns assistant "two", user "And 2 + 2?",
-    assistant "four" give, joined,
+    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant
+    "four" give, joined,
         [two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Args:
@@ -71,8 +69,8 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         start, role, *inside, newline = _turn(turn)  # inside ends with <|im_end|>
         written = turn["role"] == "assistant"
-        flagged += [(start, False), (role, False)]
-        flagged += [(piece, written) for piece in inside] + [(newline, False)]
+        flagged += [(start, False), (role, False), *((piece, written) for piece in inside)]
+        flagged.append((newline, False))
     return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
@@ -128,10 +126,7 @@ def join_text(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 class Tokenizer:
-    """Text to ids and back; hub/tokenizer.py reads one from tokenizer.json.
-
-    `special_tokens` are the ids of the control tokens. These come in by id only.
-    """
+    """Text to ids and back; hub/tokenizer.py reads one. special_tokens: control token -> id."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend

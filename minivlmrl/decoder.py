@@ -7,9 +7,6 @@ Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `conf
 ModelConfig of hub/model_config.py.
 """
 
-import math
-
-import torch
 from torch import Tensor, nn
 
 from minivlmrl.attention import Attention, GroupAttention
@@ -46,28 +43,6 @@ class Qwen2_5_VL(nn.Module):
             vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x = x.index_copy(0, batch.vision_index, vision_embeds.to(x.dtype))
         return self.model(x, batch.position_ids, attention or GroupAttention(batch.layout), select)
-
-    @torch.no_grad()
-    def initialize(self, generator: torch.Generator):
-        """Draw random weights, for training from scratch.
-
-        Every matrix keeps the variance of its input, N(0, 1/fan_in); projections that write into
-        the residual stream are scaled by 1/sqrt(2 * depth), so that the sum over blocks does not
-        grow. Embeddings have a standard deviation of 0.02, norms are 1, biases 0.
-        """
-        for name, parameter in self.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                parameter.normal_(0, 0.02, generator=generator)
-            elif parameter.dim() > 1:
-                blocks = self.visual.blocks if name.startswith("visual.") else self.model.layers
-                scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0
-                std = scale / math.sqrt(parameter[0].numel())
-                parameter.normal_(0, std, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
 
 
 class TextModel(nn.Module):

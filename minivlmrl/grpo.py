@@ -4,7 +4,7 @@
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
 longest in a micro-batch. Left out: the paper's outer loop that renews the reference. RLOO, DAPO's
-dynamic sampling and the rest of the family are in algorithms/family.py.
+dynamic sampling and the rest of the family are in algorithms/grpo_family.py.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,7 +22,7 @@ def load_image(source: Source, folder: str | Path | None = None, allow_url: bool
         source: path, URL, data URI, bytes or image; data/fetch.py opens it.
         folder, allow_url: where a relative path starts; whether http(s) URLs are downloaded.
     Raises:
-        ValueError: names the source and why it gives no image.
+        ValueError: names the source and says why it gives no image.
     """
     from minivlmrl.data.fetch import open_image
 
@@ -78,9 +78,9 @@ def patchify(
         frames (T, H, W, 3): H and W multiples of patch_size * merge_size. The last frame is
             repeated up to a multiple of temporal_patch_size: an image is one frame shown twice.
     Returns:
-        patches (t * h * w, 3, temporal_patch_size * patch_size^2): merge_size x merge_size blocks
-            in raster order, in each its patches in raster order; a patch is (channel, frame, y, x).
-        image_grid_thw: number of patches in time, height and width.
+        patches (t * h * w, 3, temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w):
+        blocks of merge_size x merge_size patches in raster order, in each block its patches in
+        raster order, in a patch (channel, frame, y, x).
     """
     n, m, p = temporal_patch_size, merge_size, patch_size
     frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % n)])

@@ -17,12 +17,12 @@ import runpy
 import torch
 from torch import Tensor
 
-BOXES = "minivlmrl.reward_functions.box_rewards:"
+SHELF = "minivlmrl.reward_functions."
 REWARDS = {
     "format": "minivlmrl.rewards:format",
     "accuracy": "minivlmrl.rewards:accuracy",
-    "reward_model": "minivlmrl.reward_functions.reward_model_scores:reward_model",
-    **{name: BOXES + name for name in ("iou", "acc_0_5", "giou", "box_format")},
+    "reward_model": SHELF + "reward_model_scores:reward_model",
+    **{name: f"{SHELF}box_rewards:{name}" for name in ("iou", "acc_0_5", "giou", "box_format")},
 }
 # what rewards are given besides the columns of their rows
 GIVEN = {"prompts", "completions", "completion_ids"}
@@ -50,76 +50,19 @@ def accuracy(completions: list[str], solution: list, **columns) -> list[float | 
     None where the row has no solution. A solution may itself be written between answer tags.
     """
 
-    def judge(completion: str, truth: str | float | None) -> float | None:
+    def judged(completion: str, truth: str | float | None) -> float | None:
         if truth is None or not normalize(str(truth)):
             return None
         answers = ANSWER.findall(completion)
         return float(bool(answers) and normalize(answers[-1]) == normalize(str(truth)))
 
-    return [judge(c, s) for c, s in zip(completions, solution, strict=True)]
+    return [judged(c, s) for c, s in zip(completions, solution, strict=True)]
 
 
 def normalize(text: str) -> str:
     """'<answer> Green  square.</answer>' -> 'green square'."""
     inside = ANSWER.findall(text)
     return " ".join((inside[-1] if inside else text).split()).rstrip(". ").casefold()
-
-
-def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
-    """Ask every reward about every completion.
-
-    Args:
-        names: K rewards.
-        completions: n texts.
-        columns: for each column n values.
-    Returns:
-        (n, K) float32, NaN where a reward answered None.
-    Raises:
-        ValueError: an unknown reward, a missing column, or another number of values than n.
-    """
-    rewards = torch.empty(len(completions), len(names))
-    for k, name in enumerate(names):
-        missing = [column for column in required_columns([name]) if column not in columns]
-        if missing:
-            found = sorted(set(columns) - GIVEN)
-            raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {found}")
-        values = get_reward(name)(completions=completions, **columns)
-        if len(values) != len(completions):
-            count = f"{len(values)} values for {len(completions)} completions"
-            raise ValueError(f"reward {name} returned {count}")
-        values = [float("nan") if value is None else value for value in values]
-        rewards[:, k] = torch.tensor(values)
-    return rewards
-
-
-def required_columns(names: list[str]) -> list[str]:
-    """Columns that these rewards cannot do without: their named parameters without a default."""
-    needed = {
-        p.name
-        for name in names
-        for p in inspect.signature(get_reward(name)).parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
-    }
-    return sorted(needed - GIVEN)
-
-
-def get_reward(name: str):
-    """The function of a name in REWARDS, or of "package.module:function" or "file.py:function"."""
-    if ":" not in REWARDS.get(name, name):
-        raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
-    try:
-        return load_name(REWARDS.get(name, name))
-    except (OSError, ImportError, KeyError, AttributeError) as error:
-        raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
-
-
-@functools.cache
-def load_name(target: str):
-    """What "package.module:name" or "file.py:name" says."""
-    module, _, name = target.rpartition(":")
-    if module.endswith(".py"):
-        return runpy.run_path(module)[name]
-    return getattr(importlib.import_module(module), name)
 
 
 def judge(rewards, rows, prompts, completions, processor, reward_model=None) -> Tensor:
@@ -141,3 +84,50 @@ def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
     columns["prompts"] = [row.messages for row in rows for _ in range(G)]
     columns["completion_ids"] = [c.ids.tolist() for group in completions for c in group]
     return columns | box_columns(rows, prompts, processor, G)
+
+
+def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
+    """Ask K rewards about n texts: (n, K) float32, NaN where one answers None.
+
+    Raises:
+        ValueError: an unknown reward, a missing column, or another number of values than n.
+    """
+    rewards = torch.empty(len(completions), len(names))
+    for k, name in enumerate(names):
+        missing = [column for column in required_columns([name]) if column not in columns]
+        if missing:
+            found = sorted(set(columns) - GIVEN)
+            raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {found}")
+        values = get_reward(name)(completions=completions, **columns)
+        if len(values) != len(completions):
+            count = f"{len(values)} values for {len(completions)} completions"
+            raise ValueError(f"reward {name} returned {count}")
+        rewards[:, k] = torch.tensor([float("nan") if v is None else v for v in values])
+    return rewards
+
+
+def required_columns(names) -> list[str]:
+    """Columns that these rewards cannot do without: their named parameters without a default."""
+    functions = [inspect.signature(get_reward(name)) for name in names]
+    parameters = [p for function in functions for p in function.parameters.values()]
+    needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
+    return sorted(needed - GIVEN)
+
+
+def get_reward(name: str):
+    """The function of a name in REWARDS, or of "package.module:function" or "file.py:function"."""
+    if ":" not in REWARDS.get(name, name):
+        raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
+    try:
+        return load_name(REWARDS.get(name, name))
+    except (OSError, ImportError, KeyError, AttributeError) as error:
+        raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
+
+
+@functools.cache
+def load_name(target: str):
+    """What "package.module:name" or "file.py:name" says."""
+    module, _, name = target.rpartition(":")
+    if module.endswith(".py"):
+        return runpy.run_path(module)[name]
+    return getattr(importlib.import_module(module), name)

@@ -98,9 +98,8 @@ class Processor:
         Raises:
             ValueError: see chat.render_completion; no completion stops at the template's end.
         """
-        turns = completion
-        if isinstance(completion, str):
-            turns = [{"role": "assistant", "content": completion}]
+        text = isinstance(completion, str)
+        turns = [{"role": "assistant", "content": completion}] if text else completion
         if self.template is None:
             pieces = render_completion(turns)
         else:

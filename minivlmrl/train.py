@@ -6,22 +6,19 @@ torchrun train.py RECIPE --resume=auto         # go on from the newest state in 
 torchrun train.py --help [SECTION]             # every option with its default
 """
 
-import importlib
 import math
 import os
 import sys
-import traceback
 from pathlib import Path
 
 # A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to four
 # times as long when other work kept the cores busy. It reads this when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
-from minivlmrl.rewards import required_columns
+from minivlmrl.rewards import load_name, required_columns
 
 ALGORITHMS = {  # stage: module:class
     "sft": "minivlmrl.algorithms.sft:SFT",
@@ -29,50 +26,44 @@ ALGORITHMS = {  # stage: module:class
     "kto": "minivlmrl.algorithms.kto:KTO",
     "reward_model": "minivlmrl.algorithms.reward_model:RewardModel",
     "grpo": "minivlmrl.grpo:GRPO",
-    "grpo family": "minivlmrl.algorithms.family:Family",
     "ppo": "minivlmrl.algorithms.ppo:PPO",
 }
+FAMILY = "minivlmrl.algorithms.grpo_family:Family"  # GRPO with options that the book does not have
 
 
 def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
     from minivlmrl.run.config import load_config, recipes_folder
     from minivlmrl.scale import ranks
-    from minivlmrl.scale.signals import PREEMPTED, Preempted, StopSignals
+    from minivlmrl.scale.signals import StopSignals
 
     if "--help" in arguments:
         from minivlmrl.tools.help import show
 
         show(*[argument for argument in arguments if argument != "--help"])
         return 0
-    own = arguments and not arguments[0].startswith("--")
-    recipe = arguments[0] if own else recipes_folder() / "shapes.yaml"
-    config = load_config(recipe, arguments[1:] if own else arguments)
+    if not arguments or arguments[0].startswith("--"):
+        arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
+    config = load_config(arguments[0], arguments[1:])
     algorithms = {stage: find_algorithm(stage, config) for stage in config.stages}
     for algorithm in algorithms.values():
         algorithm.check(config)
-    world, code = ranks.setup(config.num_threads, config.timeout, config.sharding.enabled), 0
-    try:
-        with StopSignals(world) as signals:
-            run(config, algorithms, world, signals)
-    except Preempted as preempted:
-        code = PREEMPTED
-        if world.is_main:
-            print(preempted, flush=True)
+    world = ranks.setup(config.num_threads, config.timeout, config.sharding.enabled)
+    with StopSignals(world) as signals:
+        run(config, algorithms, world, signals)
     ranks.shutdown()
-    return code
+    return signals.exit_code
 
 
 def find_algorithm(stage: str, config) -> type[Algorithm]:
     """The class of a stage; GRPO with options that the book does not have is the shelf's."""
-    from minivlmrl.algorithms.family import beyond_the_book
+    from minivlmrl.algorithms.grpo_family import beyond_the_book
 
-    name = "grpo family" if stage == "grpo" and beyond_the_book(config.grpo) else stage
-    if name not in ALGORITHMS:
-        known = ", ".join(name for name in ALGORITHMS if " " not in name)
-        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {known}")
-    module, _, cls = ALGORITHMS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    if stage not in ALGORITHMS:
+        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
+    if stage == "grpo" and beyond_the_book(config.grpo):
+        return load_name(FAMILY)
+    return load_name(ALGORITHMS[stage])
 
 
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
@@ -84,10 +75,8 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.scale.resume import Progress, States
 
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
-    columns = [
-        required_columns(list(names)) for names in (config.rewards, config.data.eval_rewards)
-    ]
-    datasets = load_datasets(config.data, needs, config.seed, *columns)
+    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
+    datasets = load_datasets(config.data, needs, config.seed, *judged)
     held_out = datasets.get("eval")
     model, processor = build_model(config, world)
     states = States(config, world, signals)
@@ -101,17 +90,14 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
         algorithm = algorithms[stage](config, model, processor, world)
         train(algorithm, datasets[stage], held_out, log, states, progress, state)
         results.measure(f"after_{stage}", algorithm)
-        progress.stage, progress.step, progress.draws, state = number + 1, 0, 0, None
+        progress.begin_stage(number + 1)
+        state = None
     results.write(progress.seconds)
 
 
 def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=None):
-    """Run one stage.
+    """Run one stage, from its first step or from a state.
 
-    Args:
-        rows: the dataset that is trained on.
-        progress: how far the run has come; is kept up to date.
-        state: what the stage goes on from; None: it begins.
     Raises:
         ValueError: a loss, gradient or logit is not finite (the step is named, its update not made).
         Preempted: after a signal, when the state is saved.
@@ -119,14 +105,8 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
     from minivlmrl.run.batches import Batches
     from minivlmrl.run.optimizer import build_optimizer
 
-    stage, config, world = algorithm.stage, algorithm.config, algorithm.world
-    folder, seed, per_step = (
-        Path(algorithm.run.output_dir),
-        algorithm.run.seed,
-        config.prompts_per_step,
-    )
-    draw = algorithm.steps_per_rollout
-    batches = Batches(rows, per_step, world, seed, stage, draw, progress.draws)
+    stage, config, folder = algorithm.stage, algorithm.config, Path(algorithm.run.output_dir)
+    batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config)
     if state is None:
         algorithm.begin(batches, held_out)
@@ -146,16 +126,11 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
         log.step(number, metrics)
         if config.save_steps and (number + 1) % config.save_steps == 0:
             algorithm.save(folder)
-        progress.step, progress.steps, progress.draws = (
-            number + 1,
-            progress.steps + 1,
-            batches.draws,
-        )
-        progress.seconds[stage] = log.seconds
+        progress.advance(stage, batches.draws, log.seconds)
         states.after_step(progress, algorithm, optimizer, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()
     algorithm.save(folder)
-    world.barrier()  # a later stage may read what was saved
+    algorithm.world.barrier()  # a later stage may read what was saved
 
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
@@ -184,15 +159,9 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
 
 def start(arguments: list[str]):
     """Be one rank of a run from beginning to end."""
-    from minivlmrl.scale import ranks
+    from minivlmrl.scale.ranks import run_rank
 
-    try:
-        # record: torchrun shows the traceback of the rank that failed first
-        exit_code = record(ranks.after_the_cause()(main))(arguments)
-    except Exception:
-        traceback.print_exc()
-        exit_code = 1
-    ranks.exit_rank(exit_code)
+    run_rank(main, arguments)
 
 
 if __name__ == "__main__":

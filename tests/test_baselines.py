@@ -13,7 +13,7 @@ from minivlmrl.algorithms.baselines import (
     token_rewards,
     whiten,
 )
-from minivlmrl.algorithms.family import soft_overlong_punishment
+from minivlmrl.algorithms.grpo_family import soft_overlong_punishment
 
 from policy_by_hand import near, tensor
 
@@ -74,7 +74,7 @@ def test_token_rewards_with_k3():
 
 
 def test_leave_one_out_needs_whole_groups():
-    with pytest.raises(ValueError, match="3 rewards are not groups of num_generations=2"):
+    with pytest.raises(ValueError, match="3 rewards are no groups of 2"):
         leave_one_out(tensor(1.0, 0.0, 1.0), 2)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from minivlmrl.hub.checker import build, check, help_of, require, type_text
+from minivlmrl.hub.checker import build, help_of, require, type_text
 
 
 @dataclass
@@ -26,7 +26,6 @@ class Section(Base):
     high: float = 1.0  # at least low
 
     def __post_init__(self):
-        check(self)
         require(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
 
 
@@ -140,17 +139,10 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     assert len(str(error.value)) < 200
 
 
-def test_bounds_hold_for_code_too():
-    assert Section(share=1).share == 1.0
-    for wrong in ({"share": 2.0}, {"kind": "k2"}, {"low": 2.0}, {"steps": 0}):
-        with pytest.raises(ValueError, match="it must be"):
-            Section(**wrong)
-
-
-def test_the_help_of_a_field_is_the_comment_behind_it():
+def test_the_help_of_a_field_is_the_comment_after_it():
     found = help_of(Section)
     assert found["steps"] == "optimizer steps"
-    assert (found["rate"], found["kind"], found["high"]) == ("", "which", "at least low")
+    assert (found["rate"], found["kind"], found["high"]) == ("", "which estimator", "at least low")
     assert list(found)[:3] == ["steps", "rate", "share"]
 
 

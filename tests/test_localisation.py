@@ -171,17 +171,6 @@ def test_several_objects_have_different_colours_and_do_not_overlap():
     assert set(counts) == {1, 2, 3} and min(counts.values()) > 70
 
 
-def test_without_distinct_colours_names_still_differ():
-    """Pairs of one colour occur; the named box is filled all the same, and there is more of the colour outside."""
-    shared = 0
-    for row in rows_of(Localisation(200, 0, objects=(2, 2), distinct_colors=False)):
-        (color, shape), box = named(row), row.columns["solution"]
-        side = [box[2] - box[0], box[3] - box[1]]
-        assert seen(row.images[0].crop(box))[color] == (shape, [0, 0, *side])
-        shared += extent(row.images[0], color) != box
-    assert 10 < shared < 50  # the other has one of 17 names, 2 of them of this colour: 24 of 200 expected
-
-
 def test_sizes_do_not_depend_on_how_many_objects_have_to_fit():
     for count in (1, 2, 3):
         rows = columns(Localisation(1800, 0, objects=(count, 3) if count == 1 else (count, count)))

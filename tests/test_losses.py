@@ -18,6 +18,21 @@ def value_and_gradient(batch, **options):
     return loss.detach(), torch.autograd.grad(loss, logps)[0], metrics
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_held_against_trl_in_three_lines(loss_type):
+    """Counts that are not given are the batch's own: TRL's, where one micro-batch on one process is the step."""
+    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
+    from minivlmrl.audit import trl_oracle
+
+    batch = policy_batch(0)
+    logps, advantages, mask, old = (
+        batch[name] for name in ("per_token_logps", "advantages", "mask", "old_per_token_logps")
+    )
+    theirs = trl_oracle.grpo_loss(batch, int(mask.sum()), loss_type=loss_type)
+    loss, _ = grpo_loss(logps, advantages, mask, PolicyLoss(loss_type), old_per_token_logps=old)
+    assert loss.item() == pytest.approx(theirs[0].item(), rel=1e-12)
+
+
 def test_without_counts_the_batch_is_the_whole_step():
     batch = policy_batch(0)
     tokens = (batch["per_token_logps"], batch["advantages"], batch["mask"])
@@ -209,7 +224,20 @@ def test_mistakes_are_refused():
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"epsilon_high is 0.2, it must be at least epsilon_low \(0.3\)"):
         PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
-    with pytest.raises(ValueError, match=r"beta is .*: the KL term needs ref_per_token_logps"):
+    with pytest.raises(ValueError, match="with beta over 0 the KL term needs ref_per_token_logps"):
         grpo_loss(one, one[0], one, PolicyLoss(beta=0.1))
     with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length; give it"):
         grpo_loss(one, one[0], one, PolicyLoss("dr_grpo"))
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence"),
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2, k3"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        PolicyLoss(**options)

@@ -10,6 +10,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, generate, inverse_cdf, next_tokens
+from minivlmrl.hub.checkpoint import initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
@@ -40,7 +41,7 @@ def config(request):
 def real(config, work):
     """The model and a batch of the planned lengths, with numbers in them."""
     model = Qwen2_5_VL(config)
-    model.initialize(torch.Generator().manual_seed(0))
+    initialize(model, torch.Generator().manual_seed(0))
     grid = torch.tensor([[1, 16, 16]])
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (work.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), grid)

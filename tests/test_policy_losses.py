@@ -1,23 +1,79 @@
 """The rest of the policy-gradient family by arithmetic done by hand; against TRL: test_parity.py."""
 
+import inspect
 import math
+from dataclasses import fields
+from itertools import product
 from math import exp, log
 
 import pytest
 import torch
 
+from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.policy_losses import (
     CORRECTION_MODES,
     FamilyLoss,
+    PolicyInputs,
     family_kl,
     importance_ratio,
+    policy_loss,
     rollout_importance_ratio,
     top_entropy_threshold,
 )
+from minivlmrl.audit.policy_cells import policy_batch
+from minivlmrl.grpo import GRPOConfig
+from minivlmrl.losses import LOSSES, Counts, PolicyLoss, grpo_loss
 
 from policy_by_hand import OFF_POLICY, loss_of, near, policy, sigmoid, tensor
 
 NAN = float("nan")
+
+
+def test_options_have_the_names_and_defaults_of_trl():
+    """But for epsilon, which is epsilon_low here, and two options of the KL that TRL does not have."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
+    ours = {field.name: field.default for field in fields(FamilyLoss)}
+    assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through"}
+    assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
+
+
+def test_an_option_is_declared_once():
+    """A recipe's section has the fields of the losses by inheritance; only two tables of names become longer."""
+    declared = [set(cls.__annotations__) for cls in (PolicyLoss, FamilyLoss, GRPOConfig, FamilyConfig)]
+    twice = {name for i, names in enumerate(declared) for name in names if any(name in d for d in declared[:i])}
+    assert twice == {"loss_type", "importance_sampling_level"}
+    assert len(declared[0] | declared[1]) == len(fields(FamilyLoss)) and set.union(*declared) <= {
+        field.name for field in fields(FamilyConfig)
+    }
+    functions = grpo_loss, policy_loss
+    assert not [
+        name for f in functions for name in inspect.signature(f).parameters if name in declared[0] | declared[1]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss_type, level, estimator", product(LOSSES, ("token", "sequence"), ("k1", "k2", "k3")))
+def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, level, estimator, seed):
+    """Value, gradient and metrics, with and without old log-probabilities, KL and counts of a larger step."""
+    for old, beta, counts in product((True, False), (0.0, 0.1), (Counts(4, 20, 9), Counts(12, 50.0, 9))):
+        batch, found = policy_batch(seed, old), []
+        constants = {name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
+        chosen = dict(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, beta=beta)
+        for family in (False, True):
+            logps = batch["per_token_logps"].clone().requires_grad_()
+            if family:
+                inputs = PolicyInputs(logps, **constants)
+                loss, metrics = policy_loss(inputs, batch["advantages"], batch["mask"], FamilyLoss(**chosen), counts)
+            else:
+                options = PolicyLoss(**chosen)
+                loss, metrics = grpo_loss(
+                    logps, batch["advantages"], batch["mask"], options, **constants, counts=counts
+                )
+            found.append((loss.detach(), torch.autograd.grad(loss, logps)[0], metrics))
+        (a, da, metrics), (b, db, more) = found
+        assert torch.equal(a, b) and torch.equal(da, db) and metrics == more
 
 
 def test_rloo():
@@ -350,7 +406,7 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"beta": 0.1}, "beta is 0.1: the KL term needs ref_per_token_logps"),
+        ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
         ({"entropy_coef": 0.1}, "need entropies"),
         ({"top_entropy_quantile": 0.2}, "need entropies"),
         ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),

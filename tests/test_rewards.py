@@ -1,29 +1,38 @@
 """Rewards: what earns, what does not, and what a policy that looks for loopholes gets."""
 
+import re
+import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minivlmrl.generate import Completion
 from minivlmrl.rewards import (
     REWARDS,
     accuracy,
     format,
-    get,
+    get_reward,
     normalize,
     required_columns,
-    reward,
+    reward_columns,
     score,
-    soft_overlong_punishment,
 )
+from minivlmrl.rows import Prompt, Row
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    """Whatever a test registers is gone after it."""
-    monkeypatch.setattr("minivlmrl.rewards.REWARDS", dict(REWARDS))
+def own(tmp_path):
+    """Write the source of a reward into a file; returns what a recipe calls it."""
+
+    def write(source):
+        (tmp_path / "own.py").write_text(textwrap.dedent(source), encoding="utf-8")
+        return f"{tmp_path / 'own.py'}:{re.search('def ([a-z_]+)', source)[1]}"
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -159,7 +168,7 @@ def test_normalize_docstring_example():
     assert normalize("<answer> Green  square.</answer>") == "green square"
 
 
-def test_a_full_stop_may_stand_alone():
+def test_a_full_stop_may_have_a_space_before_it():
     assert normalize("green square .") == "green square"
 
 
@@ -173,9 +182,15 @@ def test_rewards_judge_each_completion_by_its_own_row():
 
 
 def test_an_unknown_reward_is_named_with_the_known_ones():
-    for ask in (lambda: get("acuracy"), lambda: score(["acuracy"], [GOOD], {}), lambda: required_columns(["acuracy"])):
-        with pytest.raises(ValueError, match=r"unknown reward 'acuracy'; registered are: .*accuracy, .*format"):
-            ask()
+    asks = (get_reward, lambda name: score([name], [GOOD], {}), lambda name: required_columns([name]))
+    for ask in asks:
+        with pytest.raises(ValueError, match=r"^unknown reward 'acuracy'; there are: acc_0_5, accuracy, .*format"):
+            ask("acuracy")
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_reward_of_the_table_is_there(name):
+    assert callable(get_reward(name))
 
 
 def test_a_missing_column_is_named():
@@ -185,53 +200,89 @@ def test_a_missing_column_is_named():
         score(["accuracy"], [GOOD], {"problem": ["?"], "level": [1]})
 
 
+# rewards of one's own
+
+
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 0.0, 1.0]])
-def test_another_number_of_values_is_refused(registry, values):
-    @reward
-    def counted(completions, **columns):
-        return values
-
-    with pytest.raises(ValueError, match=f"reward counted returned {len(values)} values for 2 completions"):
-        score(["counted"], ["a", "b"], {})
+def test_another_number_of_values_is_refused(own, values):
+    name = own(f"def counted(completions, **columns): return {values}")
+    with pytest.raises(ValueError, match=f"reward .*:counted returned {len(values)} values for 2 completions"):
+        score([name], ["a", "b"], {})
 
 
-def test_a_reward_written_for_trl_works(registry):
+def test_a_reward_written_for_trl_works(own):
     """From TRL's documentation, but for the plain text of the completions."""
+    name = own(
+        """
+        def reward_num_unique_chars(completions, **kwargs):
+            return [len(set(completion)) for completion in completions]
+        """
+    )
+    assert score([name], ["aab", "xyz"], {"solution": ["", ""]}).tolist() == [[2.0], [3.0]]
+    assert required_columns([name]) == []
 
-    @reward
-    def reward_num_unique_chars(completions, **kwargs):
-        return [len(set(completion)) for completion in completions]
 
-    assert score(["reward_num_unique_chars"], ["aab", "xyz"], {"solution": ["", ""]}).tolist() == [[2.0], [3.0]]
-    assert required_columns(["reward_num_unique_chars"]) == []
-
-
-def test_a_trl_reward_with_a_column_asks_for_it(registry):
-    @reward
-    def right_level(completions, ground_truth, tolerance=0, **kwargs):
-        return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
-
-    assert required_columns(["right_level", "accuracy", "format"]) == ["ground_truth", "solution"]
-    rewards = score(["right_level"], ["ab", "abcd"], {"ground_truth": [2, 2]})
+def test_a_trl_reward_with_a_column_asks_for_it(own):
+    name = own(
+        """
+        def right_level(completions, ground_truth, tolerance=0, **kwargs):
+            return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
+        """
+    )
+    assert required_columns([name, "accuracy", "format"]) == ["ground_truth", "solution"]
+    rewards = score([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert rewards[0].item() == 1
     assert rewards[1].isnan().item()
+    with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
+        score([name], ["ab"], {"prompts": [[]]})
 
 
-def test_a_keyword_only_column_is_asked_for(registry):
-    @reward
-    def strict(completions, *, ground_truth, **kwargs):
-        return [0.0 for _ in completions]
-
-    assert required_columns(["strict"]) == ["ground_truth"]
+def test_a_keyword_only_column_is_asked_for(own):
+    assert required_columns([own("def strict(completions, *, ground_truth, **kwargs): ...")]) == ["ground_truth"]
 
 
-# the docstring says that a reward written for TRL works
-def test_a_trl_reward_that_names_prompts_works(registry):
-    @reward
-    def longer_than_prompt(prompts, completions, **kwargs):
-        return [float(len(c) > len(p)) for p, c in zip(prompts, completions, strict=True)]
+def test_any_reward_may_read_the_given_columns(own):
+    name = own(
+        """
+        def brevity(prompts, completions, completion_ids, reward_model_scores, **columns):
+            return [s / len(ids) for s, ids in zip(reward_model_scores, completion_ids, strict=True)]
+        """
+    )
+    assert required_columns([name]) == []
+    columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
+    assert score([name], ["a"], columns).tolist() == [[1.5]]
 
-    assert required_columns(["longer_than_prompt"]) == []
+
+def test_a_reward_of_a_package_by_its_module():
+    assert get_reward("minivlmrl.rewards:accuracy") is accuracy
+    assert score(["minivlmrl.rewards:format", "format"], [GOOD], {}).tolist() == [[1.0, 1.0]]
+
+
+def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
+    """The file is run once, so a reward may load something large at its top."""
+    name = own(
+        """
+        def counted(completions, **columns):
+            return format(completions)
+
+        from minivlmrl.rewards import format
+        """
+    )
+    assert get_reward(name) is get_reward(name) and score([name], [GOOD, ""], {}).tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("nowhere.py:brevity", "FileNotFoundError"),
+        ("no_such_package.rewards:brevity", "ModuleNotFoundError"),
+        ("minivlmrl.rewards:brevity", "AttributeError"),
+        (f"{__file__}:brevity", "KeyError"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
+    with pytest.raises(ValueError, match=rf"^reward .*:brevity: there is no such function \({why}\(.*\)$"):
+        required_columns([name])
 
 
 # the reward model's numbers come with the completions; nothing is asked of the rows
@@ -241,22 +292,15 @@ def test_the_reward_model_says_what_it_was_given():
     assert score(["reward_model", "format"], [GOOD, ""], columns).tolist() == [[0.5, 1.0], [-30.0, 0.0]]
 
 
-def test_any_reward_may_read_the_given_columns(registry):
-    @reward
-    def brevity(prompts, completions, completion_ids, reward_model_scores, **columns):
-        return [s / len(ids) for s, ids in zip(reward_model_scores, completion_ids, strict=True)]
-
-    assert required_columns(["brevity"]) == []
-    columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
-    assert score(["brevity"], ["a"], columns).tolist() == [[1.5]]
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1), (120, -1)]
-)
-def test_overlong_punishment_docstring_example(length, expected):
-    assert soft_overlong_punishment(length, 100, 20) == pytest.approx(expected)
-
-
-def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
-    assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
+def test_each_value_of_a_row_is_there_once_per_completion():
+    """Two rows of two completions; a column that only one row has is None for the other."""
+    rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
+    one = torch.zeros(0, 1176), torch.zeros(0, 3, dtype=torch.long)
+    prompts = [Prompt(torch.tensor([1]), *one), Prompt(torch.tensor([2]), *one)]
+    completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
+    columns = reward_columns(
+        rows, prompts, completions, SimpleNamespace(image_processor=SimpleNamespace(patch_size=14))
+    )
+    assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
+    assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
+    assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]

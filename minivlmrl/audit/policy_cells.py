@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl import advantages, losses
-from minivlmrl.algorithms import baselines, family, policy_losses
+from minivlmrl.algorithms import baselines, grpo_family, policy_losses
 from minivlmrl.audit.compare import Cell, Result, loss_cell
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -309,7 +309,7 @@ def sampler_correction() -> Iterator[Cell]:
 
 def overlong() -> Iterator[Cell]:
     def ours(*arguments: int) -> Result:
-        return {"reward": torch.tensor([family.soft_overlong_punishment(*arguments)], dtype=torch.float64)}
+        return {"reward": torch.tensor([grpo_family.soft_overlong_punishment(*arguments)], dtype=torch.float64)}
 
     for length, cache in product((70, 80, 81, 90, 100, 101), (0, 20)):
         arguments, name = (length, 100, cache), f"{length} of 100 tokens, cache {cache}"

@@ -10,12 +10,7 @@ MIN_FRAMES, MAX_FRAMES = 4, 768
 
 
 def sample_indices(
-    total_frames: int,
-    video_fps: float,
-    *,
-    video_start: float | None = None,
-    video_end: float | None = None,
-    **sampling: float | None,
+    total_frames: int, video_fps: float, *, video_start=None, video_end=None, **sampling: float | None
 ) -> tuple[list[int], float]:
     """Choose the frames that the model sees: evenly spread, the first and the last among them.
 
@@ -23,8 +18,7 @@ def sample_indices(
 
     Args:
         total_frames, video_fps: of the file.
-        video_start, video_end: see frame_range.
-        sampling: see smart_nframes.
+        video_start, video_end, sampling: see frame_range and smart_nframes.
     Returns:
         numbers of the frames; how many of them a second holds.
     Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
@@ -60,13 +54,7 @@ def frame_range(
 
 
 def smart_nframes(
-    total_frames: int,
-    video_fps: float,
-    *,
-    fps: float | None = None,
-    nframes: int | None = None,
-    min_frames: int | None = None,
-    max_frames: int | None = None,
+    total_frames: int, video_fps: float, *, fps=None, nframes=None, min_frames=None, max_frames=None
 ) -> int:
     """Choose how many frames to take, an even number.
 

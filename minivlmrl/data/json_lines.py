@@ -1,9 +1,8 @@
 """A line of a JSON lines file -> Row: its prompt, answers, columns and what its images and videos are.
 
-A row has a prompt, as needed answers (`completion` for sft, `chosen` and `rejected` for preferences, `completion` and
-`label` for kto), `image` or `images` (a path, relative to the file, a list of paths, or what media.read_media knows
-besides), `video` or `videos`, `solution` (for the accuracy reward), and any other columns that rewards ask for. Prompt
-and answers have one of the forms of conversations.read_conversation:
+A row has a prompt and answers in one of the forms of conversations.read_conversation (`completion` for sft, `chosen`
+and `rejected` for preferences, `completion` and `label` for kto), `image` or `images` (a path, relative to the file, a
+list of paths, or what else media.read_media knows), `video` or `videos`, and columns that rewards ask for:
 
     {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
     {"image": "cat.jpg", "prompt": [{"role": "user", "content": "How many?"}], "chosen": "Two.", "rejected": "One."}

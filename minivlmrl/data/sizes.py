@@ -13,7 +13,7 @@ from minivlmrl.image import ImageProcessor
 BOUNDS = ("min_pixels", "max_pixels")
 IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
 VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
-SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see video.load_video
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see data/frames.py
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
@@ -44,17 +44,10 @@ def check_options(options: dict[str, int | None], known: Collection[str]) -> dic
         if name not in known:
             raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
     given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        check_area(name, value)
+    _check_positive(given)
     if ("resized_height" in given) != ("resized_width" in given):
         raise ValueError("resized_height and resized_width belong together: give both or neither")
     return given
-
-
-def check_area(name: str, value: int):
-    """Raise ValueError for what is no whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name} {value!r}: need a whole number above 0")
 
 
 def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collection[str] = BOUNDS):
@@ -65,8 +58,7 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         factor: side of a decoder token, in pixels.
         given: which of the bounds the image asks for itself; another is a default, and the error says so.
     """
-    for name, value in zip(BOUNDS, (min_pixels, max_pixels), strict=True):
-        check_area(name, value)
+    _check_positive({"min_pixels": min_pixels, "max_pixels": max_pixels})
     if min_pixels > max_pixels:
         names = [name if name in given else f"the default {name}" for name in BOUNDS]
         cure = "".join(f"; give {name} too" for name in BOUNDS if name not in given)
@@ -75,3 +67,9 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         raise ValueError(f"max_pixels {max_pixels} is less than one token, {factor} x {factor} pixels")
     if min_pixels > MAX_IMAGE_PIXELS:
         raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")
+
+
+def _check_positive(options: dict[str, int]):
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"{name} {value!r}: need a whole number above 0")

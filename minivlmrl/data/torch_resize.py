@@ -1,11 +1,9 @@
 """Images resized by torch's kernel, for comparing with a server that uses transformers' torchvision processor.
 
-`resize: pil`, the default, is Pillow's bicubic filter: to the bit what transformers without torchvision and
-qwen-vl-utils make with the same Pillow, so what the checkpoints were trained with. `resize: torch` is torch's uint8
-kernel: to the bit what transformers' torchvision ("fast") processor makes. They differ by at most two grey levels, on
-about 1 % of the values. There is one exception: where the height shrinks more than the width, Pillow 13 (not 12)
-resizes the height first, and rounds in between; then up to a third of the values of a soft picture differ by one or
-two, and noise by up to 25.
+`resize: pil`, the default, is Pillow's bicubic filter: what transformers without torchvision and qwen-vl-utils make, so
+what the checkpoints were trained with. `resize: torch` gives to the bit what transformers' torchvision processor makes.
+They differ by at most two grey levels, on about 1 % of the values; but where the height shrinks more than the width,
+Pillow 13 rounds between its passes in another order, and then noise differs by up to 25.
 """
 
 from collections.abc import Iterable
@@ -25,13 +23,11 @@ def resize_frames(
     Returns:
         the frames (T, height, width, 3) uint8; the normalised levels (3, 256) float32, rounded as there.
     """
-    resized = np.stack([_resize(frame, height, width) for frame in frames])
+    resized = []
+    for frame in frames:
+        # uint8 in and out: the kernel rounds between its two passes, so resizing in float32 would give other values
+        pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
+        pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
+        resized.append(pixels[0].permute(1, 2, 0).numpy())
     scale = np.float32(1 / (1 / 255))  # transformers' way to write 255, folded into mean and std
-    return resized, (np.arange(256, dtype=np.float32) - mean * scale) / (std * scale)
-
-
-def _resize(frame: PIL.Image.Image, height: int, width: int) -> np.ndarray:
-    # uint8 in and out: the kernel rounds between its two passes, so resizing in float32 would give other values
-    pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-    pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
-    return pixels[0].permute(1, 2, 0).numpy()
+    return np.stack(resized), (np.arange(256, dtype=np.float32) - mean * scale) / (std * scale)

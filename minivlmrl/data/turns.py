@@ -19,17 +19,17 @@ def check_message(number: int, message: dict):
 
     A message that calls tools may do without content.
     """
-    role, inside = (message.get("role"), content_parts(message)) if isinstance(message, dict) else (None, None)
-    if inside is None and role is not None and message.get("tool_calls"):
-        inside = []
+    role = inside = None
+    if isinstance(message, dict):
+        role, inside = message.get("role"), content_parts(message)
+        inside = [] if inside is None and message.get("tool_calls") else inside
     if not isinstance(role, str) or not isinstance(inside, list):
         raise ValueError(f"message {number} needs a role, and content that is text or a list of parts: {message!r:.80}")
     for part in inside:
         if part_kind(part) is None:
             shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(
-                f"message {number} has a part of type {shown!r}; text, image and video are supported: {part!r:.80}"
-            )
+            supported = "text, image and video are supported"
+            raise ValueError(f"message {number} has a part of type {shown!r}; {supported}: {part!r:.80}")
 
 
 def check_completion(turns: list[dict]):
@@ -44,8 +44,6 @@ def check_ends(turns: list[dict]):
     if not roles or {roles[0], roles[-1]} != {"assistant"}:
         raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
     for kind in (part_kind(part) for turn in turns for part in content_parts(turn) or ()):
-        if kind in ("image", "video"):
-            raise ValueError(
-                f"there is {'an' if kind == 'image' else 'a'} {kind} in or after the assistant's first "
-                f"turn; {kind}s belong into the prompt"
-            )
+        if kind != "text":
+            one = f"an {kind}" if kind == "image" else f"a {kind}"
+            raise ValueError(f"there is {one} in or after the assistant's first turn; {kind}s belong into the prompt")

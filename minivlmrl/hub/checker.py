@@ -1,13 +1,10 @@
 """One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says what is valid."""
 
-import ast
 import contextlib
 import dataclasses
 import inspect
-import io
 import operator
-import textwrap
-import tokenize
+import re
 import types
 import typing
 from typing import Annotated, Any, Literal
@@ -21,7 +18,7 @@ COMPARISONS = {  # bound in an Annotated -> the comparison, and how an error say
 
 
 class InvalidValueError(ValueError):
-    """A field has a value that it must not have. `build` adds the file and the section in front."""
+    """A field has a value that it must not have; `build` puts the file and the section before it."""
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
@@ -67,32 +64,20 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
         raise ValueError(f"{where}: {prefix}{error}") from None
     try:
         return cls(**found)
-    except ValueError as error:  # what a __post_init__ refuses; a file of the book raises a plain ValueError
+    except ValueError as error:  # what a __post_init__ refuses
         raise ValueError(f"{where}: {prefix}{error}") from None
 
 
-def check(instance):
-    """Check the fields of a dataclass that code has made, in its `__post_init__`; ints become floats where asked."""
-    hints = typing.get_type_hints(type(instance), include_extras=True)
-    for field in dataclasses.fields(instance):
-        if not dataclasses.is_dataclass(hints[field.name]):
-            value = _read(hints[field.name], getattr(instance, field.name), field.name, json=True)
-            setattr(instance, field.name, value)
-
-
 def help_of(cls) -> dict[str, str]:
-    """Field -> the comment behind it in the source of a dataclass, its bases included; "" where there is none."""
+    """Field -> the comment after it in the source of a dataclass, its bases included; "" where there is none."""
     comments = {}
-    for part in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(part):
-            continue
-        source = textwrap.dedent(inspect.getsource(part))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-        for node in ast.parse(source).body[0].body:
-            if isinstance(node, ast.AnnAssign):
-                lines = range(node.lineno, node.end_lineno + 1)
-                comments[node.target.id] = " ".join(by_line[line] for line in lines if line in by_line)
+    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        fields, _, _ = inspect.getsource(part).partition("\n    def ")
+        for line in fields.splitlines():
+            if field := re.match(r"    (\w+): ", line):
+                name, comments[field[1]] = field[1], ""
+            if comments and "  # " in line:
+                comments[name] = f"{comments[name]} {line.partition('  # ')[2]}".strip()
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
 
 

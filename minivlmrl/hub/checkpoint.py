@@ -1,5 +1,6 @@
 """A Hugging Face folder <-> a model and its processor, by the names that both share."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
+INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -171,13 +173,32 @@ def random_model(
     ids = {name: tokenizer.special_tokens[token] for name, token in family.control_tokens.items()}
     config = ModelConfig.from_dict(values | ids, str(config_file))
     model = family.model(config)
-    model.initialize(torch.Generator().manual_seed(seed))
+    initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
     bounds = {"min_pixels": min_pixels or (vision.patch_size * vision.spatial_merge_size) ** 2}
     if max_pixels:
         bounds["max_pixels"] = max_pixels
     images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, **bounds)
     return model, Processor(tokenizer, checked(images, "data"), family.template)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, generator: torch.Generator):
+    """Draw random weights, for training from scratch.
+
+    Every matrix keeps the variance of its input, N(0, 1/fan_in); projections that write into the residual stream are
+    scaled by 1/sqrt(2 * depth), so that the sum over blocks does not grow. Embeddings have a standard deviation of
+    0.02, norms are 1, biases 0.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            parameter.normal_(0, 0.02, generator=generator)
+        elif parameter.dim() > 1:
+            blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
+            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0
+            parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:

@@ -22,16 +22,6 @@ SAME_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "
 
 
 @dataclass
-class Size:
-    """`size` of the file: areas in pixels, under either pair of names."""
-
-    shortest_edge: Count = None
-    longest_edge: Count = None
-    min_pixels: Count = None
-    max_pixels: Count = None
-
-
-@dataclass
 class Settings:
     """The file. Settings that change pixels and of which we have one value allow that value alone; null is missing."""
 
@@ -69,10 +59,11 @@ def read_image_processor(
         ValueError: a field has the wrong type or a value that is not supported (named).
     """
     settings = build(Settings, content, where, json=True)
-    given = {name: value for name, value in (settings.size or {}).items() if value is not None}
-    size = build(Size, given, where, "size.")
-    least = (min_pixels, settings.min_pixels, size.shortest_edge, size.min_pixels, 56 * 56)
-    most = (max_pixels, settings.max_pixels, size.longest_edge, size.max_pixels, 28 * 28 * 1280)
+    size = {name: value for name, value in (settings.size or {}).items() if value is not None}
+    if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
+        raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge, areas in pixels")
+    least = (min_pixels, settings.min_pixels, size.get("shortest_edge"), size.get("min_pixels"), 56 * 56)
+    most = (max_pixels, settings.max_pixels, size.get("longest_edge"), size.get("max_pixels"), 28 * 28 * 1280)
     bounds = [next(value for value in values if value is not None) for values in (least, most)]
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
     resize = RESIZE_OF_TYPE.get(settings.image_processor_type, "pil")
@@ -91,18 +82,14 @@ def checked(processor: ImageProcessor, where: str) -> ImageProcessor:
 def write_image_processor(processor: ImageProcessor) -> dict:
     """The content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
-    fixed = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+    same = {name: getattr(processor, name) for name in SAME_NAMES}
     return {
         "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
-        **dict.fromkeys(fixed, True),
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
         "rescale_factor": 1 / 255,
         "resample": 3,
-        "image_mean": list(processor.image_mean),
-        "image_std": list(processor.image_std),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in same.items()},
         "min_pixels": least,
         "max_pixels": most,
         "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
-        "patch_size": processor.patch_size,
-        "temporal_patch_size": processor.temporal_patch_size,
-        "merge_size": processor.merge_size,
     }

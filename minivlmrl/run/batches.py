@@ -119,24 +119,24 @@ class Batches:
     draws depend on, "seed/stage/draw/position", and its index in the dataset: any number of ranks does the same.
 
     Args:
-        prompts_per_step: over all ranks.
-        stage: its name.
+        algorithm: knows prompts_per_step (over all ranks), the steps of a draw, its stage, the seed and the ranks.
         draws: so many were made before a resume.
     Raises:
         ValueError: there are no rows, or the ranks cannot share prompts_per_step equally.
     """
 
-    def __init__(self, dataset: Dataset, prompts_per_step: int, world, seed: int, stage: str, steps: int = 1, draws=0):
-        if prompts_per_step % world.size:
-            low = prompts_per_step // world.size * world.size
+    def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
+        size, seed, world = algorithm.config.prompts_per_step, algorithm.run.seed, algorithm.world
+        if size % world.size:
+            low = size // world.size * world.size
             near = " or ".join(str(number) for number in (low, low + world.size) if number)
             raise ValueError(
-                f"{stage}.prompts_per_step is {prompts_per_step}, which {world.size} ranks cannot share equally: "
-                f"take {near}"
+                f"{algorithm.stage}.prompts_per_step is {size}, which {world.size} ranks cannot share equally: take "
+                f"{near}"
             )
         self.dataset, self.world, self.draws = dataset, world, draws
-        self.key, self.size, self.steps = f"{seed}/{stage}", prompts_per_step, steps
-        self.numbers = shuffled(len(dataset), self.size * steps, seed, draws * self.size * steps)
+        self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
+        self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
 
     def __iter__(self) -> Iterator[list[Row]]:
         return self

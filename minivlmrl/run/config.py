@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import yaml
 
 from minivlmrl.algorithms.dpo import DPOConfig
-from minivlmrl.algorithms.family import FamilyConfig
+from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reference import ReferenceConfig

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 
 @dataclass
@@ -134,6 +136,16 @@ def shutdown():
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while another still works can abort
         dist.destroy_process_group()
+
+
+def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
+    """Call main as one rank of a run, from beginning to end of its process; torchrun shows the first failure."""
+    try:
+        exit_code = record(after_the_cause()(main))(arguments)
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    exit_rank(exit_code)
 
 
 def exit_rank(code: int = 0):

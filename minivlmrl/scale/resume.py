@@ -51,6 +51,15 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
     logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl and timings.jsonl so far
 
+    def begin_stage(self, number: int):
+        """The stage of this number is next."""
+        self.stage, self.step, self.draws = number, 0, 0
+
+    def advance(self, stage: str, draws: int, seconds: float):
+        """One more optimizer step of a stage is done."""
+        self.step, self.steps, self.draws = self.step + 1, self.steps + 1, draws
+        self.seconds[stage] = seconds
+
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name the weights and moments; they are no copies, and DTensors where the model is sharded.

@@ -22,14 +22,22 @@ class StopSignals:
     def __init__(self, world: World):
         self.world = world
         self.first: float | None = None  # when the first signal came
+        self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
 
     def __enter__(self) -> "StopSignals":
         self.before = {number: signal.signal(number, self.note) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, _type, error, _traceback) -> bool:
+        """Swallow Preempted, after its message is printed."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if not isinstance(error, Preempted):
+            return False
+        self.exit_code = PREEMPTED
+        if self.world.is_main:
+            print(error, flush=True)
+        return True
 
     def note(self, number: int, _frame):
         """Handle a signal."""

@@ -1,10 +1,10 @@
-"""The embedded task with boxes: where in a small picture is the object that the prompt names? Nothing is downloaded.
+"""The task with boxes: where in a small picture is the object that the prompt names?
 
 A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
 Objects are snapped to 7 pixels and a box is four numbers 0..8 in that unit (left, top, right, bottom), each one digit
 and so one token: 1 2 5 6 are the pixels from 7 to 35 across and from 14 to 42 down. As in shapes.py the demonstrations
-for sft are few and often wrong; what the rewards compare with is always right.
+for sft are few and often wrong; the rewards always compare with the truth.
 
 Every tenth box or so is held out, see `is_unseen`: no picture of training has an object there. Rows of the seeds
 "validation" and "test" have all boxes and say in their column `unseen` which are new.
@@ -15,13 +15,14 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
-import PIL.ImageDraw
+import PIL.Image
 
 from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
+from minivlmrl.hub.checker import require
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Row
-from minivlmrl.tasks.shapes import COLORS, SIZE
+from minivlmrl.tasks.shapes import COLORS, SIZE, fill
 from minivlmrl.tasks.table import FRESH_ROWS, Task
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and bottom are the first ones outside
@@ -41,17 +42,16 @@ class Localisation:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
     The columns of a row are `problem`; `solution`, the true box in pixels of the picture [left, top, right, bottom];
-    `answer_extent`, the width and height that the numbers of an answer count to, here (8, 8); and `unseen`.
+    `answer_extent`, the width and height of the picture in the units of an answer, here (8, 8); and `unseen`.
 
     Args:
         size: number of rows.
         seed: rows of different seeds are drawn independently. Those of EVALUATION_SEEDS have unseen boxes too.
-        objects: least and greatest number of objects in a picture, which do not overlap. Alone, (1, 1), an object is
-            14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
+        objects: least and greatest number of objects in a picture, of different colours, which do not overlap. Alone,
+            (1, 1), an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
         jitter: a demonstrated box has each of its coordinates moved by -jitter, 0 or +jitter pixels; see `jittered`.
         wrong_boxes: share of rows that demonstrate, before jitter, a box drawn at random.
         thinking: what a demonstration thinks: "name" or "position"; see `answer`.
-        distinct_colors: objects of a picture have different colours; False: different names.
         prompt_template, system_prompt: see conversations.conversation.
     Raises:
         ValueError: an argument is out of bounds.
@@ -63,20 +63,15 @@ class Localisation:
     jitter: int = 0
     wrong_boxes: float = 0.0
     thinking: str = "name"
-    distinct_colors: bool = True
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
     def __post_init__(self):
-        low, high = self.objects
-        if not 1 <= low <= high <= MAX_OBJECTS:
-            raise ValueError(f"objects is {self.objects}, it must be [low, high] between 1 and {MAX_OBJECTS}")
-        if self.jitter < 0 or self.jitter % UNIT:
-            raise ValueError(f"jitter is {self.jitter} pixels, it must be 0 or a multiple of {UNIT}")
-        if not 0 <= self.wrong_boxes <= 1:
-            raise ValueError(f"wrong_boxes is {self.wrong_boxes}, it must be in [0, 1]")
-        if self.thinking not in THINKING:
-            raise ValueError(f"thinking is {self.thinking!r}, it must be one of {THINKING}")
+        fits = 1 <= self.objects[0] <= self.objects[1] <= MAX_OBJECTS
+        require(fits, "objects", self.objects, f"[low, high] between 1 and {MAX_OBJECTS}")
+        require(self.jitter >= 0 and self.jitter % UNIT == 0, "jitter", self.jitter, f"0 or a multiple of {UNIT}")
+        require(0 <= self.wrong_boxes <= 1, "wrong_boxes", self.wrong_boxes, "in [0, 1]")
+        require(self.thinking in THINKING, "thinking", self.thinking, f"one of {THINKING}")
 
     def __len__(self) -> int:
         return self.size
@@ -89,18 +84,16 @@ class Localisation:
         # its own generator: pictures and true boxes are those of a row without noise
         shown = self._demonstrated(box, random.Random(f"localisation/{self.seed}/{index}/noise"))
         messages = conversation(problem(name), {"image": 1}, self.prompt_template, self.system_prompt)
-        columns = {
-            "problem": problem(name), "solution": pixels(box), "answer_extent": (GRID, GRID), "unseen": is_unseen(box),
-        }  # fmt: skip
+        columns = {"problem": problem(name), "solution": pixels(box)}
+        columns |= {"answer_extent": (GRID, GRID), "unseen": is_unseen(box)}
         return Row(messages, [image], columns, answer(name, shown, self.thinking))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
         """Names and boxes; the first is the one that the prompt names."""
         count = rng.randint(*self.objects)
-        names = rng.sample(NAMES, count)
-        if self.distinct_colors:
-            names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
-        sizes = [self._size(rng) for _ in range(count)]  # before places: how well they fit does not choose them
+        rng.sample(NAMES, count)  # unused, but the pictures of published runs were drawn after it
+        names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
+        sizes = [self._size(rng) for _ in range(count)]  # first: how well they fit must not choose them
         while True:
             boxes = [placed(size, rng) for size in sizes]
             held_out = self.seed not in EVALUATION_SEEDS and any(is_unseen(box) for box in boxes)
@@ -186,17 +179,8 @@ def jittered(box: Box, units: int, rng: random.Random) -> Box:
 def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
     """Objects that fill their boxes on a light background of random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
-    pen = PIL.ImageDraw.Draw(image)
     for name, box in objects:
-        color, shape = name.split()
-        left, top, right, bottom = pixels(box)
-        right, bottom = right - 1, bottom - 1  # PIL's last pixel is inside
-        if shape == "circle":
-            pen.ellipse((left, top, right, bottom), fill=COLORS[color])
-        elif shape == "square":
-            pen.rectangle((left, top, right, bottom), fill=COLORS[color])
-        else:
-            pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+        fill(image, *name.split(), pixels(box))
     return image
 
 
@@ -234,12 +218,8 @@ def tokenizer() -> Tokenizer:
 
 def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     """Training rows by what an algorithm needs, and held-out rows; see table.Task."""
-    same = {
-        "objects": tuple(data.objects),
-        "thinking": data.thinking,
-        "prompt_template": data.prompt_template,
-        "system_prompt": data.system_prompt,
-    }
+    same = {name: getattr(data, name) for name in ("thinking", "prompt_template", "system_prompt")}
+    same["objects"] = tuple(data.objects)
     noise = {"jitter": data.jitter, "wrong_boxes": data.wrong_demonstrations}
     training = {
         "demonstrations": Localisation(data.demonstrations, f"{seed}/sft", **noise, **same),

@@ -7,6 +7,7 @@ task. The rest is left to reinforcement learning: its reward is always right.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import PIL.ImageDraw
@@ -18,9 +19,13 @@ from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import FRESH_ROWS, Task
 
 COLORS = {
-    "red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210),
-    "yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35),
-}  # fmt: skip
+    "red": (220, 50, 47),
+    "green": (60, 160, 60),
+    "blue": (50, 90, 210),
+    "yellow": (225, 190, 20),
+    "purple": (140, 60, 170),
+    "black": (35, 35, 35),
+}
 SHAPES = ("square", "triangle")
 LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
@@ -111,13 +116,20 @@ def draw(label: str, rng: random.Random) -> PIL.Image.Image:
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     side = rng.randint(*OBJECT_SIZES)
     left, top = rng.randint(0, SIZE - side), rng.randint(0, SIZE - side)
-    right, bottom = left + side - 1, top + side - 1
+    fill(image, color, shape, (left, top, left + side, top + side))
+    return image
+
+
+def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
+    """Draw an object that fills a box in pixels."""
+    left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1  # PIL's last pixel is inside
     pen = PIL.ImageDraw.Draw(image)
-    if shape == "square":
+    if shape == "circle":
+        pen.ellipse((left, top, right, bottom), fill=COLORS[color])
+    elif shape == "square":
         pen.rectangle((left, top, right, bottom), fill=COLORS[color])
     else:
         pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
-    return image
 
 
 def tokenizer() -> Tokenizer:

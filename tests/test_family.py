@@ -1,0 +1,50 @@
+"""The record of a model family answers what hub, plan and sharding ask."""
+
+import dataclasses
+
+import pytest
+
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.hub.family import FAMILIES, family_of
+from minivlmrl.hub.model_config import VisionConfig
+from minivlmrl.tasks import shapes
+
+import tiny
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_blocks_of_a_model_are_its_towers_and_nothing_twice(model_type):
+    model = tiny.model(model_type=model_type)
+    family = family_of(model)
+    assert family is FAMILIES[model_type] and isinstance(model, family.model)
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = [names[id(block)] for block in family.blocks(model)]
+    assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_towers_have_fields_of_vision_config_and_survive_the_names_of_the_hub(model_type):
+    family = FAMILIES[model_type]
+    config = tiny.config(model_type=model_type).vision_config
+    assert family.tower.keys() <= {field.name for field in dataclasses.fields(VisionConfig)}
+    assert {name: getattr(config, name) for name in family.tower} == family.tower
+    ours = {name: value for name, value in dataclasses.asdict(config).items() if name not in family.tower}
+    stored = family.write_vision(ours)
+    found = family.read_vision(stored, "config.json")
+    assert {name: found[name] for name in ours} == ours
+
+
+def test_qwen2_vl_has_other_names_on_the_hub():
+    read = FAMILIES["qwen2_vl"].read_vision
+    found = read({"embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4, "depth": 32}, "config.json")
+    assert (found["hidden_size"], found["intermediate_size"], found["out_hidden_size"]) == (1280, 5120, 1536)
+    with pytest.raises(ValueError, match=r"config.json: vision_config.embed_dim is 1.5, it must be of type int"):
+        read({"embed_dim": 1.5}, "config.json")
+
+
+def test_control_tokens_are_fields_of_the_config():
+    """A random model takes their ids from the tokenizer."""
+    tokenizer = shapes.tokenizer()
+    model, _ = random_model("recipes/shapes_model.json", tokenizer, seed=0)
+    for name, token in family_of(model).control_tokens.items():
+        assert getattr(model.config, name) == tokenizer.special_tokens[token]
