@@ -36,13 +36,12 @@ from torch import Tensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import generate
+from minivlmrl.generate import SamplingConfig, generate
 from minivlmrl.hub.checkpoint import initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import grpo_loss
+from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import SamplingConfig
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HUB_3B = {  # Qwen/Qwen2.5-VL-3B-Instruct
@@ -196,7 +195,7 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
         rows = range(start, min(start + at_once, G))
         logps.append(way(model, case, rows))
         advantages, mask = case.advantages[rows.start : rows.stop], torch.ones(len(rows), C, device=CARD)
-        grpo_loss(logps[-1], advantages, mask, num_sequences=G, num_tokens=G * C)[0].backward()
+        grpo_loss(logps[-1], advantages, mask, counts=Counts(G, G * C))[0].backward()
     return torch.cat(logps).detach()
 
 
@@ -221,7 +220,8 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
     """Time every phase and way, print the table."""
     G, C = len(case.completions), len(case.completions[0])
     every, optimizer = range(G), torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
-    sampling, generator = SamplingConfig(max_new_tokens=C), torch.Generator(CARD).manual_seed(0)
+    sampling = SamplingConfig(max_new_tokens=C)
+    torch.manual_seed(0)
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": C, "min_new_tokens": C, "num_return_sequences": G}
 
     def step(way, model, at_once):
@@ -230,7 +230,7 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
         optimizer.zero_grad()
 
     def rollout():
-        (group,) = generate(ours, [case.prompt], G, sampling, (), generator)
+        (group,) = generate(ours, [case.prompt], G, sampling, ())
         assert {len(completion.ids) for completion in group} == {C}
 
     def rollout_of_transformers():

@@ -37,12 +37,14 @@ from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.grpo import GRPO
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rewards import reward
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run.config import GRPOConfig, RunConfig, SamplingConfig
+from minivlmrl.run.batches import Batches
+from minivlmrl.run.config import GRPOSection, RunConfig
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
+from minivlmrl.train import optimizer_step
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 CHAT_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja"
@@ -54,7 +56,6 @@ WARMUP = 2  # steps of each side that are not counted
 TOLERANCE = 1e-4  # nats
 
 
-@reward
 def distinct_characters(completions: list[str], **columns) -> list[float]:
     """Cheap, and different for the random texts of a random model."""
     return [float(len(set(completion))) for completion in completions]
@@ -76,17 +77,14 @@ class ImageOnlyProcessor(Qwen2_5_VLProcessor):
 class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
-    def __init__(self, algorithm: GRPO):
-        self.algorithm, self.steps = algorithm, algorithm.batches()
-        self.optimizer = build_optimizer(algorithm.model, algorithm.config)
+    def __init__(self, algorithm: GRPO, rows: list[Row]):
+        batches = Batches(rows, len(rows), algorithm.world, 0, "grpo")
+        self.algorithm, self.steps, self.done = algorithm, algorithm.steps(batches), 0
+        self.optimizer = build_optimizer(algorithm.trained, algorithm.config)
 
     def step(self):
-        for batch in next(self.steps).batches:
-            loss, _ = self.algorithm.loss(batch)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.algorithm.model.parameters(), self.algorithm.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer_step(self.algorithm, next(self.steps), self.optimizer, self.done)
+        self.done += 1
 
 
 class TakeTurns(transformers.TrainerCallback):
@@ -163,13 +161,14 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 
 def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row]) -> Ours:
-    grpo = GRPOConfig(
+    grpo = GRPOSection(
         prompts_per_step=len(rows), micro_batch_size=len(rows), num_generations=NUM_GENERATIONS, loss_type="grpo",
-        beta=BETA, learning_rate=LEARNING_RATE, adam_beta2=ADAM_BETA2,
+        beta=BETA, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=ADAM_BETA2,
     )  # fmt: skip
-    run = RunConfig(sampling=SamplingConfig(max_new_tokens=NEW_TOKENS), rewards={"distinct_characters": 1.0}, grpo=grpo)
+    rewards = {"__main__:distinct_characters": 1.0}
+    run = RunConfig(sampling=SamplingOptions(max_new_tokens=NEW_TOKENS), rewards=rewards, grpo=grpo)
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPO(run, model, endless, rows, World(0, 1, torch.device("cpu"))))
+    return Ours(GRPO(run, model, endless, World(0, 1, torch.device("cpu"))), rows)
 
 
 def trl_side(folder: Path, rows: list[Row], steps: int, callback: TakeTurns) -> trl.GRPOTrainer:

@@ -4,8 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+
+from minivlmrl.run.config import load_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,10 +113,13 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
 
-    from minivlmrl.losses import LOSS_TYPES
+    from minivlmrl.run.config import GRPOSection
+    from minivlmrl.train import ALGORITHMS
 
+    [choices] = [get_args(hint) for name, hint in get_type_hints(GRPOSection).items() if name == "loss_type"]
     named = " ".join([entry.recipe + " " + " ".join(entry.overrides) for entry in PLAN])
-    assert all(loss_type in named or loss_type == "grpo" for loss_type in LOSS_TYPES)
-    assert {"shapes.yaml", "shapes_ppo.yaml", "shapes_dpo.yaml", "shapes_mpo.yaml", "shapes_reward_model.yaml"} == {
-        entry.recipe for entry in PLAN
-    }
+    assert len(choices) >= 9 and all(loss_type in named or loss_type == "grpo" for loss_type in choices)
+    recipes = {entry.recipe for entry in PLAN}
+    stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stages}
+    assert stages == {name for name in ALGORITHMS if " " not in name}
+    assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes
