@@ -57,6 +57,7 @@ PLAN = [
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
+    Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
 ]
