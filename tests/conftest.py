@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
-from stages import folder, lively, stage  # noqa: F401 (fixtures)
+from stages import folder, lively, samples, script, stage  # noqa: F401 (fixtures)
 
 DESELECTED = []
 

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from minivlmrl import rewards, train
+from minivlmrl.grpo import GRPO
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import Batches
@@ -14,7 +15,7 @@ from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.tasks.shapes import LabelledShapes, Shapes
 
 from tiny import RUN_MODEL
 
@@ -75,7 +76,8 @@ class Stage:
         self.model.to(dtype)
         self.algorithm = algorithm(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
-        rows = Shapes(8, "rows") if rows is None else rows
+        if rows is None:
+            rows = LabelledShapes(Shapes(8, "rows")) if stage == "kto" else Shapes(8, "rows")
         steps = self.algorithm.steps_per_rollout
         self.batches = Batches(rows, self.config.prompts_per_step, world, config.seed, stage, steps)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config)
@@ -104,6 +106,57 @@ class Stage:
 @pytest.fixture
 def stage(folder, lively):
     return lambda *arguments, **options: Stage(folder, *arguments, **options)
+
+
+@pytest.fixture
+def samples(monkeypatch):
+    """All rollouts that are drawn, as they come."""
+    seen, original = [], GRPO.roll_out
+    monkeypatch.setattr(GRPO, "roll_out", lambda *a: seen.append(original(*a)) or seen[-1])
+    return seen
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """script(list or number, ...): what `letters` says of each rollout; a number is for all of its completions."""
+
+    def script(*values):
+        left, original = list(values), rewards.get_reward
+
+        def reward(completions, **columns):
+            values = left.pop(0)
+            return values if isinstance(values, list) else [values] * len(completions)
+
+        monkeypatch.setattr(rewards, "get_reward", lambda name: reward if name == "letters" else original(name))
+        return left
+
+    return script
+
+
+def earned(algorithm, rollout):
+    """What `letters` says of a rollout's completions, (n,)."""
+    return torch.tensor(letters([algorithm.processor.decode(c.ids) for c in drawn(rollout)]))
+
+
+def drawn(rollout):
+    """A rollout's completions, in order."""
+    return [completion for group in rollout.completions for completion in group]
+
+
+class Second(World):
+    """The second of two ranks, alone: sums of the first one are the same as its own, its rewards are all 9."""
+
+    def sum(self, *values):
+        return [2 * value for value in values]
+
+    def all_gather(self, tensor):
+        return torch.cat([torch.full_like(tensor, 9), tensor])
+
+    def gather_objects(self, value):
+        return [value, value]
+
+
+SECOND = Second(1, 2, torch.device("cpu"))
 
 
 class Rows(list):

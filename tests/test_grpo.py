@@ -1,0 +1,182 @@
+"""GRPO step by step on a tiny model: what is drawn, stored, shared and counted; the loss is held in test_losses.py."""
+
+import pytest
+import torch
+
+from minivlmrl import grpo as grpo_file
+from minivlmrl import train
+
+from stages import SECOND, STAGES, Stage, drawn, earned
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What grpo_loss is given, call by call."""
+    calls, original = [], grpo_file.grpo_loss
+
+    def spy(logps, advantages, mask, options, **given):
+        calls.append({"logps": logps, "advantages": advantages, "mask": mask, "options": options, **given})
+        return original(logps, advantages, mask, options, **given)
+
+    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
+    return calls
+
+
+# rollouts that are trained on more than once
+
+
+def test_stored_log_probabilities(stage, asked, samples):
+    """2 iterations over rollouts of 2 steps: in the first of 4 steps the ratio is exactly 1, later it is not."""
+    run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
+    ends, lines = [], []
+    for _ in range(8):
+        run.next()
+        ends.append(run.step.ends_rollout)
+        lines.append(run.update())
+    assert len(samples) == 2
+    assert [len(rollout.prompts) for rollout in samples] == [8, 8]
+    assert ends == [False, False, False, True] * 2
+    assert len(asked) == 16  # two micro-batches a step
+    ratio_is_one = [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked]
+    assert ratio_is_one == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
+    for first, again in zip(asked[:4], asked[4:8], strict=True):  # the second iteration meets the same micro-batches
+        assert first["old_per_token_logps"] is again["old_per_token_logps"]
+        assert first["advantages"] is again["advantages"]
+        assert not torch.equal(first["logps"], again["logps"])
+    assert ["rollout/logp_mismatch" in line for line in lines] == [True, False, False, False] * 2
+
+
+@pytest.mark.parametrize(("name", "stale"), [("num_iterations", 2), ("steps_per_generation", 2)])
+def test_either_option_makes_the_policy_older_than_its_rollout(stage, asked, name, stale):
+    stage("grpo", f"--grpo.{name}={stale}", "--grpo.micro_batch_size=4", dtype=torch.float32).go(4)
+    assert [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked] == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_a_rollout_that_is_used_once_needs_none(stage, asked, samples):
+    stage("grpo").go(3)
+    assert len(samples) == 3
+    assert all(call["old_per_token_logps"] is call["ref_per_token_logps"] is None for call in asked)
+
+
+def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
+    run = stage("grpo", "--grpo.steps_per_generation=2", "--grpo.micro_batch_size=4")
+    both = [run.next()[0] for _ in range(2)]
+    lengths = [[len(c.ids) for group in samples[0].completions[i : i + 4] for c in group] for i in (0, 4)]
+    assert [batch.group.layout.row_lengths for batch in both] == lengths
+    assert [(b.counts.sequences, b.counts.tokens) for b in both] == [(12, sum(own)) for own in lengths]
+    assert [b.counts.max_completion_length for b in both] == [6, 6]
+
+
+# what a step is made of
+
+
+def test_a_step_is_its_rows_in_order(stage, samples):
+    """Completions, what the sampler said of them, advantages and the mask, cut into micro-batches of two prompts."""
+    run = stage("grpo", "--grpo.scale_rewards=none")
+    first, second = run.next()
+    completions = drawn(samples[0])
+    ids = torch.cat([batch.group.completion_ids for batch in (first, second)])
+    assert torch.equal(ids, torch.cat([c.ids for c in completions]))
+    assert (first.rows, second.rows) == (slice(0, 6), slice(6, 12))
+    rewards = earned(run.algorithm, samples[0]).view(4, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert advantages.abs().max() > 0.1
+    for batch in (first, second):
+        torch.testing.assert_close(batch.advantages, advantages[batch.rows])
+        assert torch.equal(batch.loss_mask, batch.group.completion_mask)
+        for row, mask, completion in zip(batch.sampler_logps, batch.loss_mask, completions[batch.rows], strict=True):
+            assert mask.sum() == len(completion.ids)
+            assert torch.equal(row[mask.bool()], completion.logps)
+        assert batch.weight == batch.loss_mask.sum()
+
+
+def test_the_options_of_the_loss_are_the_recipes(stage, asked):
+    run = stage("grpo", "--grpo.epsilon_high=0.3", "--grpo.beta=0.1", "--grpo.loss_type=dr_grpo")
+    run.go()
+    for call in asked:
+        options = call["options"]
+        assert (options.epsilon_low, options.epsilon_high, options.beta) == (0.2, 0.3, 0.1)
+        assert options.loss_type == "dr_grpo" and call["counts"].max_completion_length == 6
+        torch.testing.assert_close(call["ref_per_token_logps"], call["logps"].detach() * call["mask"])
+
+
+def test_a_completion_that_nothing_can_judge_has_no_advantage(stage, script):
+    script([1.0, None, 0.0] * 4)
+    run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
+    [batch] = run.next()
+    assert batch.advantages.tolist() == [0.5, 0.0, -0.5] * 4
+    assert run.update()["reward"] == 0.5
+
+
+def test_groups_with_equal_rewards_change_nothing(stage, samples, script):
+    script(1.0)
+    [line] = stage("grpo", "--grpo.num_generations=2", "--grpo.scale_rewards=none").go()
+    assert len(samples) == 1
+    assert "num_gen_batches" not in line
+    assert line["frac_reward_zero_std"] == 1 and line["reward_std"] == 0 and line["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_reward_of_wrong_length_is_named(stage, script, name):
+    script([1.0])
+    with pytest.raises(ValueError, match=r"reward letters returned 1 values for \d+ completions"):
+        stage(name).go()
+
+
+def test_a_rank_gives_its_completions_their_own_advantages(stage, samples):
+    run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.prompts_per_step=8", world=SECOND)
+    batches = run.next()
+    rewards = earned(run.algorithm, samples[0]).view(4, 3)
+    expected = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    torch.testing.assert_close(torch.cat([batch.advantages for batch in batches]), expected)
+    assert run.step.metrics["reward"] == pytest.approx((9 + rewards.mean().item()) / 2)
+    lengths = sum(len(c.ids) for c in drawn(samples[0]))
+    assert (batches[0].counts.sequences, batches[0].counts.tokens) == (24, 2 * lengths)
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_sampler_and_trainer_agree_on_log_probabilities(stage, stale):
+    """At any temperature, in float32."""
+    for temperature in (1.0, 0.7):
+        run = stage(
+            "grpo", f"--sampling.temperature={temperature}", f"--grpo.num_iterations={stale}", dtype=torch.float32
+        )
+        lines = [line for line in run.go(3) if "rollout/logp_mismatch" in line]
+        assert len(lines) == {1: 3, 2: 2}[stale]
+        assert all(line["grad_norm"] > 0 and line["rollout/logp_mismatch"] < 1e-5 for line in lines)
+
+
+def test_it_learns_its_reward(stage):
+    run = stage("grpo", "--grpo.num_generations=8", dtype=torch.float32)
+    lines = run.go(30)
+    first, last = (sum(line["reward"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
+    assert last > first + 0.3
+
+
+# what all algorithms have from their base
+
+
+@pytest.mark.parametrize("following", STAGES)
+def test_a_later_stage_trains_everything_again(stage, following):
+    run = stage("dpo", "--dpo.num_shared_layers=2")
+    assert not run.model.model.embed_tokens.weight.requires_grad
+    first = run.algorithm
+    first.run.stages, first.run.dpo.num_shared_layers = [following], 0
+    algorithm = train.find_algorithm(following, first.run)(first.run, run.model, first.processor, first.world)
+    assert all(p.requires_grad for p in run.model.parameters())
+    alone = {name for name, p in algorithm.trained.named_parameters() if not p.requires_grad}
+    assert alone == ({"backbone.lm_head.weight"} if following == "reward_model" else set())
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_frozen_vision_tower_stays(stage, name):
+    run: Stage = stage(name, f"--{name}.freeze_vision_tower=true")
+    frozen = [key for key, p in run.algorithm.trained.named_parameters() if not p.requires_grad]
+    towers = [key for key, _ in run.algorithm.trained.named_parameters() if "visual." in key]
+    assert towers and set(towers) <= set(frozen)
+    before = {key: p.detach().clone() for key, p in run.algorithm.trained.named_parameters()}
+    run.go(2)
+    moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
+    assert moved and not moved & set(frozen)

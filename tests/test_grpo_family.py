@@ -1,0 +1,303 @@
+"""The rest of GRPO's family, step by step on a tiny model: which completions count, and how much."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from minivlmrl import rewards as rewards_file
+from minivlmrl.algorithms import family as family_file
+from minivlmrl.algorithms.family import Family, FamilyConfig, beyond_the_book
+from minivlmrl.grpo import GRPO, GRPOConfig
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Processor
+from minivlmrl.train import find_algorithm
+
+from stages import SECOND, drawn, earned, snapshot
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What policy_loss is given, call by call."""
+    calls, original = [], family_file.policy_loss
+
+    def spy(inputs, advantages, mask, options, counts):
+        inputs.per_token_logps.retain_grad()
+        calls.append((inputs, advantages, mask, options, counts))
+        return original(inputs, advantages, mask, options, counts)
+
+    monkeypatch.setattr(family_file, "policy_loss", spy)
+    return calls
+
+
+# the book's GRPO and this class
+
+BOOK = [
+    [],
+    ["--grpo.loss_type=grpo", "--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.epsilon_high=0.28"],
+    ["--grpo.loss_type=dr_grpo", "--grpo.importance_sampling_level=sequence", "--grpo.steps_per_generation=2"],
+    ["--grpo.beta=0.2", "--grpo.kl_estimator=k1", "--grpo.use_bias_correction_kl=false", "--grpo.scale_rewards=batch"],
+]
+
+
+@pytest.mark.parametrize("options", BOOK, ids=range(len(BOOK)))
+def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkeypatch, options):
+    """The same bits: metrics of four steps and every weight after them."""
+    found = []
+    for algorithm in (GRPO, Family):
+        monkeypatch.setattr("minivlmrl.train.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
+        run = stage("grpo", *options, dtype=torch.float32)
+        assert type(run.algorithm) is algorithm
+        found.append((run.go(4), snapshot(run.model)))
+    (lines, weights), (again, same) = found
+    assert lines == again
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert weights.keys() == same.keys() and all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_a_recipe_with_the_books_options_is_run_by_the_book(stage, loss_type):
+    assert type(stage("grpo", f"--grpo.loss_type={loss_type}", "--grpo.beta=0.1").algorithm) is GRPO
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(FamilyConfig)} - {f.name for f in fields(GRPOConfig)}))
+def test_a_recipe_with_another_option_is_run_by_this_class(name):
+    config = FamilyConfig()
+    assert not beyond_the_book(config)
+    setattr(config, name, 0.7)
+    assert beyond_the_book(config)
+
+
+def test_train_finds_the_class_of_a_recipe(stage):
+    assert type(stage("grpo", "--grpo.loss_type=sapo").algorithm) is Family
+    config = stage("grpo").algorithm.run
+    assert find_algorithm("grpo", config) is GRPO
+    for loss_type in ("bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"):
+        config.grpo.loss_type = loss_type
+        assert find_algorithm("grpo", config) is Family
+    config.grpo.loss_type, config.grpo.importance_sampling_level = "dapo", "sequence_token"
+    assert find_algorithm("grpo", config) is Family
+
+
+# dynamic sampling
+
+PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
+LIVE, DEAD = [1.0, 0.0], [0.5, 0.5]
+
+
+def ids_of(batches):
+    return torch.cat([batch.group.completion_ids for batch in batches])
+
+
+def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
+    left = script(DEAD + LIVE + DEAD + DEAD, LIVE + DEAD + LIVE + DEAD, LIVE * 4, [9.0] * 8)
+    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=5")
+    batches = run.next()
+    assert len(samples) == 3 and left == [[9.0] * 8]
+    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # rollout and group, as they came; what is left over is dropped
+    assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
+    assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
+    line = run.update()
+    assert line["num_gen_batches"] == 3
+    assert line["frac_reward_zero_std"] == 0
+    assert line["reward"] == 0.5
+    assert line["rollout/logp_mismatch"] < 1e-5  # completions are still with their own prompts
+
+
+def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, script):
+    script(DEAD * 4, DEAD + LIVE + DEAD * 2, DEAD * 4, 9.0)
+    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3")
+    batches = run.next()
+    assert len(samples) == 3
+    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the one that teaches, then the first of the others
+    assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
+    line = run.update()
+    assert line["num_gen_batches"] == 3
+    assert line["frac_reward_zero_std"] == 0.75
+
+
+def test_a_rollout_that_teaches_is_not_sampled_anew(stage, samples, script):
+    script(LIVE * 4, LIVE * 4)
+    lines = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3").go(2)
+    assert len(samples) == 2 and [line["num_gen_batches"] for line in lines] == [1, 1]
+
+
+def test_groups_that_are_kept_are_dealt_to_the_steps_of_a_rollout(stage, samples, script):
+    """8 prompts in two steps; the second draw replaces what was dead in either."""
+    script(LIVE * 3 + DEAD + LIVE * 3 + DEAD, LIVE * 8)
+    run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3", "--grpo.steps_per_generation=2")
+    first, second = run.next(), run.next()
+    kept = [[(0, 0), (0, 1), (0, 2), (0, 4)], [(0, 5), (0, 6), (1, 0), (1, 1)]]
+    for batches, groups in zip((first, second), kept, strict=True):
+        ids = torch.cat([c.ids for i, group in groups for c in samples[i].completions[group]])
+        assert torch.equal(ids_of(batches), ids)
+
+
+# overlong completions
+
+
+def test_overlong_completions_are_punished(stage, samples):
+    """max_new_tokens 6 and a cache of 4: free up to 2 tokens, then -1/4 for each one more."""
+    run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
+    [batch] = run.next()
+    lengths = torch.tensor([len(c.ids) for c in drawn(samples[0])])
+    assert len(set(lengths.tolist())) > 3
+    plain = earned(run.algorithm, samples[0])
+    rewards = plain - (lengths - 2).clamp(min=0) / 4
+    expected = (rewards.view(4, 3) - rewards.view(4, 3).mean(1, keepdim=True)).flatten()
+    torch.testing.assert_close(batch.advantages, expected)
+    line = run.update()
+    assert line["reward"] == pytest.approx(rewards.mean().item())
+    assert line["rewards/letters"] == pytest.approx(plain.mean().item())
+
+
+def test_a_group_whose_lengths_are_punished_differently_teaches(stage, script):
+    script(*[0.5] * 9)
+    run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.prompts_per_step=8", "--grpo.num_generations=2")
+    rollout = run.algorithm.roll_out(run.batches)
+    lengths = [{max(len(c.ids), 2) for c in group} for group in rollout.completions]  # 2 tokens and fewer are free
+    teaches = [group[-1] for group in run.algorithm.all_groups(rollout)]
+    assert teaches == [len(own) > 1 for own in lengths]
+    assert 0 < sum(teaches) < 8
+
+
+def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
+    """Their sums are equal, and still GDPO has something to learn."""
+    values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
+
+    def get_reward(name):
+        return lambda completions, **_: values[name] * (len(completions) // 2)
+
+    monkeypatch.setattr(rewards_file, "get_reward", get_reward)
+    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
+    for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
+        run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
+        rollout = run.algorithm.roll_out(run.batches)
+        assert sum(group[-1] for group in run.algorithm.all_groups(rollout)) == teaching
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
+def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
+    run = stage(
+        "grpo", "--grpo.mask_truncated_completions=true", f"--grpo.loss_type={loss_type}", "--grpo.beta=0.1",
+        "--grpo.micro_batch_size=4", "--grpo.entropy_coef=0.1",
+    )  # fmt: skip
+    run.go(2)
+    for rollout, (inputs, _, mask, _, counts) in zip(samples, asked, strict=True):
+        stopped = torch.tensor([c.stopped for c in drawn(rollout)])
+        assert 0 < stopped.sum() < len(stopped)
+        assert torch.equal(mask.bool().any(1), stopped)
+        grad = inputs.per_token_logps.grad
+        assert not grad[~stopped].any()
+        assert (grad[stopped].abs().sum(1) > 0).any()
+        assert counts.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
+        assert counts.sequences == 12
+        assert inputs.num_entropy_tokens == counts.tokens
+
+
+def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
+    monkeypatch.setattr(Processor, "stop_token_ids", (300,))
+    run = stage("grpo", "--grpo.mask_truncated_completions=true", "--grpo.top_entropy_quantile=0.5")
+    before = snapshot(run.model)
+    [line] = run.go()
+    assert line["completions/clipped_ratio"] == 1 and line["grad_norm"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in run.model.named_parameters())
+
+
+# advantages and corrections
+
+
+def test_rloo_by_hand(stage, samples, asked):
+    """Rewards are clipped, then lose beta times the completion's k1 KL, then meet the mean of the others."""
+    run = stage(
+        "grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.reward_clip_range=[0.2, 0.6]",
+        "--grpo.micro_batch_size=4",
+    )  # fmt: skip
+    run.go(2)
+    [batch] = run.next()
+    with torch.no_grad():
+        logps, ref = (
+            batch.group.split(per_token_logps(model, batch.group)[0])
+            for model in (run.model, run.algorithm.reference.model)
+        )
+    kl = torch.stack([(a - b).sum() for a, b in zip(logps, ref, strict=True)])
+    assert kl.abs().min() > 1e-3
+    plain = earned(run.algorithm, samples[-1])
+    assert plain.min() < 0.2 and plain.max() > 0.6
+    rewards = (plain.clamp(0.2, 0.6) - 0.2 * kl).view(4, 3)
+    others = (rewards.sum(1, keepdim=True) - rewards) / 2
+    plainly = batch.advantages
+    torch.testing.assert_close(plainly.double(), (rewards - others).flatten().double(), rtol=1e-6, atol=1e-6)
+    line = run.update()
+    assert asked[-1][3].beta == 0 and "kl" not in line
+    assert line["reward"] == pytest.approx(plain.mean().item())
+    run.config.normalize_advantages = True
+    run.algorithm.compute_advantages(samples[-1], [[batch]])
+    expected = (plainly - plainly.mean()) / (plainly.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
+    """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
+    run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_max=1.5",
+                "--grpo.micro_batch_size=4")  # fmt: skip
+    original = run.algorithm.roll_out
+
+    def drift(batches):
+        rollout = original(batches)
+        for c in drawn(rollout):
+            c.logps = c.logps + (c.ids % 5 - 2) / 2
+        return rollout
+
+    monkeypatch.setattr(run.algorithm, "roll_out", drift)
+    run.go()
+    [(inputs, _, mask, _, _)] = asked
+    said = torch.cat([c.logps for c in drawn(samples[0])])
+    real = mask.bool()
+    expected = (inputs.per_token_logps.detach()[real] - said).exp().clamp(max=1.5)
+    torch.testing.assert_close(inputs.importance_sampling_ratio[real], expected, rtol=1e-9, atol=1e-9)
+    assert (inputs.importance_sampling_ratio[~real] == 1).all()
+    assert torch.equal(inputs.sampling_per_token_logps[real], said)
+
+
+def test_shuffled_rewards_are_the_same_ones_elsewhere(stage, samples):
+    run = stage("grpo", "--grpo.shuffle_rewards=true", "--grpo.micro_batch_size=4", "--grpo.loss_type=rloo",
+                "--grpo.num_generations=2")  # fmt: skip
+    [batch] = run.next()
+    rewards = earned(run.algorithm, samples[0]).view(4, 2)
+    plain = (rewards - rewards.flip(1)).flatten()
+    assert not torch.allclose(batch.advantages, plain)
+    assert run.update()["reward"] == pytest.approx(rewards.mean().item())
+
+
+def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
+    """By the entropies of the policy that sampled."""
+    options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
+    run, thresholds = stage("grpo", *options), []
+    for _ in range(2):
+        batches = run.next()
+        entropies = torch.cat([batch.old_entropies[batch.loss_mask.bool()] for batch in batches])
+        threshold = torch.quantile(entropies, 0.7).item()
+        for batch in batches:
+            assert batch.entropy_threshold == pytest.approx(threshold, rel=1e-6)
+            assert batch.num_entropy_tokens == (entropies > threshold - 1e-6).sum() < len(entropies) / 2
+        thresholds.append(threshold)
+    assert thresholds[0] != thresholds[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--grpo.soft_punish_cache=4"],
+        ["--grpo.loss_type=rloo", "--grpo.beta=0.1"],
+        ["--grpo.multi_objective_aggregation=normalize_then_sum"],
+    ],
+)
+def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, options):
+    """With groups of their own, what the first rank's 9s say changes no sign here; see test_grpo.py for the numbers."""
+    run = stage("grpo", *options, "--grpo.prompts_per_step=8", world=SECOND)
+    batches = run.next()
+    advantages = torch.cat([batch.advantages for batch in batches]).view(4, 3)
+    assert len(samples[0].rows) == 4 and advantages.abs().max() > 0
+    torch.testing.assert_close(advantages.sum(1), torch.zeros(4), rtol=0, atol=1e-5, check_dtype=False)
+    assert run.step.metrics["rewards/letters"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)

@@ -1,0 +1,79 @@
+"""The reward of a reward model: its numbers, and what it is asked for. In whole runs: test_reward_model.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl import rewards
+from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
+from minivlmrl.reward_functions import reward_model_scores as file
+from minivlmrl.reward_functions.reward_model_scores import RewardModelScores, check_reward_model, reward_model
+
+from stages import ONE, drawn, main
+
+JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
+
+
+@pytest.fixture(scope="module")
+def judge(folder, tmp_path_factory):
+    """The folder of a reward model that was trained for three steps."""
+    tmp_path = tmp_path_factory.mktemp("judge")
+    main(folder, tmp_path, "run", "--stages=reward_model", "--data.eval_rows=1", "--rewards={format: 1}")
+    return tmp_path / "run" / "reward_model"
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("batch_size", [16, 3])
+def test_each_completion_gets_the_number_after_its_last_token(stage, samples, judge, monkeypatch, name, batch_size):
+    monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
+    run = stage(name, JUDGED, f"--reward_model.path={judge}", dtype=torch.float32)
+    run.next()
+    [rollout], model = samples, load_value_model(judge)
+    with torch.no_grad():
+        numbers = [
+            model.at_end(pack_to_end([prompt], [[c.ids]], model.backbone.config, "cpu")).item()
+            for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
+            for c in group
+        ]
+    assert torch.tensor(numbers).std() > 0
+    torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
+    line = run.update()
+    assert line["rewards/reward_model"] == pytest.approx(sum(numbers) / len(drawn(rollout)), rel=1e-4)
+    mean = sum(numbers) / len(numbers) + 0.5 * line["rewards/letters"]
+    assert line["reward"] == pytest.approx(mean, rel=1e-4)
+
+
+def test_it_is_a_reward_with_the_scores_as_a_column():
+    assert rewards.get_reward("reward_model") is reward_model
+    assert reward_model(["a", "b"], [0.5, -2.0], solution=["a", "b"]) == [0.5, -2.0]
+    assert rewards.required_columns(["reward_model"]) == []  # a row need not have it
+
+
+def test_it_takes_the_dtype_of_the_policy(stage, judge):
+    run = stage("grpo", JUDGED, f"--reward_model.path={judge}", dtype=torch.float64)
+    assert {p.dtype for p in run.algorithm.reward_model.model.parameters()} == {torch.float64}
+
+
+def test_by_default_it_is_the_one_of_this_run(stage, judge):
+    run = stage("sft").algorithm
+    run.run.output_dir = str(judge.parent)
+    scores = RewardModelScores(run.run, run.policy, ONE)
+    expected = load_value_model(judge, torch.float64)
+    weights = dict(scores.model.named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in expected.named_parameters())
+
+
+def test_it_must_be_there_before_its_stage_begins(judge):
+    def run(stages, path=None):
+        return SimpleNamespace(stages=stages, reward_model=SimpleNamespace(path=path))
+
+    check_reward_model(run(["grpo"], judge), "grpo")
+    check_reward_model(run(["reward_model", "sft", "grpo"]), "grpo")
+    for stages in (["grpo"], ["grpo", "reward_model"]):
+        with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for grpo; set reward_"):
+            check_reward_model(run(stages), "grpo")
+    with pytest.raises(ValueError, match="/gone: no such folder; a reward model or critic is a folder with score"):
+        check_reward_model(run(["grpo"], "/gone"), "grpo")
+    with pytest.raises(ValueError, match="this model has no score head"):
+        check_reward_model(run(["grpo"], judge.parent / "checkpoint"), "grpo")
