@@ -13,7 +13,7 @@ SAPO, ...) is in algorithms/policy_losses.py.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class PolicyLoss:
             bound = f"at least epsilon_low ({self.epsilon_low})"
             raise ValueError(f"epsilon_high is {self.epsilon_high}, it must be {bound}")
         for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
-            known = get_args(self.__dataclass_fields__[name].type)  # of the Literal
+            known = get_args(get_type_hints(type(self))[name])  # of the Literal
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; known are {', '.join(known)}")
 

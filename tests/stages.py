@@ -78,8 +78,7 @@ class Stage:
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
         if rows is None:
             rows = LabelledShapes(Shapes(8, "rows")) if stage == "kto" else Shapes(8, "rows")
-        steps = self.algorithm.steps_per_rollout
-        self.batches = Batches(rows, self.config.prompts_per_step, world, config.seed, stage, steps)
+        self.batches = Batches(rows, self.algorithm)
         self.optimizer = build_optimizer(self.algorithm.trained, self.config)
         self.algorithm.begin(self.batches, held_out)
         self.work = self.algorithm.steps(self.batches)
