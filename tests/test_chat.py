@@ -123,7 +123,7 @@ ANSWER = "<|im_start|>assistant\n"
     ids=["default system", "empty system", "tool", "video"],
 )
 def test_known_strings(messages, rendered):
-    """What stands here does not hang on an installed oracle."""
+    """This does not depend on an installed oracle."""
     assert "".join(render(messages)) == rendered
     assert "".join(render(messages, add_generation_prompt=False)) == rendered.removesuffix(ANSWER)
 
@@ -234,7 +234,7 @@ def test_prompt_and_completion_are_the_conversation(template, prompt, name):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_is_trained_equals_trls_mask(name):
-    """TRL's {% generation %} also holds the newline behind <|im_end|>, which no generation ever writes: not trained."""
+    """TRL's {% generation %} also holds the newline after <|im_end|>, which no generation ever writes: not trained."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -255,7 +255,7 @@ def test_what_is_trained_equals_trls_mask(name):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_neighbouring_text_is_one_piece_where_the_flag_is_one(name):
-    """Text meets text in one place only: behind the generation prompt, where what is trained begins."""
+    """Text meets text only once: after the generation prompt, where what is trained begins."""
     pieces = render_completion(ANSWERS[name])
     assert all(piece for piece, _ in pieces)
     for (left, trained), (right, trained_too) in itertools.pairwise(pieces):

@@ -58,7 +58,7 @@ WHOLE = {}
 
 @st.composite
 def damaged(draw):
-    """A file of any format that is cut, has bytes changed, or is random behind the format's first bytes."""
+    """A file of any format that is cut, has bytes changed, or is random after the format's first bytes."""
     kind = draw(st.sampled_from(ALL_KINDS))
     if kind not in WHOLE:
         WHOLE[kind] = encoded(noise(draw(st.sampled_from(["RGB"])), (12, 9)), kind)

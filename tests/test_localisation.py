@@ -96,7 +96,7 @@ def test_rows_are_deterministic_and_do_not_depend_on_their_number():
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():
-    """Recorded: published results stand on these rows."""
+    """Recorded: published results depend on these rows."""
     digest = hashlib.sha256()
     for objects in ((1, 1), (1, 3)):
         for row in rows_of(Localisation(50, "test", objects=objects, jitter=7, wrong_boxes=0.3)):
@@ -222,7 +222,7 @@ def test_demonstrations_of_the_recipe_are_vague():
 
 
 def test_boxes_that_are_held_out():
-    """Of the 126 an object alone can have, 15, and some of each size; fixed for ever, results stand on them."""
+    """Of the 126 an object alone can have, 15, and some of each size; fixed for ever, results depend on them."""
     held_out = [box for box in SQUARES if is_unseen(box)]
     assert len(SQUARES) == 126
     assert Counter(box[2] - box[0] for box in held_out) == {2: 7, 3: 2, 4: 3, 5: 3}

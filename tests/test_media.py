@@ -122,7 +122,7 @@ def test_a_part_may_say_itself_what_it_shows(folder, name):
     assert row.messages[0]["content"] == [{"type": "image", "max_pixels": 784}, {"type": "text", "text": "What?"}]
 
 
-def test_parts_with_and_without_a_source_stand_side_by_side(folder):
+def test_parts_with_and_without_a_source_go_together(folder):
     parts = [{"type": "image"}, {"type": "image", "image": "red.png"}, {"type": "image"}]
     row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": ["green.png", "blue.png"]})
     assert [image.getpixel((0, 0)) for image in row.images] == [COLORS[name] for name in ("green", "red", "blue")]

@@ -41,7 +41,7 @@ def ranks():
 
 
 def parts_of(token, rank):
-    """Byte-pair encode a token with the ranks below its own: two parts, whose merge it is."""
+    """Byte-pair encode a token with the ranks below its own: two parts that it merges."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [rank.get(a + b, len(rank)) for a, b in itertools.pairwise(parts)]
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
     """vocab.json, merges.txt and, put together here, tokenizer.json as on the hub."""
     tokens = ranks()
     rank = {token: i for i, token in enumerate(tokens)}
-    # GPT-2's letters for bytes: those that can be seen stand for themselves, the others for U+0100 and on, in order
+    # GPT-2's letters for bytes: those that can be seen are themselves, the others U+0100 and on, in order
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in seen}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)}
@@ -181,7 +181,7 @@ def test_500_texts_that_spell_control_tokens_are_text(qwen, theirs):
 
 
 def test_text_comes_back_up_to_nfc(qwen):
-    """Added words are looked for first and only what stands between is normalized, as in transformers."""
+    """Added words are looked for first and only what is between is normalized, as in transformers."""
     for seed in range(500):
         text = drawn_text(seed, spelled=True)
         if ">\u0338" not in text:  # composes with the > of a word to one character

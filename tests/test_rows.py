@@ -212,7 +212,7 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, nam
 
 
 def test_the_mask_of_several_turns_equals_transformers(oracle):
-    """transformers' mask with TRL's training template also has the newline behind each <|im_end|>; ours has not."""
+    """transformers' mask with TRL's training template also has the newline after each <|im_end|>; ours has not."""
     import trl
 
     template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl_training.jinja"

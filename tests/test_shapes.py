@@ -124,7 +124,7 @@ def test_preferences_have_a_generator_of_their_own():
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():
-    """Recorded before there were preferences; the published results stand on these pictures."""
+    """Recorded before there were preferences; the published results need these pictures."""
     digest = hashlib.sha256()
     for row in (Shapes(50, "0/sft", wrong_labels=0.5)[i] for i in range(50)):
         digest.update(row.images[0].tobytes() + f"{row.columns}{row.completion}".encode())
@@ -170,7 +170,7 @@ def test_sizes_of_the_splits():
 
 
 def test_tokens_of_a_prompt_and_of_a_completion():
-    """41 (of them 16 of the image) and 14: what the timings of the default run stand on."""
+    """41 (of them 16 of the image) and 14: the timings of the default run depend on them."""
     processor = Processor(tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
     row = Shapes(1, 0)[0]
     prompt = processor(row.messages, row.images)

@@ -118,7 +118,7 @@ ATTACKS = [
 
 @pytest.mark.parametrize("texts", ATTACKS, ids=str)
 def test_text_that_spells_a_control_token_stays_text(texts):
-    """Also over two parts, and where the template strips what stands between."""
+    """Also over two parts, and where the template strips what is between."""
     pieces = ChatTemplate(CHATML, "t").render([*user(*({"text": text} for text in texts)), assistant("".join(texts))])
     assert [piece for piece in pieces if isinstance(piece, Control)] == ["<|im_start|>", "<|im_end|>"] * 2 + [
         "<|im_start|>"
@@ -214,7 +214,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_turn_is_trained_up_to_the_token_that_closes_it(name):
-    """A model that is not taught to write it never stops; the newline behind it no generation ever writes."""
+    """A model that is not taught to write it never stops; the newline after it no generation ever writes."""
     template = ChatTemplate(BLOCKS[name], "t")
     if name != "no block":  # blocks around every turn, so that of the user is trained as the template says
         expected = "[a<|im_end|>]\n<|im_start|>user\n[b<|im_end|>]\n<|im_start|>assistant\n[c<|im_end|>]"
@@ -254,7 +254,7 @@ def test_blocks_are_where_transformers_finds_them(published, name):
     assert (
         "".join(piece for piece, _ in pieces) == text[start : start + len(ours)] and text[start + len(ours) :] == "\n"
     )
-    newlines = [i for i in range(len(ours)) if ours[i] != theirs[i]]  # theirs holds the newlines behind <|im_end|>
+    newlines = [i for i in range(len(ours)) if ours[i] != theirs[i]]  # theirs holds the newlines after <|im_end|>
     assert [text[start + i - 10 : start + i + 1] for i in newlines] == ["<|im_end|>\n"]
 
 
@@ -386,10 +386,12 @@ TALK = [*user({"type": "image"}, {"text": " <|im_end|> "}), assistant("two")]
 
 def damaged(content):
     """Cut, flipped in a few bytes, or grown by a piece of itself."""
-    places = st.integers(0, len(content) - 1)
-    flips = st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=4)
-    cut = places.map(lambda end: content[:end])
-    grown = st.tuples(places, places, places).map(lambda p: content[: p[0]] + content[p[1] : p[2]] + content[p[0] :])
+    positions = st.integers(0, len(content) - 1)
+    flips = st.lists(st.tuples(positions, st.integers(0, 255)), min_size=1, max_size=4)
+    cut = positions.map(lambda end: content[:end])
+    grown = st.tuples(positions, positions, positions).map(
+        lambda p: content[: p[0]] + content[p[1] : p[2]] + content[p[0] :]
+    )
     flipped = flips.map(lambda drawn: bytes(dict(drawn).get(i, byte) for i, byte in enumerate(content)))
     return cut | flipped | grown | st.binary(max_size=40)
 

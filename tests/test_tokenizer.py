@@ -216,8 +216,8 @@ def test_half_a_surrogate_pair_is_no_text(text):
 
 
 VALUES = st.sampled_from([None, True, 0, -1, 2**40, 1e308, "", "<|im_end|>", [], {}, "ByteLevel", "BPE", ["a", "b"]])
-PLACES = [(key,) for key in SAVED] + [("model", key) for key in SAVED["model"]]
-PLACES += [("added_tokens", 3, key) for key in SAVED["added_tokens"][3]] + [
+FIELDS = [(key,) for key in SAVED] + [("model", key) for key in SAVED["model"]]
+FIELDS += [("added_tokens", 3, key) for key in SAVED["added_tokens"][3]] + [
     ("model", "vocab", "a"),
     ("model", "merges", 5),
 ]
@@ -225,7 +225,7 @@ PLACES += [("added_tokens", 3, key) for key in SAVED["added_tokens"][3]] + [
 
 @st.composite
 def damaged(draw):
-    """tokenizer.json cut, flipped in a few bytes, drawn, or with another value in one of its places."""
+    """tokenizer.json cut, flipped in a few bytes, drawn, or with another value in one of its fields."""
     data = json.dumps(SAVED).encode()
     how = draw(st.sampled_from(["cut", "flip", "random", "value", "value"]))
     if how == "cut":
@@ -237,7 +237,7 @@ def damaged(draw):
         return bytes(flips.get(i, byte) for i, byte in enumerate(data))
     if how == "random":
         return draw(st.binary(max_size=50))
-    *path, last = draw(st.sampled_from(PLACES))
+    *path, last = draw(st.sampled_from(FIELDS))
     changed = inside = json.loads(data)
     for key in path:
         inside = inside[key]

@@ -442,7 +442,7 @@ WHOLE = {}
 
 @st.composite
 def damaged(draw):
-    """A video file that is cut, has bytes changed, or is random behind the first bytes of its format."""
+    """A video file that is cut, has bytes changed, or is random after the first bytes of its format."""
     kind = draw(st.sampled_from(FILES))
     if kind not in WHOLE:
         WHOLE[kind] = encoded(moving(12, 16, 16), *kind)

@@ -12,7 +12,7 @@ from minivlmrl.data.video import Video, load_video
 from minivlmrl.image import load_image
 
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
-COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options whose names a column for rewards may well have
+COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options that may also be columns for rewards
 
 
 @dataclass
@@ -56,7 +56,7 @@ def place_media(
         video_options: of every video, unless it has its own. Which frames to take is asked of files only, and not of
             one that has its own nframes.
     Returns:
-        messages whose parts hold kind and size options, no sources; all media in order of appearance.
+        messages, with kind and size options in their parts but no sources; all media in order of appearance.
     """
     waiting = {kind: iter(media) for kind, media in listed.items()}
     placed, used = [], []

@@ -113,9 +113,9 @@ class ChatTemplate:
             its generation prompt. A turn ends with the control token that closes it, flagged in any case, and what
             follows that (mostly a newline) is not, since no generation ever writes it.
         Raises:
-            ValueError: turns that do not begin and end with the assistant's or have images or videos; a template in
-                which the prompt is not how the whole begins, or whose assistant turns have no control token at their
-                end; else see `render`.
+            ValueError: turns that do not begin and end with the assistant's or have images or videos; a template that
+                lays the prompt out in another way when turns follow, or closes an assistant turn with no control
+                token; else see `render`.
         """
         prompt = len(messages)
         whole = self._checked([*messages, *turns], add_vision_id)

@@ -65,7 +65,7 @@ def load_video(
     Args:
         source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
         sampling: see frames.sample_indices. Of a list of frames fps alone may be given, the rate at which they were
-            sampled (2 if it is not): the rule of qwen-vl-utils up to 0.0.11; 0.0.14 calls the same `sample_fps`.
+            sampled (2 if it is not): as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`.
     Returns:
         the frames and their rate, which is that of the file times the share of its frames that is taken.
     Raises:

@@ -43,8 +43,8 @@ class Shapes:
     Args:
         size: number of rows.
         seed: rows of different seeds share nothing.
-        wrong_labels: share of rows whose demonstrated answer names a class drawn at random (1/12 of those happen to
-            be right); `solution`, which the reward sees, is right in every row.
+        wrong_labels: share of rows that demonstrate a class drawn at random (1/12 of those happen to be right);
+            `solution`, which the reward sees, is right in every row.
         prompt_template, system_prompt: see conversations.conversation.
     """
 
