@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.kernels.dense_attention import dense_attention
+from minivlmrl.kernels.prompt_slots import PromptSlots
 from minivlmrl.kernels.window_attention import gather_rows
 
 # attention(layer_index, q (N, H, D), k (N, K, D), v (N, K, D)) -> (N, H, D), after the rotary
@@ -144,17 +145,7 @@ class DecodeAttention:
         self.bias = pad(zeros, padding_value=float("-inf"))
         self.own = [[x.new_empty(len(owner), K, capacity, D) for x in layer] for layer in keys]
         self.length = 0  # tokens in `own`
-        self.owner = owner
-        self._assign_slots()
-
-    def _assign_slots(self):
-        """Give each row a slot in its prompt's block, so prompts meet their rows in one product."""
-        counts = self.owner.bincount(minlength=len(self.bias))
-        first = counts.cumsum(0) - counts
-        self.slots = int(counts.max())
-        row = torch.arange(len(self.owner), device=self.owner.device)
-        self.slot = self.owner * self.slots + row - first[self.owner]
-        self.full = len(row) == len(counts) * self.slots  # then the slots are the rows in order
+        self.owner, self.slots = owner, PromptSlots(owner, len(lengths))
 
     def keep(self, rows: Tensor):
         """Keep only these rows (indices, ascending), and the prompts that one of them reads."""
@@ -165,7 +156,7 @@ class DecodeAttention:
             self.bias = self.bias[prompts]
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
-        self._assign_slots()
+        self.slots = PromptSlots(self.owner, len(prompts))
 
     def advance(self):
         """Count the new tokens, after all layers."""
@@ -178,21 +169,10 @@ class DecodeAttention:
         own_k, own_v = own_k[:, :, :end], own_v[:, :, :end]  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt[layer_index]  # (B, K, P, D)
         q = (q * D**-0.5).view(R, K, H // K, D)
-        to_prompt = self._to_slots(q) @ prompt_k.mT + self.bias[:, None, None]
-        scores = torch.cat([self._to_rows(to_prompt), q @ own_k.mT], dim=-1)  # (R, K, H/K, P + C)
+        # all rows of a prompt are queries of one product with its keys
+        to_prompt = self.slots.by_prompt(q) @ prompt_k.mT + self.bias[:, None, None]
+        scores = torch.cat([self.slots.by_row(to_prompt), q @ own_k.mT], dim=-1)
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         to_prompt, to_own = weights.split([prompt_k.shape[2], end], dim=-1)
-        out = self._to_rows(self._to_slots(to_prompt) @ prompt_v) + to_own @ own_v
+        out = self.slots.by_row(self.slots.by_prompt(to_prompt) @ prompt_v) + to_own @ own_v
         return out.reshape(R, H, D)
-
-    def _to_slots(self, x: Tensor) -> Tensor:
-        """(R, K, H/K, X) -> (B, K, slots*H/K, X): the rows of a prompt as more queries of it."""
-        if not self.full:
-            empty = x.new_zeros(len(self.bias) * self.slots, *x.shape[1:])
-            x = empty.index_copy_(0, self.slot, x)
-        return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
-
-    def _to_rows(self, x: Tensor) -> Tensor:
-        """(B, K, slots*H/K, X) -> (R, K, H/K, X), the inverse of _to_slots."""
-        x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.full else x[self.slot]

@@ -61,18 +61,10 @@ class TextModel(nn.Module):
         attention: Attention,
         select: Tensor | None = None,
     ) -> Tensor:
-        """Run all layers.
+        """Run all layers on inputs_embeds (N, hidden_size); see Qwen2_5_VL.forward.
 
         After the last attention tokens no longer interact, so the rest of the last layer runs on
         the selected tokens alone.
-
-        Args:
-            inputs_embeds: (N, hidden_size).
-            position_ids: (3, N) int64.
-            attention: called once a layer, see attention.py.
-            select: (S,) indices of the tokens whose hidden states are needed; None: all N.
-        Returns:
-            hidden_states (S, hidden_size) after the final norm.
         """
         cos, sin = text_rotary(position_ids, self.config, inputs_embeds.dtype)
         x = inputs_embeds

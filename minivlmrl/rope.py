@@ -21,10 +21,7 @@ def get_rope_index(
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    A video of 3 steps of 1 x 2 merged tokens, 0.75 s apart, at 2 positions a second:
-        time   0 0 1 1 3 3 | 4       floor(step * 0.75 * 2)
-        height 0 0 0 0 0 0 | 4
-        width  0 1 0 1 0 1 | 4
+    In a video of 3 steps, 0.75 s apart, at 2 positions a second, time is floor(step * 1.5): 0, 1, 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
@@ -34,9 +31,8 @@ def get_rope_index(
         position_ids (3, N) int64.
     Raises:
         ValueError: the placeholders in input_ids are not those that the grids need.
-    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; the
-        same as transformers 4.49 to 4.51 and vLLM. Later versions of transformers differ for
-        videos: they cut fractions of a second or let text resume too early.
+    Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
+        transformers 4.49 to 4.51 and vLLM. Later transformers differ for videos, see docs/exact.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)

@@ -105,7 +105,7 @@ class VisionTransformer(nn.Module):
         """Encode all images and videos of a batch, each pair of frames by itself.
 
         Args:
-            pixel_values: (P, channels * frames * patch * patch), rows in the order of image.py.
+            pixel_values: (P, patch_dim) float32, in the order of image.patchify.
             image_grid_thw: (images and videos, 3): patches in time, height, width.
         Returns:
             (M, out_hidden_size), images and videos in order, merged tokens in raster order.

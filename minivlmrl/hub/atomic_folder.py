@@ -1,4 +1,4 @@
-"""A folder replaced as a whole: whatever happens meanwhile, the old one or the new one is on disk."""
+"""A folder is replaced as a whole: whatever happens meanwhile, the old one or the new one is on disk."""
 
 import os
 import shutil
@@ -13,33 +13,35 @@ from safetensors import SafetensorError
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Give an empty folder to write into, which takes the place of `folder` when the block has ended well.
 
-    At no moment is there less than one whole checkpoint on disk: the new one is written and flushed aside, as
-    NAME.partial; the old one is renamed to NAME.replaced and the new one to NAME; the old one is deleted. If a run is
-    killed between the two renames, find_folder and the next save find the old one under NAME.replaced.
+    At every moment at least one whole checkpoint is on disk: the new one is written and flushed as NAME.partial; the
+    old one is renamed to NAME.replaced and the new one to NAME; the old one is deleted. If a run is killed between the
+    two renames, find_folder and the next save find the old one under NAME.replaced.
 
     Raises:
         ValueError: `folder` holds something else than a checkpoint, which would be lost.
         OSError: the disk is full or broken. The checkpoint that was there before stays.
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
-    aside, replaced = beside(folder, "partial"), beside(folder, "replaced")
-    if folder.exists() and not (folder / "config.json").is_file() and not (folder.is_dir() and _is_empty(folder)):
+    new, replaced = beside(folder, "partial"), beside(folder, "replaced")
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten")
     if replaced.is_dir() and not folder.exists():
         replaced.rename(folder)
     try:
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir(parents=True)
-        yield aside
-        _flush(aside)
+        if new.exists():
+            shutil.rmtree(new)
+        new.mkdir(parents=True)
+        yield new
+        for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
+            flush_file(path)
         if replaced.exists():
             shutil.rmtree(replaced)
         if folder.exists():
             folder.rename(replaced)
-        aside.rename(folder)
+        new.rename(folder)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)  # a full disk does not stay full
+        shutil.rmtree(new, ignore_errors=True)  # a full disk does not stay full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
@@ -50,17 +52,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def beside(folder: Path, suffix: str) -> Path:
+    """Name a folder in the same parent."""
     return folder.with_name(f"{folder.name}.{suffix}")
-
-
-def _is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
-
-
-def _flush(folder: Path):
-    """Wait until a folder and all in it are on disk: a rename must not get there before what it names."""
-    for path in (*folder.rglob("*"), folder):
-        flush_file(path)
 
 
 def flush_file(path: Path):
