@@ -1,4 +1,4 @@
-"""Rows with the answers that they bring along, as micro-batches: what SFT, DPO, KTO and the reward model share.
+"""Micro-batches of rows that come with answers; SFT, DPO, KTO and the reward model share them.
 
 A row is a group: its prompt and images are computed once for all of its answers.
 """
@@ -37,7 +37,7 @@ class PairBatch(MicroBatch):
 
 
 def encode(row: Row, names: Sequence[str], processor: Processor) -> Answers:
-    """Make tensors of a row and of those of its answers: "completion", or "chosen" and "rejected"."""
+    """Turn a row into tensors, with the answers of these names: "completion", or "chosen" and "rejected"."""
     encoded = [processor.encode_completion(row.messages, getattr(row, name)) for name in names]
     return Answers(row.prompt(processor), [ids for ids, _ in encoded], [mask for _, mask in encoded])
 

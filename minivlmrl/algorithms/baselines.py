@@ -1,4 +1,4 @@
-"""Other ways to say what was to be expected of a completion or a token: leave-one-out (RLOO), GDPO, a critic (PPO)."""
+"""Other baselines than the mean of a group: leave-one-out (RLOO), GDPO's normalisation, a critic's values (PPO)."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from minivlmrl.advantages import EPSILON, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise every reward function in its group, then add up: none drowns in another one's larger scale.
+    """Normalise each reward function within its group, then add them: a large scale does not drown a small one.
 
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before they are added.
 
@@ -32,7 +32,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
-        rewards: (n,) float32, groups of num_generations in a row; NaN counts for nobody.
+        rewards: (n,) float32, groups of num_generations in a row; NaN counts in no mean.
         normalize: centre and scale the advantages over the batch.
     Returns:
         (n,) advantages; 0 where the reward is NaN or there is no other one.
@@ -55,7 +55,7 @@ def token_rewards(
     kl_estimator: str = "k1",
     score_index: Tensor | None = None,
 ) -> Tensor:
-    """What each token earns in PPO: minus kl_coef times its KL to the reference, and at the end the score.
+    """Compute each token's reward in PPO: minus kl_coef times its KL to the reference, plus the score at the end.
 
     Args:
         scores: (B,), of whole completions.
@@ -65,8 +65,8 @@ def token_rewards(
         score_index: (B,) int64, the token that earns the score, by default each row's last.
     Returns:
         (B, T).
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which puts the score one place after the last
-        token where the padding leaves one.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which puts the score one position after the
+        last token where the padding has room.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):

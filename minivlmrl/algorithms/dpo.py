@@ -40,8 +40,8 @@ class DPOConfig(DPOLoss):
 class DPO(Algorithm):
     """Both answers are in one group: their prompt and its images are computed once.
 
-    With precompute_ref_log_probs all rows that the stage will meet are scored before its first step, by the policy
-    itself, which then still is the reference: no second model is kept.
+    With precompute_ref_log_probs the policy, which is still equal to the reference, scores all rows of the stage before
+    its first step: no second model is kept.
     """
 
     stage, needs = "dpo", "pairs"
@@ -97,7 +97,7 @@ class DPO(Algorithm):
     def micro_batch(
         self, answers: list[Answers], indices: Sequence[int], counts: Counts | None = None, rows: str = "train"
     ) -> PairBatch:
-        """Pack rows and add what the reference says of them; `rows` is where their indices count."""
+        """Pack rows and add the reference's log-probabilities; `rows` names the dataset of the indices."""
         batch = PairBatch(*pack_answers(answers, self.policy.config, self.world.device), counts)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(batch.group)

@@ -91,8 +91,8 @@ class Family(GRPO):
         self.rounds = 1  # draws of rows that the present rollout took
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
-        """A rollout. With max_num_gen_batches over 1, groups with equal rewards are replaced by groups of further
-        draws of rows (DAPO's dynamic sampling, arXiv 2503.14476), as far as these go."""
+        """Make a rollout. With max_num_gen_batches over 1, groups with equal rewards are replaced by groups of further
+        draws of rows, as long as there are some (DAPO's dynamic sampling, arXiv 2503.14476)."""
         rollout, self.rounds = super().roll_out(batches), 1
         if self.config.max_num_gen_batches == 1:
             return rollout
@@ -124,7 +124,7 @@ class Family(GRPO):
         ]
 
     def shaped(self, rollout: Rollout) -> Tensor:
-        """(n,) rewards of this rank, with what overlong shaping takes for length."""
+        """(n,) rewards of this rank, after overlong shaping."""
         rewards = combine(rollout.rewards, self.reward_weights)
         if self.config.soft_punish_cache:
             limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache

@@ -197,7 +197,7 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
     """Mean entropy of the kept tokens, a share of the step's.
 
-    Without num_entropy_tokens it is this batch's mean, weighted by its share of rows: so TRL does it, and so it depends
+    Without num_entropy_tokens it is this batch's mean, weighted by its share of rows: as TRL does, so it depends
     on how the step is split.
     """
     total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
@@ -225,7 +225,7 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Correct for a sampler with log-probabilities that are not quite the trainer's (other kernels, other precision).
+    """Correct for a sampler whose log-probabilities differ a little from the trainer's (other kernels or precision).
 
     Args:
         old_per_token_logps: (B, T), of the policy that sampled, computed as in training.

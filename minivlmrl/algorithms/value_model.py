@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL that says a number instead of a word: the reward model, or a critic that is a model of its own."""
+"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a critic that is a model of its own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,9 +39,9 @@ class ValueModel(nn.Module):
 def pack_to_end(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config: ModelConfig, device
 ) -> GroupBatch:
-    """pack, such that the run holds the last token of each completion too: what judges a whole answer reads it there.
+    """Pack with the last token of each completion in the run: a whole answer is scored there.
 
-    A run has no room for a token that nothing follows, so each completion gets one more, which then stays outside.
+    The run leaves out the last token of a completion, so each completion gets one more token, which is left out instead.
     """
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
@@ -55,7 +55,7 @@ def value_head(model: nn.Module) -> nn.Linear:
 
 
 def save_head(file: Path, weight: Tensor):
-    """Write a head's weight; through a file aside, so that an earlier one stays whole until then."""
+    """Write a head's weight to a temporary file, then rename it: an interrupted save keeps the earlier one."""
     aside = file.with_suffix(".partial")
     save_file({"score.weight": weight.detach().cpu()}, aside)
     aside.replace(file)
