@@ -85,6 +85,9 @@ def _check(tokenizer: Tokenizer):
     missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if tokenizer.backend.token_to_id(char) is None]
     if missing:
         raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
+    vocabulary = tokenizer.backend.get_vocab()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError("two of its tokens have the same id")
     back = tokenizer.decode(tokenizer.encode(PROBE))
     if back != PROBE:
         raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
