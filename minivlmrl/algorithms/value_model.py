@@ -41,7 +41,7 @@ def pack_to_end(
 ) -> GroupBatch:
     """Pack with the last token of each completion in the run: a whole answer is scored there.
 
-    The run leaves out the last token of a completion, so each completion gets one more token, which is left out instead.
+    The run leaves out the last token of a completion, so each completion gets one more, which is left out instead.
     """
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
