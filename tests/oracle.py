@@ -29,7 +29,7 @@ def their_inputs(prompt):
 
 
 def our_logits(model, rows):
-    """One packed batch of all rows, cut into rows again."""
+    """One packed batch of all rows, split into rows again."""
     batch = pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 

@@ -1,4 +1,4 @@
-"""Replacing a checkpoint: killed at any step or out of disk, the old one or the new one is there, whole."""
+"""A checkpoint is replaced: killed at any step or out of disk, the old or the new one is there, whole."""
 
 import os
 import sys
@@ -20,9 +20,9 @@ FILES = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def save(folder: Path, text: str):
-    with replacing(folder) as aside:
+    with replacing(folder) as new:
         for name in FILES:
-            (aside / name).write_text(text)
+            (new / name).write_text(text)
 
 
 def saved(folder: Path) -> str:
@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_is_said(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert saved(folder) == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]  # what was written aside does not fill the disk
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]  # a half-written one does not fill the disk
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "rename"])
@@ -103,7 +103,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
     def fail(*_):
         raise OSError("I/O error")
 
-    if failing == "rename":  # the new one to its place; the old one has gone aside by then
+    if failing == "rename":  # the new one to its place; the old one is renamed by then
         monkeypatch.setattr(Path, "rename", lambda path, to: fail() if "partial" in path.name else rename(path, to))
     else:
         monkeypatch.setattr(Path if failing == "write" else os, {"write": "write_text"}.get(failing, failing), fail)

@@ -117,7 +117,9 @@ def test_saving_and_loading_is_exact(folder, tmp_path):
     assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "again").iterdir()}
     for file in folder.iterdir():
         before, after = file.read_bytes(), (tmp_path / "again" / file.name).read_bytes()
-        assert before == after or json.loads(before) == json.loads(after), file  # keys of config.json change places
+        assert before == after or json.loads(before) == json.loads(after), (
+            file
+        )  # keys of config.json change their order
 
 
 def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
@@ -148,7 +150,7 @@ def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
     assert not (tmp_path / "saved" / "README.md").exists()
-    # but what the model has learnt with is ours to write
+    # but the settings that it was trained with are ours to write
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
 
 
@@ -162,7 +164,7 @@ def write_template(path, text):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_path, file):
-    """With a control token that only this folder has, and another template in each place that is asked later."""
+    """With a control token that only this folder has, and another template in each file that is read later."""
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     note = tokenizer["added_tokens"][0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
     tokenizer["added_tokens"].append(note)

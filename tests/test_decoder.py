@@ -45,7 +45,7 @@ def test_logits_equal_transformers(pair):
 
 
 def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair):
-    """Its own positions of videos are wrong in 5.23, see rope.get_rope_index; ours stand in test_rope.py."""
+    """Its own positions of videos are wrong in 5.23, see rope.get_rope_index; ours are held in test_rope.py."""
     theirs, ours = pair
     for row in prompts(3, VIDEO_ROWS):
         positions = rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config, row.second_per_grid_ts)

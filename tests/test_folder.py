@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
-    """What huggingface_hub leaves behind when it has downloaded some files of the main branch."""
+    """What huggingface_hub leaves when it has downloaded some files of the main branch."""
     repository = cache / "models--Qwen--tiny"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -84,7 +84,7 @@ def test_of_a_long_explanation_the_first_line_is_told(cache, monkeypatch):
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
-    """Such as behind a firewall; without a limit of its own huggingface_hub waits for minutes."""
+    """Such as one beyond a firewall; without a limit of its own huggingface_hub waits for minutes."""
     monkeypatch.setattr("minivlmrl.hub.folder.NETWORK_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -116,32 +117,36 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def tensor_names(file: Path) -> list[str]:
-    """List the tensors of a safetensors file by the names in it (ValueError: see read_tensors)."""
+@contextmanager
+def _opened(file: Path) -> Iterator:
+    """Open a safetensors file (ValueError: it is missing or not whole)."""
     if not file.is_file():
         raise ValueError(f"{file}: no such file")
     try:
         with safe_open(file, framework="pt") as handle:
-            return list(handle.keys())
+            yield handle
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+
+
+def tensor_names(file: Path) -> list[str]:
+    """List the tensors of a safetensors file by the names in it."""
+    with _opened(file) as handle:
+        return list(handle.keys())
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Go through a safetensors file, tensor by tensor.
 
-    Returns:
+    Yields:
         (name on the hub, tensor) pairs. The tensor is a view of the file: copy it. The file is opened anew for each:
         pages that were read of an open one count as memory of this process.
     Raises:
         ValueError: the file is missing, not whole, or has a tensor of integers or of numbers under 16 bits.
     """
     for name in tensor_names(file):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: tensor {name:.80} cannot be read ({error})") from error
+        with _opened(file) as handle:
+            tensor = handle.get_tensor(name)
         if tensor.dtype not in DTYPES.values():
             raise ValueError(
                 f"{file}: tensor {name:.80} is {tensor.dtype}; quantised checkpoints are not read, take the one in "
@@ -175,10 +180,9 @@ def random_model(
     model = family.model(config)
     initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
-    bounds = {"min_pixels": min_pixels or (vision.patch_size * vision.spatial_merge_size) ** 2}
-    if max_pixels:
-        bounds["max_pixels"] = max_pixels
-    images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, **bounds)
+    images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+    images.min_pixels = min_pixels or images.factor**2
+    images.max_pixels = max_pixels or images.max_pixels
     return model, Processor(tokenizer, checked(images, "data"), family.template)
 
 

@@ -1,7 +1,7 @@
 """Model families: all that differs between two of them, in one record each. docs/find.md says how to add a third."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from torch import nn
@@ -26,9 +26,10 @@ class Family:
 
     architecture: str  # class of transformers, which config.json names
     tower: dict[str, Any]  # fields of VisionConfig that config.json does not have, the positions of a video among them
-    read_vision: Callable[[dict, str], dict]  # (vision_config of a config.json, its file) -> fields of VisionConfig
-    write_vision: Callable[[dict], dict]  # the inverse
-    control_tokens: dict[str, str]  # field of ModelConfig -> token of the tokenizer
+    # (vision_config of a config.json, its file) -> fields of VisionConfig; and the inverse
+    read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
+    write_vision: Callable[[dict], dict] = lambda vision: vision
+    control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)  # of ModelConfig -> token
     model: Callable[..., nn.Module] = Qwen2_5_VL  # (ModelConfig) -> a model with .visual, .model and .lm_head
     template: object = None  # of a folder that has none; None: chat.py's
     read_image_processor: Callable = read_image_processor  # of the content of a preprocessor_config.json
@@ -72,9 +73,6 @@ FAMILIES = {
     "qwen2_5_vl": Family(
         architecture="Qwen2_5_VLForConditionalGeneration",
         tower={"norm": "rms_norm", "mlp": "swiglu"},
-        read_vision=lambda vision, where: vision,
-        write_vision=lambda vision: vision,
-        control_tokens=QWEN_CONTROL_TOKENS,
     ),
     "qwen2_vl": Family(
         architecture="Qwen2VLForConditionalGeneration",
@@ -87,6 +85,5 @@ FAMILIES = {
         },
         read_vision=_read_qwen2_vl,
         write_vision=_write_qwen2_vl,
-        control_tokens=QWEN_CONTROL_TOKENS,
     ),
 }

@@ -82,14 +82,15 @@ def checked(processor: ImageProcessor, where: str) -> ImageProcessor:
 def write_image_processor(processor: ImageProcessor) -> dict:
     """The content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
-    same = {name: getattr(processor, name) for name in SAME_NAMES}
     return {
         "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
         **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
         "rescale_factor": 1 / 255,
         "resample": 3,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in same.items()},
+        "image_mean": list(processor.image_mean),
+        "image_std": list(processor.image_std),
         "min_pixels": least,
         "max_pixels": most,
         "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
+        **{name: getattr(processor, name) for name in SAME_NAMES[:3]},
     }
