@@ -2,13 +2,16 @@
 
 import itertools
 import signal
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.run.batches import load_datasets, shuffled
-from minivlmrl.run.config import DataSection
+from minivlmrl.rows import Row
+from minivlmrl.run.batches import Batches, DataSection, load_datasets, shuffled
+from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import localisation
 
 
@@ -127,3 +130,76 @@ def test_rows_of_a_file_say_what_space_their_boxes_are_in(write_rows, space):
 
 def test_the_config_knows_all_spaces():
     assert get_args(get_type_hints(DataSection)["box_space"]) == SPACES
+
+
+# draws of rows
+
+
+class Numbered:
+    """Rows that say their number."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return Row([], [], {"number": index})
+
+
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, stage="grpo", draws=0, rows=None):
+    algorithm = SimpleNamespace(
+        config=SimpleNamespace(prompts_per_step=prompts_per_step), run=SimpleNamespace(seed=seed), stage=stage,
+        world=World(rank, ranks, torch.device("cpu")), steps_per_rollout=steps,
+    )  # fmt: skip
+    return Batches(rows or Numbered(), algorithm, draws)
+
+
+def drawn(batches, count):
+    """(number, index, key) of each row of so many draws."""
+    return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
+
+
+def test_a_row_knows_its_number_and_has_a_key_of_its_own():
+    rows = [row for draw in drawn(batches(steps=2, seed=7), 3) for row in draw]
+    assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
+    assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps):
+    """Each step of a draw has its own part of every rank's rows, in order."""
+    alone = drawn(batches(steps=steps), 5)
+    shares = [drawn(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
+    for draw, rows in enumerate(alone):
+        own, together = 4 // ranks, []
+        for step in range(steps):
+            together += [row for share in shares for row in share[draw][step * own : (step + 1) * own]]
+        assert together == rows
+        assert {len(share[draw]) for share in shares} == {steps * own}
+
+
+@pytest.mark.parametrize("draws", [1, 2, 7])
+def test_a_resumed_run_goes_on_with_the_next_draw(draws):
+    rows = batches(steps=2)
+    expected = drawn(rows, draws + 2)[draws:]
+    assert rows.draws == draws + 2
+    assert drawn(batches(steps=2, draws=draws), 2) == expected
+
+
+def test_stages_and_seeds_have_keys_of_their_own():
+    keys = [drawn(batches(**of), 1)[0][0][2] for of in ({}, {"seed": 1}, {"stage": "ppo"})]
+    assert keys == ["0/grpo/0/0", "1/grpo/0/0", "0/ppo/0/0"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "nearest"), [(32, 3, "30 or 33"), (1, 3, "3"), (7, 2, "6 or 8"), (4, 8, "8")]
+)
+def test_a_step_that_the_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
+    says = rf"^ppo\.prompts_per_step is {prompts}, which {ranks} ranks cannot share equally: take {nearest}$"
+    with pytest.raises(ValueError, match=says):
+        batches(ranks=ranks, prompts_per_step=prompts, stage="ppo")
+
+
+def test_one_row_is_found_again_by_its_number_and_key():
+    row = batches().row(7, "a/b")
+    assert (row.columns["number"], row.index, row.key) == (7, 7, "a/b")

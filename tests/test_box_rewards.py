@@ -4,11 +4,16 @@ import json
 import math
 import time
 
+import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.reward_functions.box_rewards import acc_0_5, answer, box_format, giou, iou
+from minivlmrl.data.video import Video
+from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions.box_rewards import acc_0_5, answer, box_columns, box_format, giou, iou
 from minivlmrl.rewards import score
+from minivlmrl.rows import Processor, Row
+from minivlmrl.tasks import localisation
 
 SIZE = (200, 100)  # of the image file
 EXTENT = (100.0, 50.0)  # of what the model sees
@@ -319,3 +324,63 @@ def test_a_thousand_guesses_at_fifty_boxes_are_judged_quickly():
     value = iou([say(json.dumps(said))], **columns(solution=true))[0]
     assert 0 < value < 0.05
     assert time.process_time() - begin < 5
+
+
+# what box rewards are told about each row
+
+
+def row(*sizes, **columns):
+    images = [PIL.Image.new("RGB", size) for size in sizes]
+    return Row([{"role": "user", "content": [{"type": "image"}] * len(images)}], images, columns)
+
+
+def columns_of(rows, G=1, **options):
+    processor = Processor(localisation.tokenizer(), ImageProcessor(**options))
+    return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
+
+
+def test_an_answer_counts_in_pixels_of_the_resized_image():
+    assert columns_of([row((90, 50))]) == {"image_sizes": [(90, 50)], "answer_extents": [(84.0, 56.0)]}
+    small = columns_of([row((90, 50))], patch_size=7, min_pixels=14 * 14)
+    assert small == {"image_sizes": [(90, 50)], "answer_extents": [(84.0, 56.0)]}
+    bounded = columns_of([row((90, 50))], min_pixels=28 * 28, max_pixels=28 * 28 * 2)
+    assert bounded == {"image_sizes": [(90, 50)], "answer_extents": [(28.0, 28.0)]}
+
+
+@pytest.mark.parametrize(
+    ("space", "extent"),
+    [("original", (90, 50)), ("resized", (84, 56)), ("thousandths", (1000, 1000)), ("unit", (1, 1)), (None, (84, 56))],
+)
+def test_a_row_may_say_its_space(space, extent):
+    assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
+
+
+def test_a_row_may_say_its_extent():
+    """It comes before the space."""
+    assert columns_of([row((90, 50), box_space="unit", answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
+
+
+def test_an_unknown_space_is_named():
+    with pytest.raises(ValueError, match="unknown space 'pixels' for boxes; there are: original, resized"):
+        columns_of([row((90, 50), box_space="pixels")])
+
+
+def test_rows_without_images_have_neither():
+    """Not even with an extent of their own; each of a row's completions is told the same, in the order of groups."""
+    rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50)), row()]
+    assert columns_of(rows, 2) == {
+        "image_sizes": [None, None, (90, 50), (90, 50), None, None],
+        "answer_extents": [None, None, (84, 56), (84, 56), None, None],
+    }
+
+
+def test_the_first_image_counts():
+    rows = [row((56, 112), (90, 50)), row((90, 50), (56, 112))]
+    assert columns_of(rows) == {"image_sizes": [(56, 112), (90, 50)], "answer_extents": [(56, 112), (84, 56)]}
+
+
+def test_a_video_before_the_image_does_not_count():
+    one = row((90, 50))
+    one.videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
+    one.messages[0]["content"].insert(0, {"type": "video"})
+    assert columns_of([one]) == {"image_sizes": [(90, 50)], "answer_extents": [(84, 56)]}

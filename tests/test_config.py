@@ -1,6 +1,7 @@
 """Recipes and overrides: what is written is what runs, and what cannot run is named."""
 
 import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.run.config import GRPOConfig, RunConfig, SamplingConfig, SFTConfig, load_config, to_yaml
+from minivlmrl.run.config import GRPOSection, RunConfig, load_config, to_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
@@ -29,7 +30,7 @@ def recipe(write):
 
 def test_a_recipe_sets_some_fields_and_the_rest_keeps_its_default(recipe):
     config = load_config(recipe)
-    assert config == RunConfig(seed=3, grpo=GRPOConfig(num_generations=4))
+    assert config == RunConfig(seed=3, grpo=GRPOSection(num_generations=4))
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "{}"])
@@ -57,8 +58,8 @@ def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
         ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
         ("--dpo.loss_type=ipo", "dpo.loss_type", ["ipo"]),
         ("--dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_type", ["sigmoid", "bco_pair", "sft"]),
-        ("--dpo.loss_weights=[1, 2e-1]", "dpo.loss_weights", [1.0, 0.2]),
-        ("--grpo.reward_clip_range=[-1, 1]", "grpo.reward_clip_range", [-1.0, 1.0]),
+        ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
+        ("--grpo={loss_type: rloo, reward_clip_range: [-1, 1]}", "grpo.reward_clip_range", [-1.0, 1.0]),
         ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
         ("--reward_model.path=/rm", "reward_model.path", "/rm"),
         ("--ppo.missing_eos_penalty=1", "ppo.missing_eos_penalty", 1.0),
@@ -130,8 +131,8 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("grpo: {shuffle_rewards: 1}", "grpo.shuffle_rewards is 1, it must be of type bool"),
         ("data: {task: 3}", "data.task is 3, it must be of type str"),
         ("grpo: []", "grpo"),
-        ("- seed", "the recipe must hold names and values, it is ['seed']"),
-        ("seed", "the recipe must hold names and values, it is 'seed'"),
+        ("- seed", "the file must hold names and values, it is ['seed']"),
+        ("seed", "the file must hold names and values, it is 'seed'"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(write, content, message):
@@ -151,10 +152,10 @@ BOUNDS = [
     ("sampling.max_new_tokens", 0, 1, "1 or more"),
     ("sft.prompts_per_step", 0, 1, "1 or more"),
     ("sft.micro_batch_size", 0, 1, "1 or more"),
-    ("sft.lr_scheduler_type", "step", "cosine", "one of ('linear', 'cosine', 'constant')"),
+    ("sft.lr_scheduler_type", "step", "cosine", "'linear', 'cosine' or 'constant'"),
     ("grpo.prompts_per_step", 0, 1, "1 or more"),
-    ("grpo.lr_scheduler_type", "", "constant", "one of ('linear', 'cosine', 'constant')"),
-    ("grpo.scale_rewards", "all", "batch", "one of ('group', 'batch', 'none')"),
+    ("grpo.lr_scheduler_type", "", "constant", "'linear', 'cosine' or 'constant'"),
+    ("grpo.scale_rewards", "all", "batch", "'group', 'batch' or 'none'"),
     ("grpo.num_iterations", 0, 1, "1 or more"),
     ("grpo.beta", -0.1, 0.0, "0 or more"),
     ("grpo.num_generations", 1, 2, "2 or more"),
@@ -165,7 +166,7 @@ BOUNDS = [
     ("grpo.top_entropy_quantile", 0.0, 1.0, "in (0, 1]"),
     ("grpo.top_entropy_quantile", 1.1, 0.1, "in (0, 1]"),
     ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
-    ("grpo.multi_objective_aggregation", "sum", "normalize_then_sum", "one of ('sum_then_normalize', 'normalize_"),
+    ("grpo.multi_objective_aggregation", "sum", "normalize_then_sum", "'sum_then_normalize' or 'normalize_then_sum'"),
     ("grpo.num_shared_layers", -1, 0, "0 or more"),
     ("dpo.ref_model_mixup_alpha", 1.1, 1.0, "in [0, 1]"),
     ("dpo.ref_model_mixup_alpha", -0.1, 0.0, "in [0, 1]"),
@@ -201,22 +202,36 @@ BOUNDS = [
 @pytest.mark.parametrize(("path", "wrong", "last_right", "bounds"), BOUNDS)
 def test_bounds(write, path, wrong, last_right, bounds):
     section, name = path.split(".")
-    load_config(write({section: {name: last_right}}))
+    also = {"loss_type": "rloo"} if name == "reward_clip_range" else {}
+    load_config(write({section: {name: last_right, **also}}))
     with pytest.raises(ValueError) as error:
-        load_config(write({section: {name: wrong}}))
+        load_config(write({section: {name: wrong, **also}}))
     assert f"recipe.yaml: {path} is {wrong!r}, it must be {bounds}" in str(error.value)
 
 
-def test_bounds_hold_for_overrides_and_for_code(recipe):
-    with pytest.raises(ValueError, match=r"command line: sampling\.top_p is 2\.0, it must be in"):
-        load_config(recipe, ["--sampling.top_p=2"])
-    for make in (
-        lambda: SamplingConfig(top_p=2.0),
-        lambda: SFTConfig(micro_batch_size=0),
-        lambda: GRPOConfig(num_generations=1),
+def declared(cls=RunConfig, prefix=""):
+    """Every field with a bound or a choice, and a value that it must refuse."""
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from declared(hint, f"{prefix}{name}.")
+        for part in (hint, *typing.get_args(hint)):
+            if typing.get_origin(part) in (typing.Annotated, typing.Literal):
+                yield prefix + name, -1 if typing.get_origin(part) is typing.Annotated else "nonsense"
+
+
+@pytest.mark.parametrize(("path", "wrong"), [case for case in declared() if case[0] != "sampling.stop_token_ids"])
+def test_every_declared_bound_and_choice_holds(write, path, wrong):
+    *sections, name = path.split(".")
+    recipe = {name: wrong} if not sections else {sections[0]: {name: wrong}}
+    with pytest.raises(
+        ValueError, match=rf"recipe\.yaml: {path} is \[?'?{wrong}(\.0)?'?\]?[,;] .*(it must be|known are)"
     ):
-        with pytest.raises(ValueError, match="it must be"):
-            make()
+        load_config(write(recipe))
+
+
+def test_bounds_hold_for_overrides(recipe):
+    with pytest.raises(ValueError, match=r"command line: sampling\.top_p is 2\.0, it must be in \(0, 1\]"):
+        load_config(recipe, ["--sampling.top_p=2"])
 
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 1\n  grpo: 2", "a: b: c", "\t- x"])
@@ -272,6 +287,7 @@ def test_written_and_read_again_it_is_equal(write):
             "--data.task=shapes",
             "--dpo.loss_type=[sigmoid, sft]",
             "--dpo.loss_weights=[1, 2]",
+            "--grpo.loss_type=rloo",
             "--grpo.reward_clip_range=[0, 1]",
         ],
     )

@@ -1,0 +1,193 @@
+"""What an evaluation makes of rewards, on one rank and on two, and that its draws depend on the row alone."""
+
+import functools
+import math
+import threading
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+
+from minivlmrl.generate import Completion
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.rows import Row
+from minivlmrl.run import evaluate as file
+from minivlmrl.run.evaluate import Answer, equal_batches, evaluate
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+
+from stages import ONE, Rows
+
+REWARDS = ("iou", "box_format", "acc_0_5")
+NAN = float("nan")
+SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
+
+
+class Scripted(Row):
+    """A row that is its own prompt."""
+
+    def prompt(self, processor):
+        return self
+
+
+PROCESSOR = SimpleNamespace(decode=lambda ids: ids)  # completions are texts here
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Completions that name their row and earn what its columns `sampled` and `greedy` say."""
+    asked = {}
+
+    def sample_completions(model, processor, rows, num_generations, sampling, keys, world, gather_weights):
+        assert num_generations == 1
+        kind = {1.0: "sampled", 0.0: "greedy"}[sampling.temperature]
+        # answers end as in training, but are drawn without its filters
+        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
+        texts = [f"{row.columns['name']} {kind}" for row in rows]
+        asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
+        return [[Completion(text, None, True)] for text in texts]
+
+    def score(names, texts, columns):
+        assert tuple(names) == REWARDS
+        return torch.tensor([asked[text][0].columns[text.split()[1]] for text in texts]).view(-1, len(REWARDS))
+
+    def reward_columns(rows, *_):
+        return {"answer_extents": [row.columns.get("answer_extent") for row in rows]}
+
+    for function in (sample_completions, score, reward_columns):
+        monkeypatch.setattr(file, function.__name__, function)
+    return asked
+
+
+def scored(name, sampled, greedy, **columns):
+    return Scripted([], [], {"name": name, "sampled": sampled, "greedy": greedy, **columns})
+
+
+ROWS = [
+    scored("a", [0.5, 1.0, 1.0], [1.0, 1.0, 1.0], unseen=True, answer_extent=(8, 8)),
+    scored("b", [0.0, 0.0, 0.0], [0.25, 0.0, 0.0], unseen=False),
+    scored("c", [NAN, 1.0, NAN], [NAN, 1.0, NAN]),
+    scored("d", [0.25, 0.0, 0.0], [0.5, 1.0, 1.0], unseen=True),
+    scored("e", [0.25, 1.0, 0.0], [0.25, 0.0, 0.0]),
+]
+
+
+def ask(rows, rank=0, size=1, world=World):
+    return evaluate(None, PROCESSOR, rows, SAMPLING, world(rank, size, torch.device("cpu")), REWARDS)
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(file, "equal_batches", functools.partial(equal_batches, size=2))
+
+
+@pytest.mark.parametrize("batches", ["one", "small"])
+def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, request, batches):
+    if batches == "small":
+        request.getfixturevalue("small_batches")
+    result = ask(ROWS)
+    assert (result.sampled, result.greedy, result.format) == (0.25, 0.5, 0.6)
+    assert result.more == {
+        "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
+    }  # fmt: skip
+    assert result.pairs is None
+
+
+def test_answers_are_the_greedy_ones_with_the_first_reward(scripted):
+    answers = ask(ROWS).answers
+    assert [answer.text for answer in answers] == [f"{name} greedy" for name in "abcde"]
+    assert [answer.score for answer in answers[:2] + answers[3:]] == [1.0, 0.25, 0.5, 0.25]
+    assert math.isnan(answers[2].score)
+    assert [answer.extent for answer in answers] == [(8, 8), None, None, None, None]
+
+
+def test_the_key_of_a_row_is_its_number(scripted):
+    ask(ROWS)
+    assert [scripted[f"{name} sampled"][1] for name in "abcde"] == [f"evaluation/{i}" for i in range(5)]
+
+
+def test_what_no_row_can_tell_is_not_reported(scripted):
+    """No row is marked unseen; acc_0_5 could judge no row. What counts is always there."""
+    result = ask([scored("a", [NAN, 1.0, NAN], [0.5, 1.0, NAN])])
+    assert result.more == {}
+    assert math.isnan(result.sampled) and result.greedy == 0.5
+
+
+def test_an_unseen_row_that_could_not_be_judged_counts_nothing(scripted):
+    result = ask([ROWS[1], scored("u", [NAN, 1.0, NAN], [NAN, 1.0, NAN], unseen=True)])
+    assert result.more == {"acc_0_5 sampled": 0.0, "acc_0_5 greedy": 0.0}
+
+
+@pytest.mark.parametrize("count", [5, 4, 1])
+def test_two_ranks_answer_as_one_and_in_the_order_of_the_rows(scripted, small_batches, count):
+    """With five rows, or one, a row is answered twice and counts once."""
+    barrier, slots, results = threading.Barrier(2, timeout=20), [None, None], [None, None]
+
+    class Pair(World):
+        def gather_objects(self, value):
+            slots[self.rank] = value
+            barrier.wait()
+            both = list(slots)
+            barrier.wait()
+            return both
+
+    def work(rank):
+        try:
+            results[rank] = ask(ROWS[:count], rank, 2, world=Pair)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one = ask(ROWS[:count])
+    for result in results:
+        assert [answer.text for answer in result.answers] == [f"{name} greedy" for name in "abcde"[:count]]
+        assert repr(result) == repr(one)  # NaN is not equal to itself
+    assert isinstance(one.answers[0], Answer)
+
+
+def test_equal_batches_docstring_example():
+    ranks = [equal_batches(5, World(rank, 2, torch.device("cpu")), 2) for rank in (0, 1)]
+    assert ranks == [[[0, 2], [4]], [[1, 3], [0]]]
+
+
+# with a model
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return random_model(folder / "model.json", shapes.tokenizer(), 0)
+
+
+def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
+    rows = Shapes(5, "held out")
+    one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    assert len({answer.text for answer in one.answers}) > 1
+    drawn, original = [], file.sample_completions
+    monkeypatch.setattr(file, "sample_completions", lambda *a: drawn.append(original(*a)) or drawn[-1])
+    evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    monkeypatch.setattr(file, "equal_batches", functools.partial(equal_batches, size=2))
+    two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    assert one == two
+    whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))
+    assert whole == parts and len(parts) == 10 and len(drawn) == 2 + 6
+
+
+def test_a_row_without_a_solution_is_not_judged(model):
+    rows = Rows([Row([{"role": "user", "content": "2?"}], [], {}), Shapes(1, "x")[0]])
+    result = evaluate(*model, rows, SamplingOptions(max_new_tokens=2), ONE)
+    assert math.isnan(result.answers[0].score) and result.answers[1].score == 0
+    assert result.sampled == result.greedy == 0
+
+
+def test_an_answer_knows_the_extent_of_its_image(model):
+    row = Row([{"role": "user", "content": [{"type": "image"}]}], [PIL.Image.new("RGB", (90, 50))], {"solution": "a"})
+    [answer] = evaluate(*model, Rows([row]), SamplingOptions(max_new_tokens=2), ONE).answers
+    assert answer.extent == (84, 56)

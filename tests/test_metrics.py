@@ -1,0 +1,89 @@
+"""The files of metrics, how metrics of micro-batches and ranks are merged, and those of a rollout."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivlmrl.generate import Completion
+from minivlmrl.run.metrics import MetricsLog, merge, rollout_metrics
+from minivlmrl.scale.ranks import World
+
+from stages import ONE, SECOND
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_metric_that_is_no_number_is_null(tmp_path):
+    log = MetricsLog(tmp_path, ONE)
+    log.stage("grpo", 1)
+    log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf})
+    assert log.end_stage() > 0
+    assert lines(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
+    [timing] = lines(tmp_path, "timings.jsonl")
+    assert timing.keys() == {"stage", "step", "seconds"} and timing["seconds"] > 0
+
+
+def test_the_second_rank_writes_nothing(tmp_path):
+    log = MetricsLog(tmp_path, World(1, 2, torch.device("cpu")))
+    log.stage("sft", 1)
+    log.step(0, {"loss": 1.0})
+    log.end_stage()
+    assert log.written() == {} and not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
+    log = MetricsLog(tmp_path, ONE)
+    log.stage("sft", 3)
+    log.step(0, {"loss": 1.0})
+    written = log.written()
+    log.step(1, {"loss": 9.0})  # lost: made again
+    log = MetricsLog(tmp_path, ONE, written)
+    log.stage("sft", 3, 1, seconds=100.0)
+    log.step(1, {"loss": 2.0})
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 1.0), (1, 2.0)]
+    assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+
+
+def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
+    """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
+    parts = [
+        ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
+        ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
+    ]
+    assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
+    assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
+
+
+def test_metrics_of_a_step_without_tokens_are_zero():
+    assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)
+
+
+def rollout(*lengths):
+    """Completions in groups of two; those of three tokens are cut."""
+    made = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
+    return SimpleNamespace(completions=[made[i : i + 2] for i in range(0, len(made), 2)])
+
+
+@pytest.mark.parametrize("world", [ONE, SECOND])
+def test_metrics_of_a_rollout_by_hand(world):
+    """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
+    run, config = SimpleNamespace(rewards={"format": 0.5, "accuracy": 1.0}), SimpleNamespace(num_generations=2)
+    algorithm = SimpleNamespace(world=world, run=run, config=config)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
+    found = rollout_metrics(algorithm, rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    assert found == pytest.approx({
+        "reward": 0.75, "rewards/format": 2 / 3, "rewards/accuracy": 0.5, "completions/mean_length": 2.5,
+        "completions/clipped_ratio": 0.75, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
+    })  # fmt: skip
+
+
+def test_a_single_completion_has_no_group():
+    run, config = SimpleNamespace(rewards={"format": 1.0}), SimpleNamespace(num_generations=1)
+    algorithm = SimpleNamespace(world=ONE, run=run, config=config)
+    found = rollout_metrics(algorithm, rollout(1, 3), torch.ones(2, 1), torch.ones(2))
+    assert "reward_std" not in found and found["reward"] == 1

@@ -1,0 +1,40 @@
+"""AdamW over what is trained, and the schedule of its learning rate."""
+
+import pytest
+import torch
+
+from minivlmrl.run.optimizer import TrainingConfig, build_optimizer, finish_gradients, learning_rate
+
+from stages import ONE
+
+
+def schedule(**options):
+    config = TrainingConfig(max_steps=6, learning_rate=1.0, warmup_steps=2, **options)
+    return [round(learning_rate(step, config), 4) for step in range(6)]
+
+
+def test_schedules():
+    assert schedule(lr_scheduler_type="linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert schedule(lr_scheduler_type="linear", min_lr_ratio=0.2) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]
+    assert schedule(lr_scheduler_type="cosine") == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
+    assert schedule(lr_scheduler_type="constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_learning_rate_docstring_example():
+    config = TrainingConfig(learning_rate=1.0, warmup_steps=2, max_steps=6)
+    assert [learning_rate(step, config) for step in range(6)] == [0.5, 1, 1, 0.75, 0.5, 0.25]
+
+
+def test_adamw_leaves_frozen_parameters_out():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    [group] = build_optimizer(model, TrainingConfig(adam_beta2=0.5, weight_decay=0.1)).param_groups
+    assert len(group["params"]) == 2 and group["betas"] == (0.9, 0.5) and group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(10.0, 5.0), (1.0, 1.0)])
+def test_gradients_are_scaled_down_to_the_norm_and_never_up(limit, kept):
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert finish_gradients(model, ONE, limit) == 5.0
+    assert model.weight.grad.norm().item() == pytest.approx(kept, rel=1e-5)
