@@ -33,7 +33,7 @@ def find_folder(name: str | Path) -> Path:
         is whole; otherwise it is downloaded first. Processes that do so at once wait for each other, since
         huggingface_hub locks every file that it downloads.
     Raises:
-        ValueError: there is no such folder, and no such repository can be had.
+        ValueError: there is no such folder, and the repository cannot be downloaded.
     """
     folder = Path(name)
     if folder.is_dir():

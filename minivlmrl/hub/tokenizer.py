@@ -64,7 +64,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def as_qwen2(backend: tokenizers.Tokenizer) -> Tokenizer:
-    """Wrap a tokenizer: Qwen2's control tokens are special, and nothing is cut or filled up.
+    """Wrap a tokenizer: Qwen2's control tokens are special, and nothing is truncated or padded.
 
     Raises:
         ValueError: it lacks one of Qwen2's control tokens (named).
@@ -81,7 +81,7 @@ def as_qwen2(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _check(tokenizer: Tokenizer):
-    """Refuse a vocabulary that would lose text without a word."""
+    """Refuse a vocabulary that would lose text silently."""
     missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if tokenizer.backend.token_to_id(char) is None]
     if missing:
         raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")

@@ -120,7 +120,7 @@ class Batches:
 
     Args:
         algorithm: knows prompts_per_step (over all ranks), the steps of a draw, its stage, the seed and the ranks.
-        draws: so many were made before a resume.
+        draws: how many were made before a resume.
     Raises:
         ValueError: there are no rows, or the ranks cannot share prompts_per_step equally.
     """
@@ -157,7 +157,7 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
     """Endless lists of per_draw row numbers: every pass has all rows once, in a new order.
 
     Args:
-        skip: leave out so many numbers at the beginning.
+        skip: how many numbers to leave out at the beginning.
     """
     if size == 0:
         raise ValueError("there are no rows to train on")

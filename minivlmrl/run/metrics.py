@@ -66,9 +66,9 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
     """Combine the metrics of micro-batches, or of ranks.
 
     Args:
-        parts: (metrics, what they weigh in a mean: the tokens, or pairs, that they are means of).
+        parts: (metrics, their weight: the number of tokens or pairs that they are means over).
     Returns:
-        Weighted means, but of PEAKS the maximum and of SUMS the sum; and all weights together.
+        Weighted means (for PEAKS the maximum, for SUMS the sum), and the total weight.
     """
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
@@ -105,7 +105,7 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
 
 
 def policy_metrics(batch, logps: Tensor, entropies: Tensor, fresh: bool) -> dict[str, Tensor]:
-    """Entropy; and while the policy is the one that sampled: do sampler and trainer score its tokens alike?
+    """Entropy, and the difference between sampler and trainer while the policy is still the one that sampled.
 
     Args:
         batch: a MicroBatch.

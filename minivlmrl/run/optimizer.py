@@ -32,7 +32,7 @@ class TrainingConfig:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters that want gradients, one fused update a step."""
+    """AdamW over all parameters that require gradients, one fused update a step."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = (config.adam_beta1, config.adam_beta2)

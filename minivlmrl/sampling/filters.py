@@ -73,7 +73,7 @@ def filter_logits(
 ) -> Tensor:
     """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
-    With temperature 0 only penalty and ban: the others never drop the likeliest token, except for one of its equals.
+    With temperature 0 only penalty and ban apply: the others never drop the likeliest token, or all of several such.
 
     Args:
         logits: (r, V) float32.

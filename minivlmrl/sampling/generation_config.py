@@ -17,8 +17,8 @@ NOT_SUPPORTED = {
 def from_generation_config(values: dict, **overrides) -> SamplingOptions:
     """Read a generation_config.json.
 
-    Without do_sample that is the likeliest token, whatever else the file says; with do_sample and without top_k it is
-    one of the 50 likeliest. Only a length that it leaves open stays ours: transformers would stop at 20 tokens.
+    Without do_sample each token is the likeliest one, whatever else the file says; with do_sample and without top_k it
+    is one of the 50 likeliest. A length that the file leaves open stays ours: transformers would stop at 20 tokens.
 
     Args:
         values: the file; null counts as missing. Qwen2.5-VL's samples with temperature 1e-6 and repetition_penalty
