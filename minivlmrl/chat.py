@@ -41,40 +41,13 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
     seen = Counter() if add_vision_id else None
-    pieces = [piece for message in messages for piece in _turn(message, seen)]
+    pieces = [piece for message in messages for piece in layout_turn(message, seen)]
     if add_generation_prompt:
         pieces += [START, "assistant\n"]
     return [piece for piece, _ in join_text([(piece, False) for piece in pieces])]
 
 
-def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
-
-    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant
-    "four" give, joined,
-        [two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
-
-    Args:
-        turns: messages without images; the first and the last are the assistant's.
-    Returns:
-        Pieces as in `render`, each with a flag: the assistant writes it. These are the texts of its
-        turns and the <|im_end|> that closes each. The last piece is where generation stops.
-    Raises:
-        ValueError: turns that data/turns.py refuses.
-    """
-    from minivlmrl.data.turns import check_completion
-
-    check_completion(turns)
-    flagged = []
-    for turn in turns:
-        start, role, *inside, newline = _turn(turn)  # inside ends with <|im_end|>
-        written = turn["role"] == "assistant"
-        flagged += [(start, False), (role, False), *((piece, written) for piece in inside)]
-        flagged.append((newline, False))
-    return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
-
-
-def _turn(message: dict, seen: Counter | None = None) -> list[str]:
+def layout_turn(message: dict, seen: Counter | None = None) -> list[str]:
     """Lay out one message; `seen` counts images and videos if they are to be numbered."""
     pieces = []
     for part in content_parts(message):

@@ -1,14 +1,16 @@
-"""A JSON line -> Row -> Prompt, the only form in which a question reaches the model."""
+"""Row -> Prompt, the only form in which a question reaches the model.
+
+data/json_lines.py makes rows of JSON lines, tasks/ of pictures that it draws.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import IMAGE, VIDEO, Tokenizer, render, render_completion
+from minivlmrl.chat import IMAGE, VIDEO, Tokenizer, render
 from minivlmrl.image import ImageProcessor
 
 ENDS = ("<|im_end|>", "<|endoftext|>")  # a completion ends with either: of a turn, of a document
@@ -84,35 +86,6 @@ class Processor:
             torch.tensor(seconds, dtype=torch.float32)[1:],
         )
 
-    def encode_completion(
-        self, messages: list[dict], completion: str | list[dict]
-    ) -> tuple[Tensor, Tensor]:
-        """Turn an answer into tokens, as the model has to write them after a prompt.
-
-        Args:
-            messages: the prompt.
-            completion: text, or turns that begin and end with the assistant's.
-        Returns:
-            ids (C,) int64: the text, then <|im_end|>; of several turns also what is between them.
-            loss_mask (C,) bool: written by the assistant; all True if the completion is one turn.
-        Raises:
-            ValueError: see chat.render_completion; no completion stops at the template's end.
-        """
-        text = isinstance(completion, str)
-        turns = [{"role": "assistant", "content": completion}] if text else completion
-        if self.template is None:
-            pieces = render_completion(turns)
-        else:
-            options = {"add_vision_id": self.add_vision_id}
-            pieces = self.template.render_completion(messages, turns, **options)
-        end = pieces[-1][0]
-        if end not in ENDS:
-            problem = f"closes a turn with {end!r}, at which no completion stops"
-            raise ValueError(f"the chat template {problem}")
-        encoded = [(self.tokenizer.encode(piece), written) for piece, written in pieces]
-        ids = [token for tokens, _ in encoded for token in tokens]
-        return torch.tensor(ids), torch.tensor([w for tokens, w in encoded for _ in tokens])
-
     def decode(self, ids: Tensor) -> str:
         """Return the text of a completion without its stop token."""
         ids = ids.tolist()
@@ -143,48 +116,3 @@ class Row:
 
 
 Dataset = Sequence[Row]  # what a run asks of data: a length, and rows by number
-
-
-class JsonLines:
-    """Rows of a JSON lines file; a line is an object such as
-
-        {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
-        {"images": ["a.jpg", "b.jpg"], "prompt": "Which?", "chosen": "a", "rejected": "b"}
-
-    data/json_lines.py lists the columns and reads all forms. Images are read when a row is used.
-
-    Args:
-        path: the file; paths of images are relative to it.
-        required: columns that every row must have; "problem" means a prompt in any form.
-        limit: read no more rows than this.
-        options: see data.json_lines.RowOptions.
-    Raises:
-        ValueError: the file or a row cannot be read (names file, line and column).
-    """
-
-    def __init__(
-        self, path: str | Path, required=("problem",), limit: int | None = None, **options
-    ):
-        from minivlmrl.data.json_lines import RowOptions, read_lines, read_row
-
-        self.path, self.options = Path(path), RowOptions(**options)
-        self.rows = []  # line number, the row without its images, what these are
-        for number, line in read_lines(self.path):
-            if limit is None or len(self.rows) < limit:
-                try:
-                    self.rows.append((number, *read_row(line, required, self.options)))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from error
-        self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        from minivlmrl.data.media import load_media
-
-        number, row, media = self.rows[index]
-        where = f"{self.path}:{number}"
-        images, videos = load_media(media, self.path.parent, self.options.allow_urls, where)
-        columns = {name: row.columns.get(name) for name in self.columns}
-        return replace(row, images=images, videos=videos, columns=columns, where=where)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render, render_completion
+from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
+from minivlmrl.data.turns import render_completion
 
 IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 

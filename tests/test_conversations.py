@@ -6,7 +6,7 @@ import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.conversations import split_at_media
-from minivlmrl.rows import JsonLines
+from minivlmrl.data.json_lines import JsonLines
 
 
 def test_images_stand_where_the_problem_says(write_rows):

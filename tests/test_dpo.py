@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks.shapes import Shapes
@@ -111,7 +112,7 @@ def test_pair_accuracy(stage, share):
     @torch.no_grad()
     def likelihood(row, answer):
         processor = run.algorithm.processor
-        prompt, ids = processor(row.messages, row.images), processor.encode_completion(row.messages, answer)[0]
+        prompt, ids = processor(row.messages, row.images), encode_completion(processor, row.messages, answer)[0]
         return per_token_logps(run.model, pack([prompt], [[ids]], run.model.config))[0].sum().item()
 
     run.held_out = Rows()

@@ -3,7 +3,7 @@
 import pytest
 from talk import assistant, user
 
-from minivlmrl.rows import JsonLines
+from minivlmrl.data.json_lines import JsonLines
 
 
 def test_rows_need_not_have_the_same_columns(write_rows):

@@ -5,6 +5,7 @@ import torch
 
 from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.batch import pack
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.tasks.shapes import Shapes
 
@@ -62,7 +63,7 @@ def peek(run):
 
 
 def answer(run, row):
-    return run.algorithm.processor.encode_completion(row.messages, row.completion)[0]
+    return encode_completion(run.algorithm.processor, row.messages, row.completion)[0]
 
 
 def test_good_answers_get_likelier_and_bad_ones_less(stage):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import box_rewards
@@ -314,7 +315,7 @@ def test_tokens_of_a_prompt_and_of_a_completion(processor):
     assert prompts[0].image_grid_thw.tolist() == [[1, 8, 8]]
     lengths = {
         thinking: {
-            len(processor.encode_completion([], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]
+            len(encode_completion(processor, [], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]
         }
         for thinking in ("name", "position")
     }

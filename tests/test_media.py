@@ -8,8 +8,9 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import JsonLines, Processor, Row
+from minivlmrl.rows import Processor, Row
 from minivlmrl.tasks import shapes
 
 import tiny

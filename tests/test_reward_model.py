@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import Rows, main, snapshot
@@ -48,7 +49,7 @@ def test_pair_accuracy(stage, share):
     @torch.no_grad()
     def number(row, answer):
         processor = run.algorithm.processor
-        ids, _ = processor.encode_completion(row.messages, answer)
+        ids, _ = encode_completion(processor, row.messages, answer)
         batch = pack_to_end([row.prompt(processor)], [[ids]], run.model.config, "cpu")
         return run.algorithm.trained.at_end(batch).item()
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from talk import IMAGE_PART, assistant, text, user
 
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import JsonLines, Processor
+from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
 
 
@@ -158,7 +160,7 @@ def test_a_text_that_is_nothing_but_an_image_token_is_plain_text():
 
 @pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
 def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
-    ids, trained = PROCESSOR.encode_completion([], words)
+    ids, trained = encode_completion(PROCESSOR, [], words)
     assert ids[-1] == PROCESSOR.special["<|im_end|>"]
     assert (ids.dtype, trained.dtype) == (torch.int64, torch.bool)
     assert ids.shape == trained.shape and trained.all()
@@ -167,16 +169,16 @@ def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
 
 def test_text_and_one_turn_of_it_are_the_same_completion():
     for words in ("green square", " two\n", "<|im_end|>"):
-        ids, trained = PROCESSOR.encode_completion([], words)
+        ids, trained = encode_completion(PROCESSOR, [], words)
         for turns in ([assistant(words)], [assistant([text(words[:2]), text(words[2:])])]):
-            assert torch.equal(PROCESSOR.encode_completion([], turns)[0], ids)
-            assert torch.equal(PROCESSOR.encode_completion([], turns)[1], trained)
+            assert torch.equal(encode_completion(PROCESSOR, [], turns)[0], ids)
+            assert torch.equal(encode_completion(PROCESSOR, [], turns)[1], trained)
 
 
 def test_ids_and_mask_of_several_turns():
     """By hand: what is trained is encoded for itself, each control token is one id."""
     turns = [assistant("red"), *asked(text("Is"), text(" it?")), assistant("no, blue")]
-    ids, trained = PROCESSOR.encode_completion([], turns)
+    ids, trained = encode_completion(PROCESSOR, [], turns)
     end, start = PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|im_start|>"]
     encode = PROCESSOR.tokenizer.encode
     between = [*encode("\n"), start, *encode("user\nIs it?"), end, *encode("\n"), start, *encode("assistant\n")]
@@ -188,14 +190,14 @@ def test_ids_and_mask_of_several_turns():
 
 
 def test_a_control_token_that_an_answer_spells_is_text():
-    ids, _ = PROCESSOR.encode_completion([], [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")])
+    ids, _ = encode_completion(PROCESSOR, [], [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")])
     assert ids.tolist().count(PROCESSOR.special["<|im_end|>"]) == 3
     assert ids.tolist().count(PROCESSOR.special["<|im_start|>"]) == 2
 
 
 def test_an_image_in_a_completion_is_refused():
     with pytest.raises(ValueError, match="images belong into the prompt"):
-        PROCESSOR.encode_completion([], [assistant("red"), *asked(IMAGE_PART), assistant("blue")])
+        encode_completion(PROCESSOR, [], [assistant("red"), *asked(IMAGE_PART), assistant("blue")])
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -207,7 +209,7 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, nam
     images = [picture(size, seed) for seed, size in enumerate(sizes)]
     rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
     expected = oracle(text=[rendered], images=images or None, return_tensors="pt")["input_ids"][0]
-    ids = torch.cat([PROCESSOR(messages, images).input_ids, PROCESSOR.encode_completion([], turns)[0]])
+    ids = torch.cat([PROCESSOR(messages, images).input_ids, encode_completion(PROCESSOR, [], turns)[0]])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected.tolist()
 
 
@@ -227,7 +229,7 @@ def test_the_mask_of_several_turns_equals_transformers(oracle):
         return_assistant_tokens_mask=True,
     )
     prompt = PROCESSOR(messages, []).input_ids
-    ids, trained = PROCESSOR.encode_completion([], turns)
+    ids, trained = encode_completion(PROCESSOR, [], turns)
     assert result["input_ids"] == [*prompt.tolist(), *ids.tolist(), *PROCESSOR.tokenizer.encode("\n")]
     mask = result["assistant_masks"]
     assert mask[: len(prompt)] == [0] * len(prompt)
@@ -245,7 +247,7 @@ def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     assert len(tokenizer.encode("\n\n")) == 1
     processor = Processor(tokenizer, ImageProcessor())
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
-        ids, trained = processor.encode_completion([], turns)
+        ids, trained = encode_completion(processor, [], turns)
         last = [*tokenizer.encode("\nred"), processor.special["<|im_end|>"]]
         assert ids.tolist()[-len(last) :] == last
         assert trained[-len(last) :].all() and not trained[: -len(last)][-1:].any()

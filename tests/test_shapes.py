@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rewards import accuracy, format
 from minivlmrl.rows import Processor
@@ -176,7 +177,7 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
     assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
-    assert {len(processor.encode_completion([], answer(label))[0]) for label in LABELS} == {14}
+    assert {len(encode_completion(processor, [], answer(label))[0]) for label in LABELS} == {14}
 
 
 def test_docstring_example():

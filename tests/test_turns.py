@@ -3,7 +3,8 @@
 import pytest
 from talk import assistant
 
-from minivlmrl.chat import render, render_completion
+from minivlmrl.chat import render
+from minivlmrl.data.turns import render_completion
 
 IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 

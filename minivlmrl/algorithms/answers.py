@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.batch import GroupBatch, MicroBatch, pack
+from minivlmrl.data.turns import encode_completion
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 
 PAIR = ("chosen", "rejected")
@@ -38,7 +39,7 @@ class PairBatch(MicroBatch):
 
 def encode(row: Row, names: Sequence[str], processor: Processor) -> Answers:
     """Turn a row into tensors, with the answers of these names: "completion", or "chosen" and "rejected"."""
-    encoded = [processor.encode_completion(row.messages, getattr(row, name)) for name in names]
+    encoded = [encode_completion(processor, row.messages, getattr(row, name)) for name in names]
     return Answers(row.prompt(processor), [ids for ids, _ in encoded], [mask for _, mask in encoded])
 
 

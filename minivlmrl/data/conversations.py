@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minivlmrl.chat import content_parts, part_kind, render, render_completion
+from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.media import has_source
+from minivlmrl.data.turns import render_completion
 
 PLACEHOLDER = {"image": "<image>", "video": "<video>"}  # in a prompt's text: where an image or video goes
 ROLES = ("system", "user", "assistant", "tool")

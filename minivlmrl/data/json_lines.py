@@ -13,11 +13,11 @@ list of paths, or what else media.read_media knows), `video` or `videos`, and co
 
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minivlmrl.data.conversations import read_conversation
-from minivlmrl.data.media import Media, check_columns, place_media, read_media
+from minivlmrl.data.media import Media, check_columns, load_media, place_media, read_media
 from minivlmrl.rows import Row
 
 
@@ -30,6 +30,45 @@ class RowOptions:
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
     video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
     allow_urls: bool = False  # fetch images and videos where a row names an http(s) URL
+
+
+class JsonLines:
+    """Rows of a JSON lines file; a line is an object such as
+
+        {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
+        {"images": ["a.jpg", "b.jpg"], "prompt": "Which?", "chosen": "a", "rejected": "b"}
+
+    The top of this file lists the forms. Images are read when a row is used.
+
+    Args:
+        path: the file; paths of images are relative to it.
+        required: columns that every row must have; "problem" means a prompt in any form.
+        limit: read no more rows than this.
+        options: see RowOptions.
+    Raises:
+        ValueError: the file or a row cannot be read (names file, line and column).
+    """
+
+    def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):
+        self.path, self.options = Path(path), RowOptions(**options)
+        self.rows = []  # line number, the row without its images, what these are
+        for number, line in read_lines(self.path):
+            if limit is None or len(self.rows) < limit:
+                try:
+                    self.rows.append((number, *read_row(line, required, self.options)))
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}") from error
+        self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        number, row, media = self.rows[index]
+        where = f"{self.path}:{number}"
+        images, videos = load_media(media, self.path.parent, self.options.allow_urls, where)
+        columns = {name: row.columns.get(name) for name in self.columns}
+        return replace(row, images=images, videos=videos, columns=columns, where=where)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

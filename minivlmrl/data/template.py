@@ -105,10 +105,10 @@ class ChatTemplate:
 
         Args:
             messages: the prompt.
-            turns: see chat.render_completion; they may have tool_calls.
+            turns: see turns.render_completion; they may have tool_calls.
             add_vision_id: as it was for the prompt.
         Returns:
-            Pieces as of chat.render_completion, each with a flag: the assistant writes it. That is the template's
+            Pieces as of turns.render_completion, each with a flag: the assistant writes it. That is the template's
             {% generation %} blocks; without these what each assistant turn adds to the conversation before it with
             its generation prompt. A turn ends with the control token that closes it, flagged in any case, and what
             follows that (mostly a newline) is not, since no generation ever writes it.

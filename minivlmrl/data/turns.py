@@ -1,6 +1,63 @@
-"""Messages that a chat template cannot lay out, refused with their number."""
+"""Answers as tokens, for what is trained on demonstrations; and messages that no template can lay out, refused."""
 
-from minivlmrl.chat import content_parts, part_kind
+import torch
+from torch import Tensor
+
+from minivlmrl.chat import content_parts, join_text, layout_turn, part_kind
+from minivlmrl.rows import ENDS, Processor
+
+
+def encode_completion(
+    processor: Processor, messages: list[dict], completion: str | list[dict]
+) -> tuple[Tensor, Tensor]:
+    """Turn an answer into tokens, as the model has to write them after a prompt.
+
+    Args:
+        messages: the prompt.
+        completion: text, or turns that begin and end with the assistant's.
+    Returns:
+        ids (C,) int64: the text, then <|im_end|>; of several turns also what is between them.
+        loss_mask (C,) bool: written by the assistant; all True if the completion is one turn.
+    Raises:
+        ValueError: see render_completion; or no completion stops at the template's end.
+    """
+    turns, template = completion, processor.template
+    if isinstance(completion, str):
+        turns = [{"role": "assistant", "content": completion}]
+    if template is None:
+        pieces = render_completion(turns)
+    else:
+        pieces = template.render_completion(messages, turns, add_vision_id=processor.add_vision_id)
+    if pieces[-1][0] not in ENDS:
+        raise ValueError(f"the chat template closes a turn with {pieces[-1][0]!r}, at which no completion stops")
+    encoded = [(processor.tokenizer.encode(piece), written) for piece, written in pieces]
+    ids = [token for tokens, _ in encoded for token in tokens]
+    return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
+
+
+def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
+    r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
+
+    Example, the assistant's pieces in brackets: the turns assistant "two", user "And 2 + 2?",
+    assistant "four" give, joined,
+        [two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
+
+    Args:
+        turns: messages without images; the first and the last are the assistant's.
+    Returns:
+        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of its
+        turns and the <|im_end|> that closes each. The last piece is where generation stops.
+    Raises:
+        ValueError: turns that check_completion refuses.
+    """
+    check_completion(turns)
+    flagged = []
+    for turn in turns:
+        start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
+        written = turn["role"] == "assistant"
+        flagged += [(start, False), (role, False)]
+        flagged += [(piece, written) for piece in inside] + [(newline, False)]
+    return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
 def check_messages(messages: list[dict]):

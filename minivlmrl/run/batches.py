@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from minivlmrl.rows import Dataset, JsonLines, Row
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import get_task
 
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
