@@ -1,4 +1,4 @@
-"""The model that says a number: where it reads it, how it is saved, and what is no such model."""
+"""The value model: where it reads its number, how it is saved, and what is no such model."""
 
 import pytest
 import torch
@@ -7,11 +7,9 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end, save_value_model
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
-from minivlmrl.generate import Completion
 from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Prompt
-from minivlmrl.run.evaluate import judge
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
@@ -53,7 +51,7 @@ def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
 
-def test_forecasts_stand_before_each_token(groups):
+def test_a_value_is_read_before_each_token(groups):
     model, (prompts, completions) = value_model(), groups
     found = model(pack(prompts, completions, model.backbone.config))
     expected = [
@@ -70,14 +68,6 @@ def test_the_token_that_is_added_is_never_read(groups):
     assert batch.layout.row_lengths == [4, 2, 6, 5, 3, 3]
     spans = torch.cat([c for group in completions for c in group])
     assert len(batch.input_ids) == sum(len(p.input_ids) for p in prompts) + len(spans)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_judging_in_parts_is_judging_at_once(groups, batch_size):
-    model, (prompts, completions) = value_model(), groups
-    drawn = [[Completion(ids, torch.zeros(len(ids)), True) for ids in group] for group in completions]
-    expected = model.at_end(pack_to_end(prompts, completions, model.backbone.config, "cpu"))
-    assert judge(model, prompts, drawn, batch_size) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_a_new_head_says_zero_everywhere(groups):
