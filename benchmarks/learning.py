@@ -59,7 +59,6 @@ PLAN = [
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
-    Entry("kto", "shapes_kto.yaml", sampled_gain=0.3, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
 ]
 

@@ -33,7 +33,7 @@ def test_sync_ref_model():
     assert seen == near(1.0, 1.6, 1.6, 1.84)
 
 
-WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # of the KL to the reference
+WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # of the KL to the reference
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
