@@ -54,20 +54,16 @@ def ask(folder, capsys):
     return ask
 
 
-def draw_with(generator):
-    """A `draw` for generate."""
-    return lambda probs, rows, step: torch.multinomial(probs, 1, generator=generator)[:, 0]
-
-
 def said(folder, images=(), prompt="How many cats?", system=None, seed=0, min_pixels=None, max_pixels=None, **settings):
     """What generate() says, as text, and whether it was cut."""
     processor = load_processor(folder / "checkpoint", min_pixels, max_pixels)
     messages = conversation(prompt, {"image": len(images)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images])
-    params, generator = SamplingOptions(**settings), torch.Generator().manual_seed(seed)
+    params = SamplingOptions(**settings)
     watch = watch_stop_strings(params, processor.tokenizer, [question], 1)
     arguments = (load_model(folder / "checkpoint"), [question], 1, params, processor.stop_token_ids)
-    [[completion]] = generate(*arguments, draw_with(generator), watch)
+    torch.manual_seed(seed)
+    [[completion]] = generate(*arguments, watch=watch)
     return processor.decode(completion.ids), not completion.stopped
 
 
@@ -119,9 +115,9 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
     answers = []
     for step in (1, 2):
         question = processor(messages, [image], [load_video(frames[::step])])
-        model, generator = load_model(folder / "checkpoint"), torch.Generator().manual_seed(0)
+        model, _ = load_model(folder / "checkpoint"), torch.manual_seed(0)
         params = SamplingOptions(max_new_tokens=12)
-        [[completion]] = generate(model, [question], 1, params, processor.stop_token_ids, draw_with(generator))
+        [[completion]] = generate(model, [question], 1, params, processor.stop_token_ids)
         arguments = ["--image", folder / "a.png", "--video", step, "--max_new_tokens", 12]
         answers.append(ask(*arguments, prompt="Is <video> like <image>?")[1])
         assert answers[-1] == processor.decode(completion.ids) + "\n"
@@ -233,7 +229,7 @@ def test_an_unknown_or_ill_typed_option_is_refused(ask, arguments):
 @pytest.mark.parametrize("arguments, dtype", [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
 def test_weights_are_read_in_the_dtype_that_is_asked_for(ask, monkeypatch, arguments, dtype):
     dtypes = []
-    monkeypatch.setattr(command, "generate", lambda model, *rest: dtypes.append(model.lm_head.weight.dtype))
+    monkeypatch.setattr(command, "generate", lambda model, *rest, **_: dtypes.append(model.lm_head.weight.dtype))
     with pytest.raises(TypeError):  # nothing was generated
         ask(*arguments)
     assert dtypes == [dtype]
@@ -261,7 +257,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder):
 
 
 def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
-    def interrupted(*arguments):
+    def interrupted(*arguments, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "generate", interrupted)

@@ -28,22 +28,17 @@ from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
 def main(arguments: list[str]):
     """Print the answer of a model. Its weights, which take longest to read, come last: mistakes show before."""
     options = parser().parse_args(arguments)
-    params, generator = sampling(options), seeded_generator(options.device, options.seed)
+    params, device = sampling(options), seeded_device(options.device, options.seed)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     check_fits(options.model, processor)
     images = [load_image(source, allow_url=True) for source in options.image]  # a URL on the command line is allowed
     videos = [load_video(source, allow_url=True) for source in options.video]
     media = {"image": len(images), "video": len(videos)}
     prompt = processor(conversation(options.prompt, media, system_prompt=options.system), images, videos)
-    model = load_model(options.model, DTYPES.get(options.dtype), generator.device)
+    model = load_model(options.model, DTYPES.get(options.dtype), device)
     stop = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    ends = watch_stop_strings(params, processor.tokenizer, [prompt], 1)
-    stream = Stream(processor.tokenizer, stop, ends)
-
-    def draw(probs, rows, step):
-        return torch.multinomial(probs, 1, generator=generator)[:, 0]
-
-    [[completion]] = generate(model, [prompt], 1, params, stop, draw, stream)
+    stream = Stream(processor.tokenizer, stop, watch_stop_strings(params, processor.tokenizer, [prompt], 1))
+    [[completion]] = generate(model, [prompt], 1, params, stop, watch=stream)
     stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
@@ -82,12 +77,13 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
     return from_generation_config(read_json(file), **given)
 
 
-def seeded_generator(device: str | None, seed: int) -> torch.Generator:
-    """A generator on the device that the model runs on, by default the GPU if there is one."""
+def seeded_device(device: str | None, seed: int) -> torch.device:
+    """The device that the model runs on, by default the GPU if there is one; draws on it begin with the seed."""
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.Generator(name).manual_seed(seed)
-    except (RuntimeError, ValueError) as error:  # there is no such device, or the seed is too large
+        torch.manual_seed(seed)
+        return torch.empty(0, device=name).device
+    except (RuntimeError, ValueError, AssertionError) as error:  # no such device, or too large a seed
         raise ValueError(f"--device {name} with --seed {seed} cannot be used ({str(error).splitlines()[0]})") from error
 
 

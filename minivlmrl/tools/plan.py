@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -94,8 +94,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class _Fused(torch.autograd.Function):
-    """Attention with the memory of a fused kernel: no scores; queries, keys, values and output are saved."""
+class FusedAttention(torch.autograd.Function):
+    """Attention with the memory of a fused kernel, which the meta device does not have: no scores."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -106,24 +106,6 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-class FusedAttention(TorchFunctionMode):
-    """Use _Fused for torch's attention, which has no fused kernel on the meta device."""
-
-    def wrap(self, function: Callable) -> Callable:
-        """The function in this mode, also when activation checkpointing calls it again in the backward."""
-
-        def in_mode(*args):
-            with self:
-                return function(*args)
-
-        return in_mode
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            return _Fused.apply(*args[:3])
-        return function(*args, **(kwargs or {}))
 
 
 def meta_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
@@ -182,15 +164,14 @@ class Costs:
         model = meta_model(self.config, dtype)
         for parameter in [*(() if vision else model.visual.parameters()), *shared_parameters(model, layers)]:
             parameter.requires_grad_(False)
-        for block in family_of(model).blocks(model):
-            block.forward = FusedAttention().wrap(block.forward)
         if recompute:
             recompute_blocks(model)
         for parameter in model.parameters():
             if parameter.requires_grad:  # gradients have a row of their own in the plan
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         batch = meta_batch(self.config, work)
-        with torch.set_grad_enabled(train), LiveBytes(list(model.parameters())) as live:
+        fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: FusedAttention.apply(q, k, v))
+        with torch.set_grad_enabled(train), fused, LiveBytes(list(model.parameters())) as live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
             else:
@@ -257,14 +238,11 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if "reference" in always or STAGES[stage] is None:
         forward = costs.activations(computed, micro, False)
         phases["score"] = always | {"gathered": unit, "forward": forward} | logits
-    recompute, trains_vision = run.model.activation_checkpointing, not config.freeze_vision_tower
-    phases["train"] = always | {
-        "gathered": 2 * unit,  # weights and their gradients
-        "gradients": trained * part * (2 if gpus > 1 and not sharded else 1),  # one more copy to sum over the ranks
-        "forward and backward": costs.activations(computed, micro, True, recompute, trains_vision, layers),
-    }
-    phases["train"] |= logits
-    return phases
+    frozen = (run.model.activation_checkpointing, not config.freeze_vision_tower, layers)
+    train = {"gathered": 2 * unit}  # weights and their gradients
+    train["gradients"] = trained * part * (2 if gpus > 1 and not sharded else 1)  # one more copy to sum over the ranks
+    train["forward and backward"] = costs.activations(computed, micro, True, *frozen)
+    return phases | {"train": always | train | logits}
 
 
 def _always(run: RunConfig, stage: str, costs: Costs, gpus: int, trained: int) -> tuple[dict[str, float], float]:

@@ -8,7 +8,6 @@ from minivlmrl.chat import content_parts
 from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.reward_functions import box_rewards
 from minivlmrl.rows import Dataset, Row
-from minivlmrl.run.evaluate import Evaluation
 
 SHOWN = 8  # held-out images in the strip
 RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
@@ -28,15 +27,8 @@ def print_table(summary: dict, chance_name: str = "chance"):
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
 
-def write_report(
-    folder: Path, summary: dict, rows: Dataset | None, results: dict[str, Evaluation], chance_name: str = "chance"
-):
-    """Draw report.png from metrics.jsonl and the evaluations; without matplotlib (the extra `report`), say so.
-
-    Args:
-        rows: the held-out rows of the evaluations.
-        results: evaluation -> its result, in order; the answers of the last two are drawn.
-    """
+def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dict, chance_name: str = "chance"):
+    """Draw report.png from metrics.jsonl and the last two evaluations of held-out rows; needs the extra `report`."""
     try:
         import matplotlib
     except ImportError:
@@ -53,10 +45,8 @@ def write_report(
     _curves(axes, lines, summary, chance_name)
     if evaluations:
         _strip(below, rows, {name: results[name] for name in evaluations})
-    with (
-        warnings.catch_warnings()
-    ):  # one for each character that the font does not have, such as Chinese; it is drawn as a box
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # they are drawn as boxes
         figure.savefig(folder / "report.png", dpi=110)
     plt.close(figure)
     print(f"wrote {folder / 'report.png'}")
@@ -83,8 +73,7 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
         axes[1].bar_label(bars, fmt="%.2f", fontsize=8)
     if summary["chance"] is not None:
         axes[1].axhline(summary["chance"], color="grey", linestyle=":", label=chance_name)
-    wrapped = [name.replace("after_", "after\n").replace("_", " ") for name in stages]
-    axes[1].set_xticks(range(len(stages)), wrapped)
+    axes[1].set_xticks(range(len(stages)), [name.replace("after_", "after\n").replace("_", " ") for name in stages])
     axes[1].set(title="held-out rows", ylim=(0, 1.1))
     for name in ("entropy", "kl"):
         if name in names:
@@ -95,7 +84,7 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
             axis.legend(fontsize=8, loc="best")
 
 
-def _strip(figure, rows: Dataset, results: dict[str, Evaluation]):
+def _strip(figure, rows: Dataset, results: dict):
     """Held-out images with the true answer, and the model's answers before and after the last stage.
 
     Images with an answer that became right or wrong (for boxes: an IoU of at least 0.5, or no longer) come first.
