@@ -4,14 +4,9 @@ import itertools
 import json
 import shutil
 import weakref
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import CLASSES, their_inputs, worst_difference
 from safetensors.torch import load_file, save_file
 
@@ -424,89 +419,3 @@ def test_loaders_take_the_name_of_a_repository(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert torch.equal(load_model("owner/name").lm_head.weight, load_model(folder).lm_head.weight)
     assert load_processor("owner/name").image_processor == load_processor(folder).image_processor
-
-
-# whatever is damaged in a folder is a ValueError that names a file, or loads
-
-BROKEN = TemporaryDirectory(prefix="checkpoint")
-SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-JSON_FILES = ["config.json", "preprocessor_config.json", "generation_config.json", INDEX]
-WRONG = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.integers(-2, 300) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=5,
-) | st.sampled_from(["F8_E4M3", "I64", "BOOL", "F64", "F16", "F4", "F8_E8M0", "C64"])  # dtypes of safetensors
-
-
-@cache
-def two_shards() -> Path:
-    """A tiny model in two files, with everything that a folder has."""
-    path, model = Path(BROKEN.name) / "checkpoint", tiny.model(tied=True)
-    size = sum(p.nbytes for p in model.parameters())
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
-    save_model(path, model, processor, max_shard_size=size // 2 + 50_000)
-    assert all((path / name).is_file() for name in (*JSON_FILES, *SHARDS))
-    load_model(path), load_processor(path)
-    return path
-
-
-def paths(value, here=()):
-    """Every key of every object and every item of every list."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*here, key)
-        yield from paths(inner, (*here, key))
-
-
-def wrong_value(draw, content: bytes) -> bytes:
-    """One or two values of a JSON file, or of a safetensors file's header, replaced or taken out."""
-    binary = not content.startswith(b"{")
-    end = 8 + int.from_bytes(content[:8], "little") if binary else len(content)
-    values = json.loads(content[8 * binary : end])
-    near = [inner for value in values.values() if isinstance(value, dict) for inner in value.values()]
-    for _ in range(draw(st.integers(1, 2))):
-        *inside, key = draw(st.sampled_from(list(paths(values)) or [()]))
-        holder = values
-        for step in inside:
-            holder = holder[step]
-        if isinstance(holder, dict) and draw(st.booleans()):
-            del holder[key]
-        else:
-            holder[key] = draw(WRONG | st.sampled_from(near or [None]))
-        if not values:
-            break
-    text = json.dumps(values).encode()
-    return len(text).to_bytes(8, "little") + text + content[end:] if binary else text
-
-
-def flipped(draw, content: bytes) -> bytes:
-    """Some bits of a JSON file, or of a safetensors file's header, flipped."""
-    end = len(content) if content.startswith(b"{") else 8 + int.from_bytes(content[:8], "little")
-    content = bytearray(content)
-    for index in draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=4)):
-        content[index] ^= draw(st.integers(1, 255))
-    return bytes(content)
-
-
-DAMAGE = {
-    "a wrong value": wrong_value,
-    "flipped": flipped,
-    "cut": lambda draw, content: content[: draw(st.integers(0, len(content) - 1))],
-    "random": lambda draw, content: draw(st.binary(max_size=200)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("file", [*JSON_FILES, SHARDS[1]])
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_a_damaged_file_is_named_or_loads(file, damage, data):
-    path = two_shards() / file
-    before = path.read_bytes()
-    path.write_bytes(DAMAGE[damage](data.draw, before))
-    try:
-        (load_processor if file.startswith(("pre", "gen")) else load_model)(two_shards())
-    except ValueError as error:
-        assert ".json" in str(error) or ".safetensors" in str(error), error
-    finally:
-        path.write_bytes(before)

@@ -76,12 +76,12 @@ def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: 
     return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
 
 
-def write_video(path, frames, rate: int):
-    """Write (H, W, 3) uint8 frames without loss."""
+def write_video(path, frames, rate: int, container: str | None = None, codec: str = "ffv1", pix_fmt: str = "bgr0"):
+    """Write (H, W, 3) uint8 frames, by default without loss."""
     av = pytest.importorskip("av", reason="extra missing: pip install av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=rate)
-        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "bgr0"
+    with av.open(str(path), "w", format=container) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], pix_fmt
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())

@@ -1,0 +1,250 @@
+"""Files that are cut, flipped, grown, random or of a wrong value: each is read, or is a ValueError that names it."""
+
+import json
+import shutil
+import unicodedata
+
+import numpy as np
+import PIL.features
+import PIL.Image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_vision import encoded, noise
+
+from minivlmrl.data.template import ChatTemplate
+from minivlmrl.data.video import load_video
+from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
+from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from minivlmrl.image import ImageProcessor, load_image
+from minivlmrl.rows import Processor
+from minivlmrl.sampling.generation_config import from_generation_config
+from minivlmrl.tasks import shapes
+
+import tiny
+
+IMAGES = [
+    "PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", "DDS", "DIB", "ICNS", "IM", "MPO", "PCX",
+    "QOI", "SPIDER", *(kind for kind, name in (("AVIF", "avif"), ("JPEG2000", "jpg_2000")) if PIL.features.check(name)),
+]  # fmt: skip
+VIDEOS = [
+    ("matroska", "ffv1", "bgr0"), ("avi", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mov", "png", "rgb24"),
+    ("mp4", "libx264", "yuv420p"), ("mp4", "mpeg4", "yuv420p"), ("matroska", "libx264", "yuv420p"),
+    ("webm", "libvpx", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("mpegts", "mpeg2video", "yuv420p"),
+    ("gif", "gif", "rgb8"),
+]  # fmt: skip
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content | trim }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text | trim }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+)
+TEMPLATES = {
+    "chat_template.json": json.dumps({"chat_template": CHATML}),
+    "chat_template.jinja": CHATML,
+    "tokenizer_config.json": json.dumps(
+        {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": CHATML}]}
+    ),
+}
+SHARD, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+CHECKPOINT = ["config.json", "preprocessor_config.json", INDEX, SHARD]
+
+
+# a subject: whole files, how a damaged one is read and what must hold of it then, and how an error begins
+
+
+def images(folder):
+    def read(content):
+        image = load_image(content)
+        assert image.mode == "RGB" and min(image.size) > 0
+
+    return [encoded(noise("RGB", (12, 9)), kind) for kind in IMAGES], read, "{size} bytes: cannot be read as an image ("
+
+
+def videos(folder):
+    t, y, x, c = np.ogrid[:12, :16, :16, :3]
+    frames, files = ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8), []
+    for kind in VIDEOS:
+        tiny.write_video(folder / "video", frames, 30, *kind)
+        files.append((folder / "video").read_bytes())
+
+    def read(content):
+        video = load_video(content)
+        assert video.frames.shape[0] % 2 == 0 and 0 < video.fps < float("inf")
+
+    return files, read, "{size} bytes: "
+
+
+def tokenizers(folder):
+    texts = ["Hello world", "  a  b\n\n", "naïve café 猫 🐈", "<|im_", "x = y[0] + 3.14"]
+    path = folder / "tokenizer.json"
+    train_tokenizer(texts * 2, vocab_size=300).backend.save(str(path))
+
+    def read(content):
+        """A file that is read loses no text, finds no control token in it, and is written as it was read."""
+        path.write_bytes(content)
+        loaded = load_tokenizer(path)
+        for text in texts:
+            ids = loaded.encode(text)
+            assert loaded.decode(ids) in (text, unicodedata.normalize("NFC", text))
+            assert not set(ids) & {loaded.backend.token_to_id(token) for token in SPECIAL_TOKENS}
+        loaded.backend.save(str(path))
+        assert load_tokenizer(path).encode(texts[0]) == loaded.encode(texts[0])
+
+    return [path.read_bytes()], read, f"{path}: "
+
+
+def templates(name):
+    image_and_text = [{"type": "image"}, {"text": " <|im_end|> "}]
+    talk = [{"role": "user", "content": image_and_text}, {"role": "assistant", "content": "two"}]
+
+    def subject(folder):
+        def read(content):
+            (folder / name).write_bytes(content)
+            template = ChatTemplate.from_folder(folder)
+            if template is not None:
+                assert all(isinstance(piece, str) for piece in template.render(talk))
+                template.render_completion(talk[:1], talk[1:])
+
+        return [TEMPLATES[name].encode()], read, str(folder / name)
+
+    return subject
+
+
+def generation_config(folder):
+    path = folder / "generation_config.json"
+
+    def read(content):
+        path.write_bytes(content)
+        assert from_generation_config(read_json(path)).temperature >= 0
+
+    values = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
+    values |= {"eos_token_id": [151645, 151643], "max_length": 61, "num_beams": 1, "stop_strings": ["a"]}
+    return [json.dumps(values).encode()], read, "generation_config"
+
+
+def checkpoints(name):
+    def subject(folder):
+        """A tiny model in two files, with everything that a folder has."""
+        model = tiny.model(tied=True)
+        most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
+        save_model(folder / "model", model, Processor(shapes.tokenizer(), ImageProcessor()), max_shard_size=most)
+        load_model(folder / "model"), load_processor(folder / "model")
+        shutil.copytree(folder / "model", folder / "damaged")
+
+        def read(content):
+            (folder / "damaged" / name).write_bytes(content)
+            (load_processor if name.startswith("pre") else load_model)(folder / "damaged")
+
+        return [(folder / "model" / name).read_bytes()], read, str(folder / "damaged")
+
+    return subject
+
+
+SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
+SUBJECTS |= {name: templates(name) for name in TEMPLATES} | {name: checkpoints(name) for name in CHECKPOINT}
+
+
+# the damage
+
+LEAVES = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {}, ["a", "b"], "ByteLevel", "BPE"]
+LEAVES += ["F8_E4M3", "I64", "BOOL", "F64", "F16", "F4", "C64"]  # dtypes of safetensors
+WRONG = st.recursive(
+    st.sampled_from(LEAVES) | st.integers(-2, 300) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def json_part(content):
+    """(begin, end) of the JSON in a file: a safetensors file's header, all of a file that begins with a brace."""
+    if content[8:9] == b"{" and not content.startswith(b"{"):
+        return 8, 8 + int.from_bytes(content[:8], "little")
+    return 0, len(content)
+
+
+def wrong_value(draw, content):
+    """One or two values replaced or taken out."""
+    begin, end = json_part(content)
+    values = json.loads(content[begin:end])
+    for _ in range(draw(st.integers(1, 2))):
+        inside, keys = values, list(values)
+        while keys:
+            key = draw(st.sampled_from(keys))
+            inner = inside[key]
+            keys = list(inner) if isinstance(inner, dict) else [*range(len(inner))] if isinstance(inner, list) else []
+            if keys and draw(st.integers(0, 3)):
+                inside = inner
+            else:
+                break
+        if not values:
+            break
+        if isinstance(inside, dict) and draw(st.booleans()):
+            del inside[key]
+        else:
+            others = list(inside.values()) if isinstance(inside, dict) else inside  # perhaps a neighbour's value
+            inside[key] = draw(WRONG | st.sampled_from(others))
+    text = json.dumps(values).encode()
+    return (len(text).to_bytes(8, "little") if begin else b"") + text + content[end:]
+
+
+def flipped(draw, content):
+    """Some bytes changed, and those of the header more often."""
+    content, (_, end) = bytearray(content), json_part(content)
+    where = st.integers(0, end - 1) | st.integers(0, min(300, end - 1))
+    for index, value in draw(st.lists(st.tuples(where, st.integers(0, 255)), min_size=1, max_size=6)):
+        content[index] = value
+    return bytes(content)
+
+
+def cut(draw, content):
+    return content[: draw(st.integers(0, len(content) - 1))]
+
+
+def grown(draw, content):
+    """With a piece of itself in another place."""
+    first, begin, end = (draw(st.integers(0, len(content))) for _ in range(3))
+    return content[:first] + content[begin:end] + content[first:]
+
+
+def random(draw, content):
+    """Random from some byte of the beginning on."""
+    return content[: draw(st.integers(0, min(100, len(content))))] + draw(st.binary(max_size=300))
+
+
+@pytest.mark.filterwarnings("ignore:::PIL")
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_damaged_file_is_read_or_named(name, tmp_path):
+    wholes, read, says = SUBJECTS[name](tmp_path)
+    damages = [flipped, cut, grown, random] + [wrong_value] * 4 * name.endswith((".json", ".safetensors"))
+
+    examples = {"image": 400} | dict.fromkeys(CHECKPOINT, 80)
+
+    @settings(max_examples=examples.get(name, 200), deadline=None, database=None)
+    @given(data=st.data())
+    def fuzz(data):
+        damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))
+        content = damage(data.draw, whole)
+        try:
+            read(content)
+        except ValueError as error:
+            assert says.format(size=len(content)) in str(error), error
+
+    for whole in wholes:
+        read(whole)
+    fuzz()
+
+
+@pytest.mark.parametrize("name", ["image", "video"])
+def test_random_bytes_are_refused(name, tmp_path):
+    _, read, says = SUBJECTS[name](tmp_path)
+
+    @settings(max_examples=80, deadline=None, database=None)
+    @given(content=st.binary(max_size=300))
+    def fuzz(content):
+        with pytest.raises(ValueError) as raised:
+            read(content)
+        assert str(raised.value).startswith(says.format(size=len(content)))
+
+    fuzz()
