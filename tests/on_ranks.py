@@ -11,6 +11,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import PIL.Image
 import torch
@@ -47,15 +48,22 @@ class Uneven:
             size = (28 * (1 + index % 6), 28 * (1 + index % 5))
             images = [PIL.Image.linear_gradient("L").resize(size).rotate(17 * index).convert("RGB")]
         content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"What is it?{words[: index % 7]}"}]
+        columns = {"margin": 0.1 * index, "solution": "red square", "label": index % 3 > 0, "unseen": index == 1}
         return Row(
-            [{"role": "user", "content": content}], images, {"margin": 0.1 * index, "solution": "red square"},
+            [{"role": "user", "content": content}], images, columns,
             completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 2 * index),
         )  # fmt: skip
 
 
+def sharing(prompts_per_step: int, world: ranks.World, stage: str = "sft") -> SimpleNamespace:
+    """What Batches asks of an algorithm."""
+    config, run = SimpleNamespace(prompts_per_step=prompts_per_step), SimpleNamespace(seed=0)
+    return SimpleNamespace(stage=stage, config=config, run=run, world=world, steps_per_rollout=1)
+
+
 def uneven(stage: str) -> Uneven:
     """The rows of a stage."""
-    draws = Batches(Uneven(), PROMPTS_PER_STEP, ONE, seed=0, stage=stage)
+    draws = Batches(Uneven(), sharing(PROMPTS_PER_STEP, ONE, stage))
     steps = [[row.index for row in next(draws)] for _ in range(4)]
     return Uneven({*steps[0], steps[2][-1], steps[3][0]})
 
@@ -85,7 +93,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     if hasattr(algorithm, "roll_out"):
         record(algorithm, result)
     optimizer = build_optimizer(algorithm.trained, settings)
-    batches = Batches(uneven(stage), settings.prompts_per_step, world, config.seed, stage, algorithm.steps_per_rollout)
+    batches = Batches(uneven(stage), algorithm)
     algorithm.begin(batches, None)
     steps = algorithm.steps(batches)
     for number in range(settings.max_steps):

@@ -9,11 +9,14 @@ import json
 import pytest
 import torch
 import yaml
-from on_ranks import ONE, PROMPTS_PER_STEP, launch
+from on_ranks import ONE, PROMPTS_PER_STEP, Uneven, launch, sharing, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.run.batches import Batches
+from minivlmrl.run.config import load_config
+from minivlmrl.run.evaluate import evaluate
+from minivlmrl.run.model import build_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
@@ -34,6 +37,7 @@ RECIPE = {
     "rewards": {"letters": 1.0},
     "sft": STAGE,
     "dpo": STAGE,
+    "kto": STAGE,
     "reward_model": STAGE,
     "grpo": STAGE | {"num_generations": 3},
     "ppo": STAGE | {"num_generations": 2, "kl_coef": 0.1},
@@ -48,6 +52,7 @@ STAGES = {
 FLOAT32 = ["--model.dtype=float32", *(f"--{stage}.learning_rate=1e-5" for stage in ("sft", "dpo", "grpo"))]
 # what has other joint work: three steps of each
 FURTHER = {
+    "kto": ["--stages=[kto]"],
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
     "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_mini_batches=2",
@@ -56,13 +61,13 @@ FURTHER = {
                        "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
     "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
                                      "--grpo.num_shared_layers=1"],
-    "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true"],
+    "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
     "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--sft.freeze_vision_tower=true"],
 }  # fmt: skip
-SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")]
+SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")]
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
 REPLICATED = (
@@ -143,30 +148,19 @@ def test_the_cases_tell(results):
         assert moved == ([True] * len(vision) if case == "sft" else [not part for part in vision])
 
 
-def test_two_ranks_equal_one(tmp_path):
-    """The quick form of the above: two steps of GRPO with a reference in float64."""
-    prepare(tmp_path)
-    options = [*REFERENCE, "--grpo.max_steps=2"]
-    alone = launch(1, tmp_path, {"alone": options})[0]["alone"]
-    cases = {"replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE}
-    for rank in launch(2, tmp_path, {name: [*options, *more] for name, more in cases.items()}):
-        for result in rank.values():
-            assert_equal(result, alone, 1e-12, 1e-12)
+# the quick form of the above, in one launch of one rank and one of two
 
 
-@pytest.mark.parametrize(
-    ("prompts", "ranks", "nearest"), [(3, 2, "2 or 4"), (10, 4, "8 or 12"), (3, 4, "4"), (1, 2, "2")]
-)
-def test_a_step_that_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
-    with pytest.raises(ValueError, match=f"sft.prompts_per_step is {prompts}, .*{ranks} ranks .* take {nearest}$"):
-        Batches(range(8), prompts, World(1, ranks, torch.device("cpu")), seed=0, stage="sft")
-
-
-# collectives
+def evaluation(folder, overrides, world):
+    """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
+    config = load_config(folder / "recipe.yaml", overrides)
+    model, processor = build_model(config, world)
+    rows, rewards = [Uneven()[i] for i in range(config.data.eval_rows)], ["letters", "format"]
+    return evaluate(model, processor, rows, config.sampling, world, rewards, config.rollout.gather_weights)
 
 
 def gather(folder, overrides, world):
-    """What each rank has gathered of rows that tell who sent them, and what it has taken back."""
+    """What each rank has gathered of rows that tell who sent them, and whether it has got its own back."""
     found = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool):
         sent = (torch.arange(6).view(3, 2).T + 6 * world.rank).to(dtype)  # (2, 3), not contiguous
@@ -175,12 +169,72 @@ def gather(folder, overrides, world):
     return found
 
 
-def test_all_gather_and_local(tmp_path):
-    for rank in launch(2, tmp_path, {"case": []}, gather):
-        for dtype, (everything, same) in rank["case"].items():
+FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
+GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
+COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 4, 1)}
+QUICK = {
+    "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
+    **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
+    "gather": ["gather"],
+}  # fmt: skip
+
+
+def quick(folder, overrides, world):
+    return FUNCTIONS[overrides[0]](folder, overrides[1:], world)
+
+
+@pytest.fixture(scope="module")
+def quick_results(tmp_path_factory):
+    """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
+    folder = tmp_path_factory.mktemp("quick")
+    prepare(folder)
+    return launch(1, folder, {"replicated": GRPO, **COUNTS}, quick)[0], launch(2, folder, QUICK, quick)
+
+
+@pytest.mark.parametrize("way", ["replicated", "sharded", "layer by layer"])
+def test_two_ranks_equal_one(quick_results, way):
+    """Two steps of GRPO with a reference in float64."""
+    alone, ranks = quick_results
+    for rank in ranks:
+        assert_equal(rank[way], alone["replicated"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, count):
+    """With one row a rank has none of its own."""
+    alone, ranks = quick_results
+    for rank in ranks:
+        for name in (count, f"{count}, layer by layer"):
+            assert repr(rank[name]) == repr(alone[count])  # NaN is not equal to itself
+    assert len({answer.text for answer in alone["5 rows"].answers}) > 1
+
+
+def test_all_gather_and_local(quick_results):
+    for rank in quick_results[1]:
+        for dtype, (everything, same) in rank["gather"].items():
             assert everything.dtype == dtype and same
             expected = torch.tensor([[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]])
             assert torch.equal(everything, expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "nearest"), [(3, 2, "2 or 4"), (10, 4, "8 or 12"), (3, 4, "4"), (1, 2, "2")]
+)
+def test_a_step_that_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
+    with pytest.raises(ValueError, match=f"sft.prompts_per_step is {prompts}, .*{ranks} ranks .* take {nearest}$"):
+        Batches(range(8), sharing(prompts, World(1, ranks, torch.device("cpu"))))
+
+
+# World
+
+
+def test_ranks_share_as_equally_as_they_can():
+    def shares(items, size):
+        return [World(rank, size, torch.device("cpu")).share(items) for rank in range(size)]
+
+    assert shares([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
+    assert shares([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
+    assert shares(range(2), 4) == [range(0), range(1), range(1, 1), range(1, 2)]
 
 
 def test_one_process_gathers_its_own():

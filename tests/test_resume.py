@@ -193,6 +193,7 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
     assert len(list((tmp_path / "states").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, tmp_path):
     draw, options, kills = random.Random(), ["--stages=[ppo]"], 0
     while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) + 0.2 * kills) != [0]:
@@ -375,8 +376,8 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
     ("options", "message"),
     [
         (["--resume=/gone"], "/gone: no such folder; give 'auto', 'never' or the folder of a state"),
-        (["--resume=auto", "--seed=1"], "of a run with seed 0, this one has 1"),
-        (["--resume=auto", "--stages=[sft, grpo]"], r"of a run with stages \['grpo'\], in grpo; keep them"),
+        (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
+        (["--resume=auto", "--stages=[sft, grpo]"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
         (
             ["--resume=auto", "--grpo.beta=0", "--grpo.sync_ref_model=false"],
             "of another model or recipe; only one of the two has reference.",

@@ -174,7 +174,11 @@ class Family(GRPO):
         rewards, total = self.world.all_gather(rollout.rewards), self.world.all_gather(self.shaped(rollout))
         if config.shuffle_rewards:
             order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(len(total))
-            order = self.world.gather_objects(order)[0]
+            order = torch.from_numpy(self.world.gather_objects(order)[0])
+            by_step = (
+                torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1).transpose(0, 1).flatten()
+            )
+            order = by_step[order][by_step.argsort()]  # the same for any number of ranks
             rewards, total = rewards[order], total[order]
         metrics = rollout_metrics(self, rollout, rewards, total)
         if config.max_num_gen_batches > 1:

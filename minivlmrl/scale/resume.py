@@ -153,19 +153,15 @@ class States:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
         if state is not None:
-            progress, stages = state.progress, state.progress.stages
-            if self.config.stages[: progress.stage + 1] != stages[: progress.stage + 1]:
+            progress, config, known = state.progress, self.config, state.progress.stage + 1
+            if (progress.stages[:known], state.seed) != (config.stages[:known], config.seed):
                 raise ValueError(
-                    f"resume: {state.path} is of a run with stages {stages}, in {stages[progress.stage]}; keep them"
-                )
-            if state.seed != self.config.seed:
-                raise ValueError(
-                    f"resume: {state.path} is of a run with seed {state.seed}, this one has {self.config.seed}"
+                    f"resume: {state.path} is of a run with stages {progress.stages} and seed {state.seed}; keep them"
                 )
             if self.world.is_main:
-                done = f"{progress.step} steps of {stages[progress.stage]} are done"
+                done = f"{progress.step} steps of {progress.stages[progress.stage]} are done"
                 print(f"resumes from {state.path}: {done}", flush=True)
-            progress.stages, self.saved = self.config.stages, progress.steps
+            progress.stages, self.saved = config.stages, progress.steps
         return state
 
     def choose(self) -> State | None:
@@ -210,23 +206,21 @@ class States:
 
     def read(self, path: Path) -> State | None:
         """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
-        damage = [damage for damage in self.world.gather_objects(self.damage(path)) if damage]
-        if damage:
+        damage = None
+        try:
+            files = json.loads((path / COMPLETE).read_text())
+            for name in sorted(files)[self.world.rank :: self.world.size]:
+                if _fingerprint(path / name) != files[name]:
+                    damage = f"{name} is not what was written"
+        except (OSError, ValueError) as error:
+            damage = str(error)
+        damages = [damage for damage in self.world.gather_objects(damage) if damage]
+        if damages:
             if self.world.is_main:
-                print(f"state {path} is damaged and not used: {damage[0]}", flush=True)
+                print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
             return None
         with torch.serialization.safe_globals([Progress, Evaluation, Answer]):
             return State(path, *torch.load(path / RUN, weights_only=True))
-
-    def damage(self, path: Path) -> str | None:
-        """Say what is wrong with the files that this rank checks."""
-        try:
-            files = json.loads((path / COMPLETE).read_text())
-            own = sorted(files)[self.world.rank :: self.world.size]
-            wrong = [name for name in own if _fingerprint(path / name) != files[name]]
-            return f"{wrong[0]} is not what was written" if wrong else None
-        except (OSError, ValueError) as error:
-            return str(error)
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
         """Write a state, all ranks together, and remove the oldest if there are too many.
