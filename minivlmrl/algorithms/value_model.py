@@ -56,9 +56,9 @@ def value_head(model: nn.Module) -> nn.Linear:
 
 def save_head(file: Path, weight: Tensor):
     """Write a head's weight to a temporary file, then rename it: an interrupted save keeps the earlier one."""
-    aside = file.with_suffix(".partial")
-    save_file({"score.weight": weight.detach().cpu()}, aside)
-    aside.replace(file)
+    partial = file.with_suffix(".partial")
+    save_file({"score.weight": weight.detach().cpu()}, partial)
+    partial.replace(file)
 
 
 def load_value_model(

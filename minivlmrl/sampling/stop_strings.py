@@ -11,7 +11,7 @@ from minivlmrl.chat import Tokenizer
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = {chr(byte): byte for byte in PRINTABLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
-NO_TEXT = b"\xff"  # stands for an id without a token; it is nowhere in UTF-8, so no text is found across it
+NO_TEXT = b"\xff"  # for an id without a token; it is nowhere in UTF-8, so no text is found across it
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
@@ -56,7 +56,7 @@ class StopStrings:
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before, token = self.before[row], self._bytes(token_id)
-            # so little of what stands before that a match needs the token
+            # so little of what comes before that a match needs the token
             ends.append(any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings))
             self.before[row] = (before + token)[-self.longest :]
         return torch.tensor(ends, device=ids.device)
