@@ -9,12 +9,8 @@ import types
 import typing
 from typing import Annotated, Any, Literal
 
-COMPARISONS = {  # bound in an Annotated -> the comparison, and how an error says it
-    ">=": (operator.ge, "{} or more"),
-    "<=": (operator.le, "{} or less"),
-    ">": (operator.gt, "over {}"),
-    "<": (operator.lt, "under {}"),
-}
+# bound in an Annotated -> the comparison, and how an error says it
+COMPARISONS = {">=": (operator.ge, "{} or more"), ">": (operator.gt, "over {}")}
 
 
 class InvalidValueError(ValueError):

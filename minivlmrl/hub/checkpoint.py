@@ -15,16 +15,7 @@ from torch.distributed.tensor import DTensor
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.hub.atomic_folder import replacing
 from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.folder import (
-    INDEX,
-    PREPROCESSOR,
-    PROCESSOR,
-    find_folder,
-    read_carried,
-    read_json,
-    weight_files,
-    write_json,
-)
+from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_carried, read_json, weight_files, write_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import checked, write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer
@@ -215,22 +206,11 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """
     folder = find_folder(folder)
     family = FAMILIES[read_config(folder).model_type]
-    file, settings = _image_settings(folder)
+    file, settings = image_settings(folder)
     images = family.read_image_processor(settings, str(file), min_pixels, max_pixels)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     return Processor(tokenizer, images, template or family.template, carried=read_carried(folder))
-
-
-def _image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read preprocessor_config.json, or processor_config.json, where transformers 5 puts it: which one, its content."""
-    file, newer = folder / PREPROCESSOR, folder / PROCESSOR
-    if file.is_file() or not newer.is_file():
-        return file, read_json(file)
-    settings = read_json(newer).get("image_processor")
-    if not isinstance(settings, dict):
-        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds")
-    return newer, settings
 
 
 def check_fits(folder: str | Path, processor: Processor):
@@ -242,7 +222,7 @@ def check_fits(folder: str | Path, processor: Processor):
         ValueError: names the files and everything in which they differ.
     """
     folder = find_folder(folder)
-    config, file = read_config(folder), _image_settings(folder)[0].name
+    config, file = read_config(folder), image_settings(folder)[0].name
     pairs = []  # (what config.json has, its value, what the other file has, its value)
     for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("spatial_merge_size", "merge_size")):
         other = getattr(processor.image_processor, theirs)
@@ -322,11 +302,11 @@ def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Ite
 
 
 def _write_processor(folder: Path, processor: Processor):
-    write_json(folder / PREPROCESSOR, write_image_processor(processor.image_processor))
+    write_json(folder / "preprocessor_config.json", write_image_processor(processor.image_processor))
     for name, content in processor.carried.items():
         (folder / name).write_bytes(content)
     template, end_of_text = processor.template, processor.special["<|endoftext|>"]
-    if template is not None and Path(template.source).name == PROCESSOR:
+    if template is not None and Path(template.source).name == "processor_config.json":
         # that file is not carried, for its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if "tokenizer.json" not in processor.carried:

@@ -12,7 +12,6 @@ from minivlmrl.hub.atomic_folder import beside
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"  # either has the image settings
 # files that belong to a model without being its weights; a checkpoint that we write keeps those it was read with
 CARRIED = re.compile(
     r"(tokenizer|tokenizer_config|vocab|added_tokens|special_tokens_map|chat_template|generation_config"
@@ -80,7 +79,8 @@ def _is_whole(folder: Path) -> bool:
         weight_files(folder)
     except ValueError:
         return False
-    return {"config.json", "tokenizer.json"} <= names and bool({PREPROCESSOR, PROCESSOR} & names)
+    image_settings = {"preprocessor_config.json", "processor_config.json"} & names
+    return {"config.json", "tokenizer.json"} <= names and bool(image_settings)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -127,6 +127,17 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: it must hold a JSON object, not {content!r:.40}")
     return content
+
+
+def image_settings(folder: Path) -> tuple[Path, dict]:
+    """Find and read preprocessor_config.json, or processor_config.json, where transformers 5 puts its content."""
+    file, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if file.is_file() or not newer.is_file():
+        return file, read_json(file)
+    settings = read_json(newer).get("image_processor")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds")
+    return newer, settings
 
 
 def write_json(path: Path, content: dict):

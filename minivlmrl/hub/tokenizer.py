@@ -9,26 +9,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from minivlmrl.chat import Tokenizer
 
 # Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
-SPECIAL_TOKENS = tuple(
-    f"<|{name}|>"
-    for name in [
-        "endoftext",
-        "im_start",
-        "im_end",
-        "object_ref_start",
-        "object_ref_end",
-        "box_start",
-        "box_end",
-        "quad_start",
-        "quad_end",
-        "vision_start",
-        "vision_end",
-        "vision_pad",
-        "image_pad",
-        "video_pad",
-    ]
-)
-# how Qwen2 cuts text before byte-pair encoding: contractions, words with one leading sign or space, single digits, ...
+NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end vision_start"
+SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split())
+# how Qwen2 splits text before byte-pair encoding: contractions, words with one leading sign or space, digits, ...
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
