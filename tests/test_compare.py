@@ -1,0 +1,75 @@
+"""What becomes of a cell, and what is said about a family of cells."""
+
+import math
+
+import pytest
+import torch
+
+from minivlmrl.audit.compare import Cell, NotInThisVersion, Outcome, ask, digits, judge, with_gradients
+
+
+def cell(ours, theirs, tolerance=1e-10):
+    def result(value):
+        if isinstance(value, Exception):
+            raise value
+        return {name: torch.as_tensor(v, dtype=torch.float64) for name, v in value.items()}
+
+    return Cell("fake", "options", lambda: result(ours), lambda: result(theirs), tolerance)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, kind",
+    [
+        ({"loss": 1.0}, {"loss": 1.0}, "agrees"),
+        ({"loss": 1.0}, {"loss": 1.0 + 1e-12}, "agrees"),
+        ({"loss": 1.0}, {"loss": 1.0 + 1e-9}, "differs"),
+        ({"loss": 1e9}, {"loss": 1e9 + 1e-3}, "agrees"),  # relative to what is large
+        ({"loss": 1.0}, {"loss": [1.0, 1.0]}, "differs"),
+        ({"loss": 1.0}, {"loss": math.nan}, "differs"),
+        ({"loss": math.nan}, {"loss": math.nan}, "agrees"),
+        ({"loss": 1.0}, {"loss": 1.0, "d loss / d x": 0.0}, "differs"),
+        ({"loss": 1.0, "metric kl": 1.0}, {"loss": 1.0, "metric kl": 1.0 + 1e-7, "metric other": 3.0}, "agrees"),
+        ({"loss": 1.0, "metric kl": 1.0}, {"loss": 1.0, "metric kl": 1.1}, "differs"),
+        (ValueError("no"), {"loss": 1.0}, "differs"),
+        ({"loss": 1.0}, NotInThisVersion("no option x"), "absent"),
+        ({"loss": 1.0}, AttributeError("no attribute y"), "failed"),
+    ],
+)
+def test_what_becomes_of_a_cell(ours, theirs, kind):
+    assert ask(cell(ours, theirs)).kind == kind
+
+
+def outcomes(*kinds):
+    return [Outcome(f"cell {i}", kind, error, text) for i, (kind, error, text) in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    "kinds, kind, verdict",
+    [
+        ([("agrees", 3e-12, ""), ("agrees", 0.0, "")], "agrees", "agrees to 11 digits"),
+        ([("agrees", 0.0, ""), ("absent", 0.0, "no option x")], "agrees",
+         "agrees to 16 digits (1 of 2 cells had no answer: no option x)"),
+        ([("agrees", 0.0, ""), ("differs", 0.25, ""), ("differs", 0.5, "")], "differs",
+         "differs by 5.0e-01 in 2 of 3 cells"),
+        ([("differs", math.inf, "")], "differs", "differs in shape or NaN in 1 of 1 cells"),
+        ([("differs", math.inf, "ours raised ValueError: no")], "differs",
+         "differs in shape or NaN (ours raised ValueError: no) in 1 of 1 cells"),
+        ([("differs", 0.5, "metric kl")], "differs", "differs by 5.0e-01 (metric kl) in 1 of 1 cells"),
+        ([("absent", 0.0, "no option x")], "absent", "not in this version (no option x)"),
+        ([("failed", 0.0, "AttributeError: y"), ("absent", 0.0, "x")], "failed",
+         "could not be asked (AttributeError: y)"),
+    ],
+)  # fmt: skip
+def test_what_is_said_about_a_family(kinds, kind, verdict):
+    row = judge("fake", outcomes(*kinds), "1.16.0")
+    assert (row.kind, row.verdict) == (kind, verdict)
+    assert row.excused == (kind != "differs")
+
+
+def test_digits_and_gradients():
+    assert [digits(error) for error in (0.0, 1e-17, 3e-12, 0.5)] == [16, 16, 11, 0]
+    x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    result = with_gradients(x * x, {"x": x, "y": y}, {"m": 2})
+    assert {name: value.item() for name, value in result.items()} == {
+        "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
+    }  # fmt: skip

@@ -1,0 +1,52 @@
+"""Batches of the policy cells are telling, and each call is asked of the book's loss where it can answer."""
+
+import pytest
+import torch
+
+from minivlmrl import losses
+from minivlmrl.algorithms import policy_losses
+from minivlmrl.audit.policy_cells import LOSS_TYPES, MAX_LENGTH, B, T, grid, our_loss, policy_batch, random_rewards
+
+COUNTS = losses.Counts(B, 20, MAX_LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_reaches_every_branch_of_a_loss(seed):
+    """Rows of several lengths, ratios on both sides of the clip range."""
+    batch = policy_batch(seed)
+    lengths, ratio = batch["mask"].sum(1), (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
+    assert lengths.min() >= 1 and lengths[0] == T and batch["advantages"][-1] == 0
+    assert ((ratio < 0.8) & (batch["mask"] == 1)).any() and ((ratio > 1.2) & (batch["mask"] == 1)).any()
+    assert all(torch.equal(value, policy_batch(seed)[name]) for name, value in batch.items())
+
+
+def test_two_seeds_have_advantages_of_both_signs():
+    """Every family of cells takes seeds 0 and 1 at least."""
+    advantages = torch.cat([policy_batch(seed)["advantages"] for seed in range(2)])
+    assert advantages.min() < -0.5 and advantages.max() > 0.5
+
+
+def test_what_a_batch_may_be_without():
+    assert policy_batch(0, old=False)["old_per_token_logps"] is None
+    assert policy_batch(0, empty="row")["mask"].sum(1)[1] == 0 != policy_batch(0, empty="row")["mask"].sum()
+    assert policy_batch(0, empty="all")["mask"].sum() == 0
+    assert policy_batch(0, by_token=True)["advantages"].shape == (B, T)
+    assert random_rewards(0, missing=0.4).isnan().any() and not random_rewards(0).isnan().any()
+
+
+@pytest.mark.parametrize("options", [*grid(loss_type=LOSS_TYPES), {"delta": 1.6}, {"entropy_coef": 0.1}], ids=str)
+def test_the_book_answers_where_it_can(options, monkeypatch):
+    asked = []
+    for module, name in ((losses, "grpo_loss"), (policy_losses, "policy_loss")):
+        answer = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, name=name, answer=answer, **k: (asked.append(name), answer(*a, **k))[1]
+        )
+    our_loss(policy_batch(0), COUNTS, **options)
+    assert asked == ["grpo_loss" if options.get("loss_type") in losses.LOSSES else "policy_loss"]
+    our_loss(policy_batch(0) | {"importance_sampling_ratio": torch.ones(B, 1)}, COUNTS, **options)
+    assert asked[1] == "policy_loss"
+
+
+def test_grid():
+    assert grid(a=(1, 2), b=(3,)) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
