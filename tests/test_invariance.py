@@ -1,12 +1,8 @@
 """What must not change a number: how a step is split, the order of rows, what else is in the batch; to 1e-12.
 
-First the losses alone, then whole algorithms with a tiny random model in float64, then two processes instead of one.
+First the losses alone, then whole algorithms with a tiny random model in float64. Several ranks: test_ranks.py.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from minivlmrl import train
 from minivlmrl.algorithms.policy_losses import (
     AVERAGES,
     CORRECTION_MODES,
@@ -37,9 +31,7 @@ from minivlmrl.algorithms.preference_losses import (
     reward_loss,
 )
 from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
-from minivlmrl.hub.checkpoint import random_model, save_model
-from minivlmrl.run.batches import Batches, shuffled
-from minivlmrl.tasks import shapes
+from minivlmrl.run.batches import Batches
 from minivlmrl.tasks.shapes import Shapes
 
 from policy_by_hand import loss_of
@@ -438,111 +430,3 @@ def test_order_of_rows_in_a_step(folder, stage, monkeypatch):
             assert other[name] == pytest.approx(line[name], rel=1e-6, abs=1e-7), name  # rewards are float32
     for parameter, value in weights.items():
         torch.testing.assert_close(same_weights[parameter], value, rtol=1e-11, atol=1e-12)
-
-
-# two processes
-
-
-@pytest.fixture(scope="module")
-def text_rows(folder):
-    """A file and a checkpoint to train on it: answers of many lengths, images in all rows of the first step, in none of
-    the second, in some of the third."""
-    rows, lines, with_image = Ragged(8, "own"), [], next(shuffled(8, 4, seed=0))
-    for i in range(8):
-        line = {"problem": "Name it.", "solution": "x", "margin": 0.1 * i, "label": i % 3 == 0}
-        if i in with_image:
-            rows[i].images[0].save(folder / f"{i}.png")
-            line["image"] = f"{i}.png"
-        lines.append(line | {name: getattr(rows[i], name) for name in ("completion", "chosen", "rejected")})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    model, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
-    save_model(folder / "start", model.double(), processor)
-    return [
-        "--model.config=null", "--model.dtype=float64", f"--model.path={folder / 'start'}", "--data.task=null",
-        f"--data.train_file={folder / 'rows.jsonl'}", f"--data.eval_file={folder / 'rows.jsonl'}",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("precompute", [False, True])
-def test_two_ranks_give_the_metrics_of_one(folder, text_rows, tmp_path, precompute, monkeypatch):
-    """Stages with given answers in float64, to 1e-10; a rank may have no image in a step."""
-    monkeypatch.undo()  # the other processes have ordinary stop tokens
-    stages = "[dpo]" if precompute else "[sft, dpo, kto, reward_model]"
-    options = [*text_rows, f"--stages={stages}", "--rewards={format: 1}", "--data.eval_rows=5"]
-    options += [f"--dpo.precompute_ref_log_probs={str(precompute).lower()}"]
-    options += [f"--{stage}.learning_rate=3e-3" for stage in ("sft", "dpo", "kto", "reward_model")]
-    train.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / 'one'}", *options])
-    torchrun(folder, tmp_path / "two", [*options, "--sft.micro_batch_size=1", "--dpo.micro_batch_size=1"])
-    one, two = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    )
-    assert len(one) == len(two) == (3 if precompute else 12)
-    for first, second in zip(one, two, strict=True):
-        assert first.keys() == second.keys()
-        for name in first:
-            if name == "rewards/accuracies" and abs(first["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal: rounding decides
-            close = first[name] if isinstance(first[name], str) else pytest.approx(first[name], rel=1e-10, abs=1e-10)
-            assert second[name] == close, name
-    tables = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
-    assert tables[0]["after_dpo"]["pairs"] == tables[1]["after_dpo"]["pairs"]
-    folders = ["checkpoint"] if precompute else ["checkpoint", "reward_model"]
-    for name in folders:
-        weights = [load_file(tmp_path / run / name / "model.safetensors") for run in ("one", "two")]
-        for parameter in weights[0]:
-            torch.testing.assert_close(weights[1][parameter], weights[0][parameter], rtol=1e-9, atol=1e-10)
-
-
-def test_ranks_of_online_stages_hold_equal_parameters(folder, tmp_path):
-    """Their draws differ from rank to rank, their updates must not."""
-    spy = tmp_path / "spy.py"
-    spy.write_text(SPY)
-    options = [
-        "--stages=[reward_model, grpo, ppo]", "--rewards={format: 1, reward_model: 1}", "--grpo.beta=0.1",
-        "--grpo.num_iterations=2", "--grpo.top_entropy_quantile=0.5", "--grpo.max_num_gen_batches=2",
-        "--grpo.loss_type=rloo", "--grpo.max_steps=3", "--ppo.whiten_rewards=true", "--ppo.critic=separate",
-    ]  # fmt: skip
-    torchrun(folder, tmp_path / "run", options, spy)
-    states = [torch.load(tmp_path / "run" / f"rank{rank}.pt") for rank in range(2)]
-    assert states[0].keys() == states[1].keys() and len(states[0]) == 3
-    for stage, state in states[0].items():
-        for name, value in state["weights"].items():
-            assert torch.equal(value, states[1][stage]["weights"][name]), f"{stage} {name}"
-    for stage in ("grpo", "ppo"):
-        assert states[0][stage]["ids"] != states[1][stage]["ids"]
-
-
-SPY = """
-import sys
-import torch
-from minivlmrl import train
-from minivlmrl.grpo import GRPO
-from minivlmrl.scale import ranks
-
-drawn, states, original, roll_out = [], {}, train.train, GRPO.roll_out
-
-def record(self, *arguments):
-    drawn.append(roll_out(self, *arguments))
-    return drawn[-1]
-
-def spy(algorithm, *others):
-    original(algorithm, *others)
-    weights = {name: p.detach() for name, p in algorithm.trained.named_parameters()}
-    ids = [c.ids.tolist() for rollout in drawn for group in rollout.completions for c in group]
-    states[algorithm.stage] = {"weights": weights, "ids": ids}
-    torch.save(states, f"{algorithm.run.output_dir}/rank{algorithm.world.rank}.pt")
-    drawn.clear()
-
-train.train, GRPO.roll_out = spy, record
-train.main(sys.argv[1:])
-ranks.exit_rank()
-"""
-
-
-def torchrun(folder, output, options, script=ROOT / "train.py"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    command += [folder / "recipe.yaml", f"--output_dir={output}", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr[-3000:]

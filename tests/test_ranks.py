@@ -62,6 +62,8 @@ FURTHER = {
     "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
                                      "--grpo.num_shared_layers=1"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
+    "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
+                       "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
     "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],
@@ -114,7 +116,7 @@ def results(tmp_path_factory):
 
 def assert_equal(result, alone, relative, limit):
     """Hold one rank's result against that of one process."""
-    assert result.texts == alone.texts
+    assert (result.texts, result.pairs) == (alone.texts, alone.pairs)
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
         for name in line.keys() - SAME_BY_CHANCE:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -798,23 +797,6 @@ def test_the_second_rank_writes_nothing(tmp_path):
     log.step(0, {"loss": 1.0})
     log.end_stage()
     assert not list(tmp_path.iterdir())
-
-
-def test_two_ranks_give_the_metrics_of_one(run, plain, folder, tmp_path):
-    """sft in float64 to 1e-10; grpo, whose ranks draw from generators of their own, runs to its end."""
-    options = ["--model.dtype=float64", "--sft.micro_batch_size=1", "--data.eval_rows=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    command += [folder / "recipe.yaml", f"--output_dir={tmp_path / 'two'}", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    one, two = metrics(run(*options, "--sft.micro_batch_size=4", name="one")), metrics(tmp_path / "two")
-    for first, second in zip(one[:3], two[:3], strict=True):
-        assert first["stage"] == "sft"
-        assert first == pytest.approx(second, abs=1e-10)
-    assert [(line["stage"], line["step"]) for line in two] == [(line["stage"], line["step"]) for line in one]
-    assert list(summary(tmp_path / "two")) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
-    assert process.stdout.count("after grpo") == 1  # one rank speaks
 
 
 def test_the_report_shows_each_answer_under_its_own_row(tmp_path, monkeypatch):
