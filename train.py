@@ -2,7 +2,7 @@
 
 import sys
 
-from minivlmrl.train import start
+from minivlmrl.__main__ import main
 
 if __name__ == "__main__":
-    start(sys.argv[1:])
+    main(["train", *sys.argv[1:]])

@@ -4,8 +4,12 @@ import importlib
 import os
 import sys
 
+# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to four times as long when
+# other work kept the cores busy. It reads this when torch is imported, which the tools do.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 TOOLS = {  # name: (module:function, what it does)
-    "train": ("minivlmrl.train:start", "train by a recipe, as torchrun train.py does"),
+    "train": ("minivlmrl.scale.ranks:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),

@@ -46,10 +46,7 @@ def sample_completions(
     model, processor: Processor, prompts: Sequence[Prompt], num_generations: int,
     sampling: SamplingConfig, keys: Sequence[str], world, gather_weights: bool = True,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Draw num_generations completions of each prompt; a draw depends on its prompt's key alone.
-
-    So any number of ranks draws the same. For gather_weights see scale/sharding.rollout_weights.
-    """
+    """Draw completions by the key of each prompt alone: any number of ranks draws the same."""
     from minivlmrl.sampling.stop_strings import watch_stop_strings
     from minivlmrl.scale.sharding import rollout_weights
 
@@ -76,7 +73,6 @@ def generate(
             than a stop token. It sees every token: text can be shown while it is written.
         joint: for layer-by-layer generation, see scale/sharding.rollout_weights.
     Raises:
-        ValueError: the model does not have a stop token.
         FloatingPointError: the logits are not finite.
     """
     device = model.lm_head.weight.device
@@ -177,12 +173,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
     Probabilities are counted in whole units of 2^-52, which add up exactly in any order on any
     device: a token of probability 0 is never drawn, and rows do not influence each other.
-
-    Args:
-        probs: (r, V) float32, rows that sum to about 1.
-        uniform: (r,) float64 in [0, 1).
-    Returns:
-        (r,) int64.
+    probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
     """
     units = probs.double().mul_(UNITS).long().cumsum(-1)  # (r, V)
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total

@@ -47,7 +47,7 @@ def format(completions: list[str], **columns) -> list[float]:
 def accuracy(completions: list[str], solution: list, **columns) -> list[float | None]:
     """1.0 if the last answer is the solution, but for case, spacing and a final full stop.
 
-    None where the row has no solution. A solution may itself be written between answer tags.
+    None where the row has no solution. A solution may be written between answer tags too.
     """
 
     def judged(completion: str, truth: str | float | None) -> float | None:
@@ -87,11 +87,7 @@ def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
 
 
 def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
-    """Ask K rewards about n texts: (n, K) float32, NaN where one answers None.
-
-    Raises:
-        ValueError: an unknown reward, a missing column, or another number of values than n.
-    """
+    """Ask K rewards about n texts: (n, K) float32, NaN where one answers None."""
     rewards = torch.empty(len(completions), len(names))
     for k, name in enumerate(names):
         missing = [column for column in required_columns([name]) if column not in columns]

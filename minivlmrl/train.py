@@ -7,14 +7,7 @@ torchrun train.py --help [SECTION]             # every option with its default
 """
 
 import math
-import os
-import sys
 from pathlib import Path
-
-# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to four
-# times as long when other work kept the cores busy. It reads this when torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
@@ -98,9 +91,7 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
 def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=None):
     """Run one stage, from its first step or from a state.
 
-    Raises:
-        ValueError: a loss, gradient or logit is not finite (the step is named, its update not made).
-        Preempted: after a signal, when the state is saved.
+    A loss, gradient or logit that is not finite ends it with a ValueError before the update.
     """
     from minivlmrl.run.batches import Batches
     from minivlmrl.run.optimizer import build_optimizer
@@ -119,10 +110,9 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
             step = next(steps)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
-            raise ValueError(
-                f"{stage} step {number}: {error}; stopped before the update, the last checkpoint in "
-                f"{folder} is intact. Try a lower {stage}.learning_rate"
-            ) from error
+            cure = f"{folder} is intact. Try a lower {stage}.learning_rate"
+            text = f"{error}; stopped before the update, the last checkpoint in {cure}"
+            raise ValueError(f"{stage} step {number}: {text}") from error
         log.step(number, metrics)
         if config.save_steps and (number + 1) % config.save_steps == 0:
             algorithm.save(folder)
@@ -155,14 +145,3 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
     optimizer.zero_grad()
     algorithm.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
-
-
-def start(arguments: list[str]):
-    """Be one rank of a run from beginning to end."""
-    from minivlmrl.scale.ranks import run_rank
-
-    run_rank(main, arguments)
-
-
-if __name__ == "__main__":
-    start(sys.argv[1:])

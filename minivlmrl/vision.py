@@ -7,8 +7,6 @@ Dimension letters: P patches of all images together, E hidden_size, H heads, D h
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,22 +42,8 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class QuickGELUMLP(nn.Module):
-    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.fc1(x)
-        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
-
-
 EPS = 1e-6  # of the tower's norms
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
-MLPS = {"swiglu": partial(MLP, bias=True), "quick_gelu": QuickGELUMLP}
 
 
 def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], list[int]]:
@@ -124,6 +108,15 @@ class VisionTransformer(nn.Module):
         return self.merger(x)[order.argsort()]
 
 
+def tower_mlp(config) -> nn.Module:
+    """SwiGLU, or what an older family has."""
+    if config.mlp == "quick_gelu":
+        from minivlmrl.hub.family import QuickGELUMLP
+
+        return QuickGELUMLP(config.hidden_size, config.intermediate_size)
+    return MLP(config.hidden_size, config.intermediate_size, bias=True)
+
+
 class PatchEmbed(nn.Module):
     """A linear map of a flattened patch; checkpoints store it as a 3-D convolution."""
 
@@ -143,7 +136,7 @@ class VisionBlock(nn.Module):
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
         self.attn = VisionAttention(config)
-        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size)
+        self.mlp = tower_mlp(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, segments)

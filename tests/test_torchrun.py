@@ -41,7 +41,7 @@ def backward(loss):
     original(loss)
 
 torch.Tensor.backward = backward
-train.start(sys.argv[1:])
+start(sys.argv[1:])
 """
 
 

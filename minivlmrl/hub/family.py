@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checker import build
@@ -18,6 +19,19 @@ QWEN_CONTROL_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+
+
+class QuickGELUMLP(nn.Module):
+    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,13 @@ def shutdown():
         dist.destroy_process_group()
 
 
+def start(arguments: list[str]):
+    """Be one rank of a training run, from beginning to end of its process."""
+    from minivlmrl.train import main
+
+    run_rank(main, arguments)
+
+
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
     """Call main as one rank of a run, from beginning to end of its process; torchrun shows the first failure."""
     try:
