@@ -13,7 +13,6 @@ from minivlmrl.algorithms.baselines import (
     token_rewards,
     whiten,
 )
-from minivlmrl.algorithms.grpo_family import soft_overlong_punishment
 
 from policy_by_hand import near, tensor
 
@@ -78,20 +77,10 @@ def test_leave_one_out_needs_whole_groups():
         leave_one_out(tensor(1.0, 0.0, 1.0), 2)
 
 
-@pytest.mark.parametrize(
-    "length, cache, expected",
-    [(80, 20, 0.0), (81, 20, -0.05), (90, 20, -0.5), (100, 20, -1.0), (120, 20, -1.0), (100, 0, 0.0), (101, 0, -1.0)],
-)
-def test_soft_overlong_punishment(length, cache, expected):
-    """100 tokens, of which the last 20 cost 1/20 each."""
-    assert soft_overlong_punishment(length, 100, cache) == expected
-
-
 def test_docstring_examples():
     assert leave_one_out(tensor(1.0, 0.0, 0.0), 3).tolist() == [1.0, -0.5, -0.5]
     total = normalize_then_sum(tensor([0.0, 0.0], [1.0, 100.0]), tensor(1.0, 0.0), 2)
     assert total.tolist() == pytest.approx([-0.71, 0.71], abs=5e-3)
-    assert [soft_overlong_punishment(n, 100, 20) for n in (80, 90, 100, 120)] == [0.0, -0.5, -1.0, -1.0]
 
 
 def test_docstring_example_of_gae():

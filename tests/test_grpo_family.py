@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minivlmrl import rewards as rewards_file
-from minivlmrl.algorithms import family as family_file
-from minivlmrl.algorithms.family import Family, FamilyConfig, beyond_the_book
+from minivlmrl.algorithms import grpo_family as family_file
+from minivlmrl.algorithms.grpo_family import Family, FamilyConfig, beyond_the_book, soft_overlong_punishment
 from minivlmrl.grpo import GRPO, GRPOConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor
@@ -301,3 +301,19 @@ def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, optio
     assert len(samples[0].rows) == 4 and advantages.abs().max() > 0
     torch.testing.assert_close(advantages.sum(1), torch.zeros(4), rtol=0, atol=1e-5, check_dtype=False)
     assert run.step.metrics["rewards/letters"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)
+
+
+# overlong shaping
+
+
+@pytest.mark.parametrize(
+    "length, cache, expected",
+    [(80, 20, 0.0), (81, 20, -0.05), (90, 20, -0.5), (100, 20, -1.0), (120, 20, -1.0), (100, 0, 0.0), (101, 0, -1.0)],
+)
+def test_soft_overlong_punishment(length, cache, expected):
+    """100 tokens, of which the last 20 cost 1/20 each."""
+    assert soft_overlong_punishment(length, 100, cache) == expected
+
+
+def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
+    assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
