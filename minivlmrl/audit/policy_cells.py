@@ -25,8 +25,7 @@ STEPS = ((3, 1), (1, 2), (3, 2))  # (gradient accumulation steps, processes)
 B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
 WEIGHTS = [0.5, 1.0]
 NAN = float("nan")
-BOOK = {field.name for field in fields(losses.PolicyLoss)}
-INPUTS = {field.name for field in fields(policy_losses.PolicyInputs)}
+BOOK, INPUTS = ({field.name for field in fields(c)} for c in (losses.PolicyLoss, policy_losses.PolicyInputs))
 
 
 def trl(question: str, *arguments, **options):
@@ -34,6 +33,16 @@ def trl(question: str, *arguments, **options):
     from minivlmrl.audit import trl_oracle
 
     return getattr(trl_oracle, question)(*arguments, **options)
+
+
+def say(options: dict) -> str:
+    """The name of a cell."""
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def grid(**values) -> list[dict]:
+    """All choices of options: grid(a=(1, 2), b=(3,)) is [{"a": 1, "b": 3}, {"a": 2, "b": 3}]."""
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 
 def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = False) -> dict[str, Tensor | None]:
@@ -52,93 +61,69 @@ def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = 
     lengths[1 if empty == "row" else slice(B if not empty else 0, None)] *= 0 if empty else 1
     scores = normal(B, T) if by_token else normal(B)
     scores[-1] = 0.0
-    return {
-        "per_token_logps": logps,
-        "advantages": scores,
-        "mask": (torch.arange(T) < lengths[:, None]).double(),
-        "old_per_token_logps": logps + 0.5 * normal(B, T) if old else None,
-        "ref_per_token_logps": logps + 0.3 * normal(B, T),
-        "entropies": normal(B, T).abs() + 0.05,
-    }
+    batch = {"per_token_logps": logps, "advantages": scores, "mask": (torch.arange(T) < lengths[:, None]).double()}
+    batch["old_per_token_logps"] = logps + 0.5 * normal(B, T) if old else None
+    batch["ref_per_token_logps"] = logps + 0.3 * normal(B, T)
+    return batch | {"entropies": normal(B, T).abs() + 0.05}
 
 
-def say(options: dict) -> str:
-    """The name of a cell."""
-    return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def our_loss(batch: dict, counts: losses.Counts | None = None, **options):
+def our_loss(batch: dict, counts: losses.Counts, **options):
     """grpo_loss of the book where it has the options, else policy_loss."""
-    default = policy_losses.FamilyLoss()
-    more = {name for name, value in options.items() if name not in BOOK and value != getattr(default, name)}
-    plain = {name: value for name, value in options.items() if name in BOOK}
-    book = plain.get("loss_type", "dapo") in losses.LOSSES and plain.get("importance_sampling_level") in (None, *LEVELS)
-    if book and not more and "importance_sampling_ratio" not in batch:
-        constants = {name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
-        arguments = (batch["per_token_logps"], batch["advantages"], batch["mask"], losses.PolicyLoss(**plain))
-        return losses.grpo_loss(*arguments, **constants, counts=counts)
+    default, plain = policy_losses.FamilyLoss(), {name: options[name] for name in BOOK & options.keys()}
+    more = {name for name in options.keys() - BOOK if options[name] != getattr(default, name)}
+    level = plain.get("importance_sampling_level", "token")
+    if (
+        plain.get("loss_type", "dapo") in losses.LOSSES
+        and level in LEVELS
+        and not more
+        and "importance_sampling_ratio" not in batch
+    ):
+        tensors = {name: value for name, value in batch.items() if name != "entropies"}
+        return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**plain), counts=counts)
     inputs = policy_losses.PolicyInputs(**{name: value for name, value in batch.items() if name in INPUTS})
     options = policy_losses.FamilyLoss(**options)
     return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], options, counts)
 
 
-def grpo_cell(
-    family: str,
-    batch: dict,
-    title: str,
-    *,
-    accumulation: int = 1,
-    processes: int = 1,
-    asked: dict | None = None,
-    **options,
-) -> Cell:
+def grpo_cell(name: str, batch: dict, title: str, asked: dict | None = None, **options) -> Cell:
     """One call of GRPOTrainer._compute_loss.
 
     Args:
+        name: of the family.
         batch: see policy_batch.
         title: what distinguishes the batch.
-        accumulation, processes: TRL averages gradients over processes and adds them up over accumulation steps, so its
-            divisors are shares of our Counts.
         asked: options for TRL alone. With kind="RLOO" our loss_type is rloo.
-        options: for both; steps_per_generation is TRL's.
+        options: for both; and how TRL splits a step: `accumulation` steps, `processes`, `steps_per_generation`. It
+            averages gradients over processes and adds them up over steps, so its divisors are shares of our Counts.
     """
-    per_generation = options.pop("steps_per_generation", None)
-    counts = losses.Counts(
-        B * accumulation, ITEMS / processes * accumulation / (per_generation or accumulation), MAX_LENGTH
-    )
+    split = {part: options.pop(part, None) for part in ("accumulation", "processes", "steps_per_generation")}
+    accumulation, processes = split["accumulation"] or 1, split["processes"] or 1
+    share = accumulation / (split["steps_per_generation"] or accumulation) / processes
+    counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
     told = {"epsilon" if name == "epsilon_low" else name: value for name, value in options.items()}
-    told |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": per_generation}
+    told |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": split["steps_per_generation"]}
     told |= {"num_processes": processes, "max_completion_length": MAX_LENGTH, **(asked or {})}
-    where = {"accumulation": accumulation, "processes": processes, "steps_per_generation": per_generation}
-    where = {name: value for name, value in where.items() if value not in (1, None)}
-    name = ", ".join(filter(None, (say(options | where), title)))
+    shown = say(options | {part: value for part, value in split.items() if value not in (1, None)})
     rloo = {"loss_type": "rloo"} if told.get("kind") == "RLOO" else {}
-    ours, theirs = partial(our_loss, counts=counts, **options, **rloo), partial(trl, "grpo_loss", items=ITEMS, **told)
-    return loss_cell(family, name, batch, ("per_token_logps", "entropies"), ours, theirs)
-
-
-def grid(**values) -> list[dict]:
-    """All choices of options: grid(a=(1, 2), b=(3,)) is [{"a": 1, "b": 3}, {"a": 2, "b": 3}]."""
-    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+    sides = partial(our_loss, counts=counts, **options, **rloo), partial(trl, "grpo_loss", items=ITEMS, **told)
+    return loss_cell(name, ", ".join(filter(None, (shown, title))), batch, ("per_token_logps", "entropies"), *sides)
 
 
 def by_loss_type() -> Iterator[Cell]:
     """Three families for each loss type: term and average, KL, and how a step is split."""
-    batches = [
-        (policy_batch(s, old), f"seed={s}" + ("" if old else ", no old")) for s in range(2) for old in (True, False)
-    ]
+    batches = [(policy_batch(s, old), f"seed={s}" + ", no old" * (not old)) for s in range(2) for old in (True, False)]
     for loss_type in LOSS_TYPES:
-        family, base = f"grpo loss_type={loss_type}", {"importance_sampling_level": LEVELS, "loss_type": (loss_type,)}
+        name, base = f"grpo loss_type={loss_type}", {"importance_sampling_level": LEVELS, "loss_type": (loss_type,)}
         deltas = (None, 1.6) if loss_type in CLIPPED else (None,)
         for options, (low, high), batch in product(grid(**base, delta=deltas), EPSILONS, batches):
-            yield grpo_cell(family, *batch, **options, epsilon_low=low, epsilon_high=high)
+            yield grpo_cell(name, *batch, **options, epsilon_low=low, epsilon_high=high)
         kl = grid(**base, beta=(0.04, 0.5), use_bias_correction_kl=(True, False))
         for options, batch in product(kl, batches):
-            yield grpo_cell(f"{family}, KL", *batch, **options)
+            yield grpo_cell(f"{name}, KL", *batch, **options)
         kl = grid(**base, beta=(0.0, 0.1), use_bias_correction_kl=(True,))
         for options, (steps, processes) in product(kl, STEPS):
-            options |= {"accumulation": steps, "processes": processes}
-            yield grpo_cell(f"{family}, split step", policy_batch(steps + processes), "", **options)
+            batch = policy_batch(steps + processes)
+            yield grpo_cell(f"{name}, split step", batch, "", **options, accumulation=steps, processes=processes)
 
 
 def by_option() -> Iterator[Cell]:
@@ -151,19 +136,17 @@ def by_option() -> Iterator[Cell]:
             yield grpo_cell("grpo top_entropy_quantile", of, what, top_entropy_quantile=share, beta=0.1, **base)
         for entropy in grid(entropy_coef=(0.1,), top_entropy_quantile=(1.0, 0.5), accumulation=(1, 3)):
             yield grpo_cell("grpo entropy_coef", batch, title, **base, **entropy)
-        for drift, recorded in product((0.05, 0.3), (None, 0.4)):
-            off, what = dict(batch), title
-            if recorded:
-                off["sampling_per_token_logps"] = off["old_per_token_logps"] + recorded * off["advantages"][:, None]
-                off["sampling_per_token_logps"][0, 1] += NAN if seed else 0.0
-                what = f"{title}, sampler's own{' with NaN' * seed}"
-            yield grpo_cell("grpo off_policy_mask_threshold", off, what, off_policy_mask_threshold=drift, **base)
+        recorded = batch["old_per_token_logps"] + 0.4 * batch["advantages"][:, None]
+        recorded[0, 1] += NAN if seed else 0.0
+        recorded = batch | {"sampling_per_token_logps": recorded}
+        own = f"{title}, sampler's own{' with NaN' * seed}"
+        for drift, (of, what) in product((0.05, 0.3), ((batch, title), (recorded, own))):
+            yield grpo_cell("grpo off_policy_mask_threshold", of, what, off_policy_mask_threshold=drift, **base)
         for width in (1, T):
             ratio = policy_batch(seed + 7)["entropies"][:, :width] * (seed + 0.5)
             ratio[1, 0] = 0.0  # masked by the correction
-            vllm, what = {"asked": {"use_vllm": True}}, f"{title}, ratio (B, {width})"
-            weighted = batch | {"importance_sampling_ratio": ratio}
-            yield grpo_cell("grpo importance_sampling_ratio", weighted, what, beta=0.1, **base, **vllm)
+            weighted, what = batch | {"importance_sampling_ratio": ratio}, f"{title}, ratio (B, {width})"
+            yield grpo_cell("grpo importance_sampling_ratio", weighted, what, {"use_vllm": True}, beta=0.1, **base)
         yield grpo_cell("grpo advantages (B, T)", policy_batch(seed, by_token=True), title, beta=0.1, **base)
         for empty in ("row", "all"):
             yield grpo_cell("grpo masked rows", policy_batch(seed, empty=empty), f"{title}, {empty}", beta=0.1, **base)
@@ -171,29 +154,28 @@ def by_option() -> Iterator[Cell]:
 
 def by_parameter() -> Iterator[Cell]:
     """What only some loss types have, and what is left to the defaults."""
-
-    def family(name: str, seeds: int, options: list[dict], **asked) -> Iterator[Cell]:
-        for chosen, seed in product(options, range(seeds)):
-            yield grpo_cell(name, policy_batch(seed), f"seed={seed}", **chosen, **asked)
-
     tau = {"sapo_temperature_pos": (0.5, 2.0), "sapo_temperature_neg": (0.7, 3.0), "importance_sampling_level": LEVELS}
-    yield from family("grpo sapo temperatures", 2, grid(loss_type=("sapo",), **tau))
-    shape = {"vespo_k_pos": (1.0, 2.5), "vespo_lambda_pos": (2.0, 5.0)}
-    shape |= {"vespo_k_neg": (0.5, 4.0), "vespo_lambda_neg": (0.0, 1.5)}
-    yield from family("grpo vespo parameters", 2, grid(loss_type=("vespo",), **shape))
+    shape = {"vespo_k_pos": (1.0, 2.5), "vespo_lambda_pos": (2.0, 5.0), "vespo_k_neg": (0.5, 4.0)}
+    halves, twice = ({"accumulation": (k,), "steps_per_generation": (8 // k,)} for k in (4, 2))
+    gspo = {"loss_type": CLIPPED[:4], "beta": (0.1,), "use_bias_correction_kl": (False,)}
+    gspo |= {"importance_sampling_level": ("sequence_token",), "delta": (None, 1.6)}
+    rows = [  # family, seeds, choices of options
+        ("grpo sapo temperatures", 2, grid(loss_type=("sapo",), **tau)),
+        ("grpo vespo parameters", 2, grid(loss_type=("vespo",), **shape, vespo_lambda_neg=(0.0, 1.5))),
+        ("grpo steps_per_generation", 2, [*grid(loss_type=BY_TOKENS, **halves), *grid(loss_type=BY_TOKENS, **twice)]),
+        ("grpo defaults", 3, [{}, {"beta": 0.1}]),
+        ("gspo_token", 3, grid(**gspo)),
+    ]
+    for name, seeds, choices in rows:
+        asked = {"module": "trl.experimental.gspo_token"} if name == "gspo_token" else {}
+        for options, seed in product(choices, range(seeds)):
+            yield grpo_cell(name, policy_batch(seed), f"seed={seed}", asked, **options)
     for seed, k, spread in product(range(4), (0.1, 3.0), (30, 90)):  # beyond where log ratios and weight are bounded
         batch = policy_batch(seed)
         logps, ref = batch["per_token_logps"], batch["ref_per_token_logps"]
         far = batch | {"old_per_token_logps": logps + spread * (ref - logps)}
         flat = {"vespo_k_pos": k, "vespo_k_neg": k, "vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}
         yield grpo_cell("grpo vespo parameters", far, f"seed={seed}, far off by {spread}", loss_type="vespo", **flat)
-    for accumulation, per_generation in ((4, 2), (2, 4)):
-        split = {"accumulation": (accumulation,), "steps_per_generation": (per_generation,)}
-        yield from family("grpo steps_per_generation", 2, grid(loss_type=BY_TOKENS, **split))
-    yield from family("grpo defaults", 3, [{}, {"beta": 0.1}])
-    gspo = {"loss_type": CLIPPED[:4], "beta": (0.1,), "use_bias_correction_kl": (False,)}
-    gspo = grid(**gspo, importance_sampling_level=("sequence_token",), delta=(None, 1.6))
-    yield from family("gspo_token", 3, gspo, asked={"module": "trl.experimental.gspo_token"})
 
 
 def together() -> Iterator[Cell]:
@@ -206,13 +188,12 @@ def together() -> Iterator[Cell]:
     for seed in range(96):
         draw = random.Random(seed)
         options = {name: draw.choice(values) for name, values in choices.items()}
-        by_token, corrected, asked = draw.random() < 0.3, draw.random() < 0.5, {}
+        by_token, corrected = draw.random() < 0.3, draw.random() < 0.5
         batch, title = policy_batch(seed, by_token=by_token), f"seed={seed}{', advantages (B, T)' * by_token}"
         if corrected:
-            asked["use_vllm"] = True
             batch["importance_sampling_ratio"] = batch["entropies"][:, : draw.choice((1, T))]
             title += ", importance_sampling_ratio"
-        yield grpo_cell("grpo options together", batch, title, asked=asked, **options)
+        yield grpo_cell("grpo options together", batch, title, {"use_vllm": True} if corrected else {}, **options)
 
 
 def rloo_losses() -> Iterator[Cell]:
@@ -220,8 +201,7 @@ def rloo_losses() -> Iterator[Cell]:
         batch = policy_batch(seed)
         logps, old = batch["per_token_logps"], batch["old_per_token_logps"]
         batch["old_per_token_logps"] = logps + 0.3 * (old - logps)
-        bounds = {"epsilon_low": low, "epsilon_high": high}
-        yield grpo_cell("rloo loss", batch, f"seed={seed}", **bounds, asked={"kind": "RLOO"})
+        yield grpo_cell("rloo loss", batch, f"seed={seed}", {"kind": "RLOO"}, epsilon_low=low, epsilon_high=high)
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
@@ -233,55 +213,44 @@ def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
 
 
 def group_advantages() -> Iterator[Cell]:
-    """TRL works on float32 rewards, so these agree to float32's digits."""
+    """Over the sum of rewards, by scale, and GDPO. TRL works on float32 rewards, so these agree to float32's digits."""
 
-    def ours(rewards: Tensor, size: int, scale: str) -> Result:
-        combined = advantages.combine(rewards, torch.tensor(WEIGHTS))
-        result = {"advantages": advantages.group_advantages(combined, size, scale)}
-        if scale == "group":
-            flat = advantages.group_std(combined, size).abs() < 1e-8
-            result["metric frac_reward_zero_std"] = flat.float().mean()
-        return result
+    def ours(rewards: Tensor, size: int, kind: str) -> Result:
+        weights = torch.tensor(WEIGHTS)
+        if kind == "normalize_then_sum":
+            return {"advantages": baselines.normalize_then_sum(rewards, weights, size)}
+        combined = advantages.combine(rewards, weights)
+        flat = (advantages.group_std(combined, size).abs() < 1e-8).float().mean()
+        result = {"advantages": advantages.group_advantages(combined, size, kind)}
+        return result | ({"metric frac_reward_zero_std": flat} if kind == "group" else {})
 
-    for scale, size, missing, seed in product(("group", "batch", "none"), (2, 4, 6), (0.0, 0.4), range(3)):
+    kinds = {kind: {"scale_rewards": kind} for kind in ("group", "batch", "none")}
+    kinds["normalize_then_sum"] = {"multi_objective_aggregation": "normalize_then_sum"}
+    for kind, size, missing, seed in product(kinds, (2, 4, 6), (0.0, 0.4), range(3)):
         rewards, name = random_rewards(seed, missing=missing), f"num_generations={size}, missing={missing}, seed={seed}"
-        asked = {"num_generations": size, "scale_rewards": scale, "reward_weights": WEIGHTS}
-        sides = partial(ours, rewards, size, scale), partial(trl, "rollout", rewards, **asked)
-        yield Cell(f"advantages {scale}", name, *sides, 1e-6)
-
-
-def normalized_advantages() -> Iterator[Cell]:
-    def ours(rewards: Tensor, size: int) -> Result:
-        return {"advantages": baselines.normalize_then_sum(rewards, torch.tensor(WEIGHTS), size)}
-
-    for size, missing, seed in product((2, 4, 6), (0.0, 0.4), range(3)):
-        rewards, name = random_rewards(seed, missing=missing), f"num_generations={size}, missing={missing}, seed={seed}"
-        asked = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": WEIGHTS}
-        sides = partial(ours, rewards, size), partial(trl, "rollout", rewards, num_generations=size, **asked)
-        yield Cell("advantages normalize_then_sum", name, *sides, 1e-6)
+        asked = {"num_generations": size, "reward_weights": WEIGHTS, **kinds[kind]}
+        sides = partial(ours, rewards, size, kind), partial(trl, "rollout", rewards, **asked)
+        yield Cell(f"advantages {kind}", name, *sides, 1e-6)
 
 
 def rloo_advantages() -> Iterator[Cell]:
     """Rewards are clipped, then pay for the KL of their completion, then are held against the others of the group."""
-    grid = product((2, 4), (0.0, 0.05), (False, True), (None, (-0.3, 0.6)), (0.0, 0.4))
-    for seed, (size, beta, normalize, clip, missing) in enumerate(grid):
+
+    def ours(*arguments) -> Result:
+        return {"advantages": baselines.leave_one_out(*arguments)}
+
+    grids = product((2, 4), (0.0, 0.05), (False, True), (None, (-0.3, 0.6)), (0.0, 0.4))
+    for seed, (size, beta, normalize, clip, missing) in enumerate(grids):
         rewards, batch = random_rewards(seed, n=B * 2, missing=missing), policy_batch(seed)
         names = ("old_per_token_logps", "ref_per_token_logps", "mask")
         old, ref, mask = (batch[name].float().repeat(2, 1) for name in names)
         total = advantages.combine(rewards, torch.tensor(WEIGHTS))
         total = (total if clip is None else total.clamp(*clip)) - beta * ((old - ref) * mask).sum(1)
-
-        def ours(*arguments) -> Result:
-            return {"advantages": baselines.leave_one_out(*arguments)}
-
-        def theirs(rewards: Tensor, **asked) -> Result:
-            return {"advantages": trl("rollout", rewards, "RLOO", **asked)["advantages"]}
-
         asked = {"num_generations": size, "beta": beta, "normalize_advantages": normalize, "reward_clip_range": clip}
         asked |= {"reward_weights": WEIGHTS, "completions": [[5] * int(length) for length in mask.sum(1)]}
-        sides = partial(ours, total, size, normalize), partial(theirs, rewards, logps=(old, ref), **asked)
-        option = {"num_generations": size, "beta": beta, "normalize": normalize, "clip": clip, "missing": missing}
-        yield Cell("rloo advantages", say(option), *sides, 1e-6)
+        sides = partial(ours, total, size, normalize), partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
+        shown = {"num_generations": size, "beta": beta, "normalize": normalize, "clip": clip, "missing": missing}
+        yield Cell("rloo advantages", say(shown), *sides, 1e-6)
 
 
 def sampler_correction() -> Iterator[Cell]:
@@ -293,16 +262,15 @@ def sampler_correction() -> Iterator[Cell]:
 
     clips = ((3.0, None), (1.2, 0.8), (None, 0.9))
     for mode, clip, seed in product(policy_losses.CORRECTION_MODES, clips, range(2)):
-        batch = policy_batch(seed)
+        batch, option = policy_batch(seed), {"mode": mode, "clip_max": clip[0], "clip_min": clip[1]}
         old, mask = batch["old_per_token_logps"], batch["mask"]
         sampling = (old + 0.3 * (batch["ref_per_token_logps"] - old)).float()
         sampling[0, 2] = NAN if seed else -1.0
         lengths = mask.sum(1).long().tolist()
-        option = {"mode": mode, "clip_max": clip[0], "clip_min": clip[1]}
-        asked = {f"vllm_importance_sampling_{name}": value for name, value in option.items()}
-        asked |= {"sampling": [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]}
-        asked |= {"completions": [[5] * length for length in lengths], "logps": (old, None), "use_vllm": True}
-        theirs = partial(trl, "rollout", torch.zeros(B, 1), output="importance_sampling_ratio", **asked)
+        asked = {f"vllm_importance_sampling_{name}": value for name, value in option.items()} | {"use_vllm": True}
+        asked["sampling"] = [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]
+        asked |= {"completions": [[5] * length for length in lengths], "output": "importance_sampling_ratio"}
+        theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **asked)
         name = f"{mode}, clip={clip}, seed={seed}{' with NaN' * seed}"
         yield Cell("importance_sampling_ratio", name, partial(ours, old, sampling, mask, **option), theirs)
 
@@ -312,12 +280,9 @@ def overlong() -> Iterator[Cell]:
         return {"reward": torch.tensor([grpo_family.soft_overlong_punishment(*arguments)], dtype=torch.float64)}
 
     for length, cache in product((70, 80, 81, 90, 100, 101), (0, 20)):
-        arguments, name = (length, 100, cache), f"{length} of 100 tokens, cache {cache}"
-        sides = partial(ours, *arguments), partial(trl, "soft_overlong_punishment", *arguments)
-        yield Cell("soft_overlong_punishment", name, *sides)
+        sides = partial(ours, length, 100, cache), partial(trl, "soft_overlong_punishment", length, 100, cache)
+        yield Cell("soft_overlong_punishment", f"{length} of 100 tokens, cache {cache}", *sides)
 
 
-ALL = (
-    by_loss_type, by_option, by_parameter, together, rloo_losses, group_advantages, normalized_advantages,
-    rloo_advantages, sampler_correction, overlong,
-)  # fmt: skip
+ALL = (by_loss_type, by_option, by_parameter, together, rloo_losses)
+ALL += (group_advantages, rloo_advantages, sampler_correction, overlong)

@@ -5,13 +5,12 @@ given log-probabilities. Many versions of TRL are understood: options are copied
 NotInThisVersion says what a version lacks. This is the one file that imports TRL; import it inside functions.
 """
 
-import ast
 import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import tempfile
-import textwrap
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -108,19 +107,16 @@ def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
 @functools.cache
 def _classes(kind: str, module: str) -> tuple[type | None, type | None, Exception | None]:
     """Trainer and config, or why there are none; TRL imports them when they are asked for, which may fail slowly."""
+    name, method = f"{module}.{kind}Trainer", METHODS.get(kind, "_compute_loss")
     try:
         trainer_class = getattr(importlib.import_module(module), kind + "Trainer")
         config_class = getattr(trl, kind + "Config")
     except (ImportError, RuntimeError, AttributeError) as error:
-        gone = isinstance(error, AttributeError) or getattr(error, "name", None) == module
-        reason = str(error).splitlines()[-1]
-        name = f"{module}.{kind}Trainer"
-        problem = NotInThisVersion(f"no {name}") if gone else ImportError(f"{name} does not import here: {reason}")
-        return None, None, problem
-    method = METHODS.get(kind, "_compute_loss")
-    if not hasattr(trainer_class, method):
-        return None, None, NotInThisVersion(f"{kind}Trainer has no {method}")
-    return trainer_class, config_class, None
+        if isinstance(error, AttributeError) or getattr(error, "name", None) == module:
+            return None, None, NotInThisVersion(f"no {name}")
+        return None, None, ImportError(f"{name} does not import here: {str(error).splitlines()[-1]}")
+    gone = None if hasattr(trainer_class, method) else NotInThisVersion(f"{kind}Trainer has no {method}")
+    return trainer_class, config_class, gone
 
 
 def _config(config_class: type, options: dict):
@@ -141,19 +137,14 @@ def _answer(method, *inputs):
         raise NotInThisVersion(str(error).partition(". ")[0]) from error
 
 
-def _unpacked(method, name: str) -> list[str]:
-    """The names to which a method assigns what self.<name>(...) returns: they differ by version."""
-    return _unpacked_in(inspect.unwrap(method.__func__), name)
-
-
 @functools.cache
-def _unpacked_in(function, name: str) -> list[str]:
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=called)):
-                if ast.unparse(called) == f"self.{name}":
-                    return [target.id for target in names]
-    raise NotInThisVersion(f"{function.__qualname__} does not call {name}")
+def _unpacked(function, name: str) -> list[str]:
+    """The names to which a method assigns what self.<name>(...) returns: they differ by version."""
+    function = inspect.unwrap(function)
+    found = re.search(rf"^ *\(?([\w,\s]+?),?\s*\)? = self\.{name}\(", inspect.getsource(function), re.MULTILINE)
+    if found is None:
+        raise NotInThisVersion(f"{function.__qualname__} does not call {name}")
+    return re.findall(r"\w+", found[1])
 
 
 def _policy_trainer(kind: str, module: str = "trl", reward_weights: list[float] | None = None, **options):
@@ -199,7 +190,7 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
         items: completion tokens of the generation batch on all processes.
     """
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
-    returned = _unpacked(self._compute_loss, "_get_per_token_logps_and_entropies")
+    returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
     forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
     self._get_per_token_logps_and_entropies = lambda *_, **__: tuple(forward.get(name) for name in returned)
     inputs = {name: value for name, value in batch.items() if value is not None and name not in forward}
@@ -213,8 +204,8 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
 def rollout(
     rewards: Tensor,
     kind: str = "GRPO",
-    completions: list[list[int]] | None = None,
     logps: tuple[Tensor | None, Tensor | None] = (None, None),
+    completions: list[list[int]] | None = None,
     sampling: list[list[float]] | None = None,
     output: str = "advantages",
     **options,
@@ -222,8 +213,8 @@ def rollout(
     """What _generate_and_score_completions makes of given rewards (n, K) and completions: advantages, ratios, masks.
 
     Args:
-        completions: token ids; 1 is the end of text.
         logps: (n, T) log-probabilities of policy and reference.
+        completions: token ids; 1 is the end of text.
         sampling: log-probabilities as the sampler recorded them.
         output: the name of what is asked for.
     """
@@ -235,11 +226,11 @@ def rollout(
         "num_items_in_batch": torch.tensor(2 * n),
     }  # fmt: skip
     method = self._generate_and_score_completions
-    order = _unpacked(method, "_generate")
+    order = _unpacked(method.__func__, "_generate")
     self._generate = lambda *_: tuple(generated.get(name) for name in order)
     self._calculate_rewards = lambda *_, **__: rewards
     old, ref = torch.zeros(n, 2) if logps[0] is None else logps[0], logps[1]
-    returned = len(_unpacked(method, "_get_per_token_logps_and_entropies"))
+    returned = len(_unpacked(method.__func__, "_get_per_token_logps_and_entropies"))
 
     def forward(model, *_, **__):
         return ((old if model is self.model else ref), None, None)[:returned]
