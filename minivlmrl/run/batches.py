@@ -66,24 +66,14 @@ class DataSection:
             raise ValueError(f"objects is {self.objects}, it must be [fewest, most], 1 to 3")
 
 
-def load_datasets(
-    config: DataSection,
-    stages: dict[str, str],
-    seed: int,
-    reward_columns: Sequence[str] = (),
-    eval_columns: Sequence[str] = ("solution",),
-) -> dict[str, Dataset]:
-    """Open the rows of a run.
+def load_datasets(config, stages: dict[str, str], seed: int, reward_columns=(), eval_columns=("solution",)) -> dict:
+    """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
 
     Args:
-        stages: for each stage what its rows must have, one of NEEDS.
-        reward_columns: what the rewards ask of every row that is answered in training ...
-        eval_columns: ... and those of data.eval_rewards of held-out ones.
-        seed: of an embedded task's training rows; its evaluation rows are the same for every seed.
-    Returns:
-        a dataset for each stage, and "eval" if there are held-out rows.
-    Raises:
-        ValueError: neither or both of task and train_file are set, the task is unknown, or a file is not readable.
+        config: the section `data`.
+        stages: for each stage what its rows must have, a key of NEEDS.
+        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
+        seed: of an embedded task's training rows; its held-out rows are the same for every seed.
     """
     if (config.task is None) == (config.train_file is None):
         raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
@@ -104,13 +94,10 @@ def load_datasets(
 
 
 def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
-    return JsonLines(
-        path, ("problem", *columns), limit,
-        prompt_template=config.prompt_template, system_prompt=config.system_prompt,
-        constants={"box_space": config.box_space},
-        video_options={name: value for name, value in asdict(config.video).items() if value is not None},
-        allow_urls=config.allow_urls,
-    )  # fmt: skip
+    options = {name: getattr(config, name) for name in ("prompt_template", "system_prompt", "allow_urls")}
+    options["constants"] = {"box_space": config.box_space}
+    options["video_options"] = {name: value for name, value in asdict(config.video).items() if value is not None}
+    return JsonLines(path, ("problem", *columns), limit, **options)
 
 
 class Batches:
@@ -119,11 +106,7 @@ class Batches:
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
     draws depend on, "seed/stage/draw/position", and its index in the dataset: any number of ranks does the same.
 
-    Args:
-        algorithm: knows prompts_per_step (over all ranks), the steps of a draw, its stage, the seed and the ranks.
-        draws: how many were made before a resume.
-    Raises:
-        ValueError: there are no rows, or the ranks cannot share prompts_per_step equally.
+    `draws` were made before a resume. Ranks that cannot share prompts_per_step equally are refused.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
@@ -131,10 +114,8 @@ class Batches:
         if size % world.size:
             low = size // world.size * world.size
             near = " or ".join(str(number) for number in (low, low + world.size) if number)
-            raise ValueError(
-                f"{algorithm.stage}.prompts_per_step is {size}, which {world.size} ranks cannot share equally: take "
-                f"{near}"
-            )
+            name = f"{algorithm.stage}.prompts_per_step"
+            raise ValueError(f"{name} is {size}, which {world.size} ranks cannot share equally: take {near}")
         self.dataset, self.world, self.draws = dataset, world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
@@ -155,11 +136,7 @@ class Batches:
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_draw row numbers: every pass has all rows once, in a new order.
-
-    Args:
-        skip: how many numbers to leave out at the beginning.
-    """
+    """Endless lists of per_draw row numbers: every pass has all rows once, in a new order; the first `skip` left out."""
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)

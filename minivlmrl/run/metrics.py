@@ -83,14 +83,7 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
 
 
 def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-    """What a rollout of all ranks earned, and how long its completions are.
-
-    Args:
-        algorithm: knows its rewards, the size of a group and the ranks.
-        rollout: of this rank, see grpo.Rollout.
-        rewards: (n, K) of all ranks' completions, NaN where a reward could not judge.
-        total: (n,) their weighted sum.
-    """
+    """What a rollout of all ranks earned, (n, K) rewards and (n,) their weighted sums, and how long it is."""
     drawn = [completion for group in rollout.completions for completion in group]
     lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
     length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
@@ -106,13 +99,7 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
 
 
 def policy_metrics(batch, logps: Tensor, entropies: Tensor, fresh: bool) -> dict[str, Tensor]:
-    """Entropy, and the difference between sampler and trainer while the policy is still the one that sampled.
-
-    Args:
-        batch: a MicroBatch.
-        logps, entropies: (M,) of the policy that is trained, nats.
-        fresh: it has not moved since it sampled.
-    """
+    """Entropy; and while the policy is fresh, the one that sampled: do sampler and trainer score a token alike?"""
     metrics = {"entropy": batch.mean(entropies)}
     if fresh:
         gap = batch.group.pad(logps.detach()) - batch.sampler_logps

@@ -40,11 +40,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Add up the gradients of all ranks (the backward of sharded weights has done so), and scale them down.
-
-    Returns:
-        Their norm before scaling, over all ranks' parts.
-    """
+    """Add up the gradients of all ranks (a sharded backward has done so), and clip them; returns the norm before."""
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -54,18 +50,12 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 def learning_rate(step: int, config: TrainingConfig) -> float:
     """Rise over warmup_steps, then fall to min_lr_ratio at max_steps.
 
-    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25.
-
-    Args:
-        step: 0 is the first.
+    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25 from step 0 on.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-    remaining = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.lr_scheduler_type]
-    floor = 1.0 if config.lr_scheduler_type == "constant" else config.min_lr_ratio
-    return config.learning_rate * (floor + (1 - floor) * remaining)
+    if config.lr_scheduler_type == "constant":
+        return config.learning_rate
+    remaining = 1 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)

@@ -4,13 +4,9 @@ import json
 import math
 from pathlib import Path
 
-from torch import nn
-
 from minivlmrl.hub.checkpoint import save_model
-from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.table import get_task
 from minivlmrl.tools.report import print_table, write_report
 
@@ -23,15 +19,7 @@ class Results:
         results: evaluations so far, by name; new ones are added.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: nn.Module,
-        processor: Processor,
-        world: World,
-        held_out: Dataset | None,
-        results: dict[str, Evaluation],
-    ):
+    def __init__(self, config: RunConfig, model, processor, world, held_out, results: dict[str, Evaluation]):
         self.config, self.model, self.processor, self.world = config, model, processor, world
         self.held_out, self.results, self.folder = held_out, results, Path(config.output_dir)
         if world.is_main:
@@ -40,14 +28,12 @@ class Results:
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model as it is now; an algorithm may also rank held-out pairs."""
+        config = self.config
         if self.held_out is None:
             return
-        config, rewards = self.config, self.config.data.eval_rewards
         try:
-            result = evaluate(
-                self.model, self.processor, self.held_out, config.sampling, self.world, rewards,
-                config.rollout.gather_weights,
-            )  # fmt: skip
+            options = config.sampling, self.world, config.data.eval_rewards, config.rollout.gather_weights
+            result = evaluate(self.model, self.processor, self.held_out, *options)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         result.pairs = None if algorithm is None else algorithm.pair_accuracy(self.held_out)
