@@ -5,14 +5,7 @@ from math import log
 import pytest
 import torch
 
-from minivlmrl.algorithms.baselines import (
-    gae,
-    leave_one_out,
-    masked_moments,
-    normalize_then_sum,
-    token_rewards,
-    whiten,
-)
+from minivlmrl.algorithms.baselines import gae, leave_one_out, masked_moments, normalize_then_sum, token_rewards, whiten
 
 from policy_by_hand import near, tensor
 

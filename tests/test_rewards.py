@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.generate import Completion
-from minivlmrl.rewards import (
-    REWARDS,
-    accuracy,
-    format,
-    get_reward,
-    normalize,
-    required_columns,
-    reward_columns,
-    score,
-)
+from minivlmrl.rewards import REWARDS, accuracy, format, get_reward, normalize, required_columns, reward_columns, score
 from minivlmrl.rows import Prompt, Row
 
 GOOD = "<think>I see green</think><answer>green square</answer>"

@@ -175,11 +175,7 @@ def test_a_template_for_text_alone_gets_the_parts_joined():
 
 
 @pytest.mark.parametrize(
-    "options, messages, name",
-    [
-        ({"add_vision_id": True}, HI, "add_vision_id"),
-        ({}, [*HI, CALL], "tool_calls"),
-    ],
+    "options, messages, name", [({"add_vision_id": True}, HI, "add_vision_id"), ({}, [*HI, CALL], "tool_calls")]
 )
 def test_what_a_template_would_leave_out_is_refused(options, messages, name):
     with pytest.raises(ValueError, match=rf"t\.jinja: this chat template has no place for {name}"):

@@ -85,8 +85,7 @@ def _write_qwen2_vl(vision: dict) -> dict:
 
 FAMILIES = {
     "qwen2_5_vl": Family(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        tower={"norm": "rms_norm", "mlp": "swiglu"},
+        architecture="Qwen2_5_VLForConditionalGeneration", tower={"norm": "rms_norm", "mlp": "swiglu"}
     ),
     "qwen2_vl": Family(
         architecture="Qwen2VLForConditionalGeneration",

@@ -37,8 +37,13 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module, processor: Processor, rows: Dataset, sampling: SamplingConfig, world: World,
-    rewards: Sequence[str] = ("accuracy", "format"), gather_weights: bool = True,
+    model: nn.Module,
+    processor: Processor,
+    rows: Dataset,
+    sampling: SamplingConfig,
+    world: World,
+    rewards: Sequence[str] = ("accuracy", "format"),
+    gather_weights: bool = True,
 ) -> Evaluation:
     """Answer held-out rows, once sampled and once greedily.
 
