@@ -109,4 +109,4 @@ def full_weight(head: nn.Linear) -> Tensor:
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
     weight = full_weight(model.score)
-    save_model(folder, model.backbone, processor, world, lambda aside: save_head(aside / HEAD_FILE, weight))
+    save_model(folder, model.backbone, processor, world, lambda written: save_head(written / HEAD_FILE, weight))
