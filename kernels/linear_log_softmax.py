@@ -164,9 +164,7 @@ def _op(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tupl
     return tuple(score(hidden, weight, ids, temperature))
 
 
-@_op.register_fake
-def _(hidden, weight, ids, temperature):
-    return tuple(hidden.new_empty(ids.shape, dtype=_sum_dtype(hidden)) for _ in range(4))
+_op.register_fake(lambda h, w, ids, t: tuple(h.new_empty(ids.shape, dtype=_sum_dtype(h)) for _ in range(4)))
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())

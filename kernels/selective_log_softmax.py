@@ -266,8 +266,7 @@ def _op(z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
 
 @_op.register_fake
 def _(z, ids, temperature):
-    dtype = torch.promote_types(z.dtype, torch.float32)
-    return tuple(z.new_empty(ids.shape, dtype=dtype) for _ in range(4))
+    return tuple(z.new_empty(ids.shape, dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(4))
 
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax_backward", mutates_args=())
@@ -285,9 +284,7 @@ def _backward_op(
     return out
 
 
-@_backward_op.register_fake
-def _(z, ids, saved, g, e, temperature):
-    return torch.empty_like(z, memory_format=torch.contiguous_format)
+_backward_op.register_fake(lambda z, *_: torch.empty_like(z, memory_format=torch.contiguous_format))
 
 
 def _setup_context(ctx, inputs, output):
