@@ -10,7 +10,7 @@ EPSILON = 1e-4  # TRL's, beside a standard deviation
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over reward functions: (n, K), (K,) -> (n,); NaN adds nothing, all NaN is NaN."""
+    """Weighted sum over rewards: (n, K), (K,) -> (n,). NaN adds nothing; NaN if all are NaN."""
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 

@@ -1,6 +1,6 @@
 """GRPO from rows to a loss, in the order in which it happens (DeepSeekMath, arXiv 2402.03300):
 
-    rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
+    rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
 longest in a micro-batch. Left out: the paper's outer loop that renews the reference. RLOO, DAPO's
@@ -45,7 +45,7 @@ class Rollout:
 
 
 class Algorithm:
-    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) is its share of the loss."""
+    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
 
     stage: str  # its name, and that of its section in a recipe
     needs = "prompts"  # what its rows must have, see run/batches.py

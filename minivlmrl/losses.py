@@ -143,6 +143,7 @@ LOSSES = {"grpo": (clipped, "grpo"), "dapo": (clipped, "dapo"), "dr_grpo": (clip
 
 
 def max_length(counts: Counts) -> int:
+    """The constant of dr_grpo, which the caller must give."""
     if counts.max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
     return counts.max_completion_length

@@ -21,7 +21,7 @@ def get_rope_index(
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    In a video of 3 steps, 0.75 s apart, at 2 positions a second, time is floor(step * 1.5): 0, 1, 3.
+    A video of 3 steps, 0.75 s apart, at 2 positions a second, has time floor(step * 1.5): 0, 1, 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.

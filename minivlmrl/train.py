@@ -124,7 +124,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
 
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
-    """Add up gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
+    """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
     from minivlmrl.run.metrics import merge
     from minivlmrl.run.optimizer import finish_gradients, learning_rate
 
