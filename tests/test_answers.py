@@ -1,6 +1,7 @@
 """Rows with their answers as micro-batches, and pairs that are judged on any number of ranks."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ class Rank(World):
         return [value + 1 for value in values]
 
 
+def judge(world):
+    return SimpleNamespace(world=world, trained=torch.nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
 def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
     """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
@@ -43,7 +48,7 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
         asked.extend(indices)
         return torch.tensor([1.0 if index == 0 else -1.0 for index in indices])
 
-    accuracy = pair_accuracy(rows, Rank(rank, 2, torch.device("cpu")), margins, size=1)
+    accuracy = pair_accuracy(judge(Rank(rank, 2, torch.device("cpu"))), rows, margins, size=1)
     assert asked == seen
     assert accuracy == ((1 if rank == 0 else 0) + 1) / 3  # the other rank's sum is 1
 
@@ -52,7 +57,7 @@ def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
     assert with_pairs(rows, ONE) == [2]
-    assert pair_accuracy(Rows(rows[:2]), ONE, None) is None and pair_accuracy(Rows(), ONE, None) is None
+    assert pair_accuracy(judge(ONE), Rows(rows[:2]), None) is None and pair_accuracy(judge(ONE), Rows(), None) is None
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])

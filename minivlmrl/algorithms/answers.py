@@ -9,20 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.batch import GroupBatch, MicroBatch, pack
+from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
-from minivlmrl.rows import Dataset, Processor, Prompt, Row
+from minivlmrl.losses import Counts
+from minivlmrl.rows import Dataset, Prompt, Row
+from minivlmrl.scale.sharding import reshard
 
 PAIR = ("chosen", "rejected")
-
-
-@dataclass
-class Answers:
-    """One row as tensors."""
-
-    prompt: Prompt
-    ids: list[Tensor]  # of each answer (C,) int64
-    loss_masks: list[Tensor]  # of each answer (C,) bool, False for what another than the assistant says in it
 
 
 @dataclass
@@ -37,23 +30,32 @@ class PairBatch(MicroBatch):
         return len(self.loss_mask) / 2
 
 
-def encode(row: Row, names: Sequence[str], processor: Processor) -> Answers:
-    """Turn a row into tensors, with the answers of these names: "completion", or "chosen" and "rejected"."""
-    encoded = [encode_completion(processor, row.messages, getattr(row, name)) for name in names]
-    return Answers(row.prompt(processor), [ids for ids, _ in encoded], [mask for _, mask in encoded])
+def encode(rows: Sequence[Row], names: Sequence[str], processor) -> tuple[list[Prompt], list[list]]:
+    """Turn rows and their answers of these names ("completion", or "chosen" and "rejected") into tensors.
 
-
-def pack_answers(answers: Sequence[Answers], config, device) -> tuple[GroupBatch, Tensor]:
-    """Lay rows end to end.
-
-    Args:
-        config: of the model that reads them.
     Returns:
-        the batch, R answers in order; and its loss mask, (R, T) float32.
+        the prompts; and for each row a list of answers: ids (C,) int64, and a loss mask (C,) bool, False for what
+        another than the assistant says in it.
     """
-    group = pack([row.prompt for row in answers], [row.ids for row in answers], config, device)
-    loss_mask = torch.cat([mask for row in answers for mask in row.loss_masks])
+    answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
+    return [row.prompt(processor) for row in rows], answers
+
+
+def pack_encoded(prompts: Sequence[Prompt], answers: Sequence[list], algorithm) -> tuple[GroupBatch, Tensor]:
+    """Lay rows end to end: the batch, R answers in order; and its loss mask, (R, T) float32."""
+    ids, device = [[ids for ids, _ in row] for row in answers], algorithm.world.device
+    group = pack(prompts, ids, algorithm.policy.config, device)
+    loss_mask = torch.cat([mask for row in answers for _, mask in row])
     return group, group.pad(loss_mask.float().to(device))
+
+
+def one_step(batches: list[MicroBatch], world, counted: slice = slice(None)) -> Step:
+    """Make an optimizer step of micro-batches, with the counts of all ranks; `counted` selects completions."""
+    tokens = sum(batch.loss_mask[counted].sum().item() for batch in batches)
+    counts = Counts(*world.sum(sum(len(batch.loss_mask) for batch in batches), tokens))
+    for batch in batches:
+        batch.counts = counts
+    return Step(batches)
 
 
 def pieces(items: Sequence, size: int) -> list[Sequence]:
@@ -81,16 +83,18 @@ def with_pairs(rows: Dataset, world) -> list[int]:
 
 
 @torch.no_grad()
-def pair_accuracy(rows: Dataset, world, margins: Callable[[Sequence[int]], Tensor], size: int = 64) -> float | None:
+def pair_accuracy(algorithm, rows: Dataset, margins: Callable[[Sequence[int]], Tensor], size: int = 64) -> float | None:
     """Compute the share of pairs with the chosen answer ahead; None: there are no pairs.
 
     Args:
         margins: indices of rows -> (B,), over 0 where the chosen answer is ahead.
         size: pairs in one call of it.
     """
+    world = algorithm.world
     indices = with_pairs(rows, world)
     if not indices:
         return None
     margin = torch.cat([margins(piece) for piece in pieces(equal_share(indices, world), size)])
+    reshard(algorithm.trained)
     ahead = margin[: len(indices[world.rank :: world.size])] > 0  # not those that another rank has too
     return world.sum(ahead.sum().item())[0] / len(indices)

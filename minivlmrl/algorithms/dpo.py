@@ -8,24 +8,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.algorithms.answers import (
-    PAIR,
-    Answers,
-    PairBatch,
-    encode,
-    equal_share,
-    pack_answers,
-    pair_accuracy,
-    pieces,
-    with_pairs,
-)
+from minivlmrl.algorithms import answers
+from minivlmrl.algorithms.answers import PAIR, PairBatch, equal_share, pieces, with_pairs
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.losses import Counts
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.run.batches import shuffled
 
@@ -57,10 +47,8 @@ class DPO(Algorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.precomputed: dict[str, dict[int, Tensor]] = {
-            "train": {},
-            "held_out": {},
-        }  # index of a row -> both answers'
+        # dataset -> index of a row -> log-probabilities of both answers
+        self.precomputed: dict[str, dict[int, Tensor]] = {"train": {}, "held_out": {}}
         if not self.config.precompute_ref_log_probs and not self.config.reference_free:
             self.reference = Reference(self.policy, self.config)
 
@@ -78,31 +66,25 @@ class DPO(Algorithm):
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
-            answers = [encode(rows[index], PAIR, self.processor) for index in piece]  # images of one piece at a time
-            group, _ = pack_answers(answers, self.policy.config, self.world.device)
+            encoded = answers.encode([rows[index] for index in piece], PAIR, self.processor)  # images of one piece
+            group, _ = answers.pack_encoded(*encoded, self)
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
             own |= {index: torch.cat(logps[2 * i : 2 * i + 2]) for i, index in enumerate(piece)}
         return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            answers = [encode(row, PAIR, self.processor) for row in rows]
-            chosen_tokens = sum(int(row.loss_masks[0].sum()) for row in answers)
-            counts = Counts(*self.world.sum(2 * len(rows), chosen_tokens))
-            parts = pieces(range(len(rows)), self.config.micro_batch_size)
-            yield Step([
-                self.micro_batch([answers[i] for i in part], [rows[i].index for i in part], counts) for part in parts
-            ])  # fmt: skip
+            parts = pieces(rows, self.config.micro_batch_size)
+            packed = [self.micro_batch(part, [row.index for row in part]) for part in parts]
+            yield answers.one_step(packed, self.world, counted=slice(0, None, 2))  # chosen tokens
 
-    def micro_batch(
-        self, answers: list[Answers], indices: Sequence[int], counts: Counts | None = None, rows: str = "train"
-    ) -> PairBatch:
-        """Pack rows and add the reference's log-probabilities; `rows` names the dataset of the indices."""
-        batch = PairBatch(*pack_answers(answers, self.policy.config, self.world.device), counts)
+    def micro_batch(self, rows: Sequence[Row], indices: Sequence[int], dataset: str = "train") -> PairBatch:
+        """Pack rows and add the reference's log-probabilities; indices are the rows' numbers in the dataset."""
+        batch = PairBatch(*answers.pack_encoded(*answers.encode(rows, PAIR, self.processor), self), None)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(batch.group)
         elif self.config.precompute_ref_log_probs:
-            known = [self.precomputed[rows].get(index) for index in indices]
+            known = [self.precomputed[dataset].get(index) for index in indices]
             if any(logps is None for logps in known):
                 raise ValueError(
                     "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
@@ -133,15 +115,14 @@ class DPO(Algorithm):
         """Count a pair if the policy has moved further towards the chosen answer than towards the rejected one."""
 
         def margins(indices: Sequence[int]) -> Tensor:
-            answers = [encode(rows[index], PAIR, self.processor) for index in indices]
-            batch = self.micro_batch(answers, indices, rows="held_out")
+            batch = self.micro_batch([rows[index] for index in indices], indices, "held_out")
             moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
             if batch.ref_per_token_logps is not None:
                 moved = moved - batch.ref_per_token_logps
             u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
             return u - v
 
-        return pair_accuracy(rows, self.world, margins)
+        return answers.pair_accuracy(self, rows, margins)
 
     def state_dict(self) -> dict:
         return super().state_dict() | {"precomputed": self.precomputed}

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import Answers, encode, pack_answers, pieces
+from minivlmrl.algorithms.answers import encode, one_step, pack_encoded, pieces
 from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
 from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import Algorithm
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import Counts
-from minivlmrl.rows import Row
+from minivlmrl.rows import Prompt, Row
 
 
 @dataclass
@@ -53,27 +52,27 @@ class KTO(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            labels = torch.tensor([row.columns["label"] for row in rows])
-            answers = [encode(row, ["completion"], self.processor) for row in rows]
+            labels, packed = torch.tensor([row.columns["label"] for row in rows]), []
             total, good = self.world.sum(len(rows), int(labels.sum()))
-            kl, batches = self.measure_kl(answers), []
+            prompts, answers = encode(rows, ["completion"], self.processor)
+            kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
+            fixed = {"kl": kl, "shares": (good / total, 1 - good / total)}
             for part in pieces(range(len(rows)), self.config.micro_batch_size):
-                packed = pack_answers([answers[i] for i in part], self.policy.config, self.world.device)
-                batch = KTOBatch(*packed, Counts(total, 0), kl=kl, shares=(good / total, 1 - good / total))
-                batch.labels = labels[part.start : part.stop].to(self.world.device)
+                part = slice(part.start, part.stop)
+                batch = KTOBatch(*pack_encoded(prompts[part], answers[part], self), None, **fixed)
+                batch.labels = labels[part].to(self.world.device)
                 batch.ref_per_token_logps = self.reference.logps(batch.group)
-                batches.append(batch)
-            yield Step(batches)
+                packed.append(batch)
+            yield one_step(packed, self.world)
 
     @torch.no_grad()
-    def measure_kl(self, answers: list[Answers]) -> Tensor:
+    def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
         """Estimate the KL of the policy to the reference on this step's prompts, each with the next row's answer."""
-        first = self.world.gather_objects((answers[0].ids, answers[0].loss_masks))
-        following = [(row.ids, row.loss_masks) for row in answers[1:]] + [first[(self.world.rank + 1) % len(first)]]
-        mixed = [Answers(row.prompt, *other) for row, other in zip(answers, following, strict=True)]
-        logps = []  # of whole answers, of policy and reference
-        for piece in pieces(mixed, self.config.micro_batch_size):
-            group, mask = pack_answers(piece, self.policy.config, self.world.device)
+        first = self.world.gather_objects(answers[0])
+        following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
+        size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
+        for part in zip(pieces(prompts, size), pieces(following, size), strict=True):
+            group, mask = pack_encoded(*part, self)
             policy, ref = group.pad(per_token_logps(self.policy, group)[0]), self.reference.logps(group)
             logps.append(torch.stack([(policy * mask).sum(1), (ref * mask).sum(1)], 1))
         policy, ref = self.world.all_gather(torch.cat(logps)).split(1, 1)  # (N, 1) each

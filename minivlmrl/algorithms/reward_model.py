@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.algorithms.answers import PAIR, Answers, PairBatch, encode, pair_accuracy, pieces
+from minivlmrl.algorithms.answers import PAIR, PairBatch, encode, one_step, pair_accuracy, pieces
 from minivlmrl.algorithms.preference_losses import RewardLoss, reward_loss
 from minivlmrl.algorithms.value_model import copy_as_value_model, pack_to_end, save_value_model
-from minivlmrl.batch import GroupBatch, Step
+from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
-from minivlmrl.losses import Counts
 from minivlmrl.reward_functions.reward_model_scores import FOLDER
 from minivlmrl.rows import Dataset, Row
 
@@ -42,17 +41,15 @@ class RewardModel(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            counts = Counts(*self.world.sum(2 * len(rows), 0))
-            yield Step([self.micro_batch(piece, counts) for piece in pieces(rows, self.config.micro_batch_size)])
+            parts = pieces(rows, self.config.micro_batch_size)
+            yield one_step([self.micro_batch(part) for part in parts], self.world)
 
-    def micro_batch(self, rows: Sequence[Row], counts: Counts) -> PairBatch:
-        group = self.pack([encode(row, PAIR, self.processor) for row in rows])
+    def micro_batch(self, rows: Sequence[Row]) -> PairBatch:
+        prompts, answers = encode(rows, PAIR, self.processor)
+        ids = [[ids for ids, _ in row] for row in answers]
+        group = pack_to_end(prompts, ids, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows], device=self.world.device)
-        return PairBatch(group, group.completion_mask, counts, margin=margin)
-
-    def pack(self, answers: Sequence[Answers]) -> GroupBatch:
-        ids = [row.ids for row in answers]
-        return pack_to_end([row.prompt for row in answers], ids, self.policy.config, self.world.device)
+        return PairBatch(group, group.completion_mask, None, margin=margin)
 
     def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
@@ -62,8 +59,8 @@ class RewardModel(Algorithm):
         """Count a pair if the chosen answer gets the larger number."""
 
         def margins(indices: Sequence[int]) -> Tensor:
-            group = self.pack([encode(rows[index], PAIR, self.processor) for index in indices])
-            chosen, rejected = self.trained.at_end(group).view(-1, 2).unbind(1)
+            batch = self.micro_batch([rows[index] for index in indices])
+            chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
             return chosen - rejected
 
-        return pair_accuracy(rows, self.world, margins)
+        return pair_accuracy(self, rows, margins)

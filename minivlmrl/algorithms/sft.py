@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import encode, pack_answers, pieces
+from minivlmrl.algorithms.answers import encode, one_step, pack_encoded, pieces
 from minivlmrl.algorithms.sft_loss import SFTType, sft_loss
 from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import Algorithm
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import Counts
 from minivlmrl.rows import Row
 
 
@@ -28,13 +27,9 @@ class SFT(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            answers = [encode(row, ["completion"], self.processor) for row in rows]
-            counts = Counts(*self.world.sum(len(rows), sum(int(row.loss_masks[0].sum()) for row in answers)))
-            packed = [
-                pack_answers(piece, self.policy.config, self.world.device)
-                for piece in pieces(answers, self.config.micro_batch_size)
-            ]
-            yield Step([MicroBatch(group, loss_mask, counts) for group, loss_mask in packed])
+            parts = pieces(rows, self.config.micro_batch_size)
+            packed = [pack_encoded(*encode(part, ["completion"], self.processor), self) for part in parts]
+            yield one_step([MicroBatch(*batch, None) for batch in packed], self.world)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
