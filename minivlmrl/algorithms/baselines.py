@@ -7,15 +7,10 @@ from minivlmrl.advantages import EPSILON, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise each reward function within its group, then add them: a large scale does not drown a small one.
+    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,) advantages.
 
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before they are added.
 
-    Args:
-        rewards: (n, K) float32, NaN where a function could not judge.
-        weights: (K,).
-    Returns:
-        (n,) advantages, normalised once more over the batch; 0 where no function could judge.
     Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation "normalize_then_sum".
     """
     columns = []
@@ -27,15 +22,10 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Measure each reward against the mean of the others of its group.
+    """Measure each of (n,) rewards against the mean of the others of its group; `normalize` over the batch.
 
-    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
+    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no mean.
 
-    Args:
-        rewards: (n,) float32, groups of num_generations in a row; NaN counts in no mean.
-        normalize: centre and scale the advantages over the batch.
-    Returns:
-        (n,) advantages; 0 where the reward is NaN or there is no other one.
     Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
@@ -58,13 +48,9 @@ def token_rewards(
     """Compute each token's reward in PPO: minus kl_coef times its KL to the reference, plus the score at the end.
 
     Args:
-        scores: (B,), of whole completions.
-        logps, ref_logps: (B, T) nats, of the policy that sampled and of the reference.
-        mask: (B, T), 1 for real tokens.
+        scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
         score_index: (B,) int64, the token that earns the score, by default each row's last.
-    Returns:
-        (B, T).
     Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which puts the score one position after the
         last token where the padding has room.
     """
@@ -87,7 +73,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     Args:
         rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token t.
     Returns:
-        advantages (B, T) and returns (B, T), which are advantages + values.
+        advantages and returns (advantages + values), (B, T) each.
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
     advantages, following, next_value = [], torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
@@ -100,12 +86,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, moments: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Bring real entries to mean 0 and variance 1; entries outside the mask become 0.
+    """Bring (B, T) entries inside the mask to mean 0 (shift_mean) and variance 1, by the moments of a whole rollout.
 
-    Args:
-        x, mask: (B, T).
-        shift_mean: False keeps the mean.
-        moments: mean and variance of the whole rollout, by default those of x.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
     mean, variance = masked_moments(x, mask) if moments is None else moments

@@ -114,14 +114,8 @@ class Family(GRPO):
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
         rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
         local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
-        per_step = len(local) // self.steps_per_rollout
-        everything = self.world.gather_objects(local)
-        return [
-            group
-            for step in range(self.steps_per_rollout)
-            for groups in everything
-            for group in groups[step * per_step : (step + 1) * per_step]
-        ]
+        groups = [group for groups in self.world.gather_objects(local) for group in groups]
+        return sorted(groups, key=lambda group: int(group[0][1].rpartition("/")[2]))  # a key ends with the position
 
     def shaped(self, rollout: Rollout) -> Tensor:
         """(n,) rewards of this rank, after overlong shaping."""
@@ -135,20 +129,14 @@ class Family(GRPO):
     def pack_step(self, rollout: Rollout, part: range) -> list[FamilyBatch]:
         batches, config = super().pack_step(rollout, part), self.config
         if config.mask_truncated_completions:
-            stopped = torch.tensor([c.stopped for group in rollout.completions for c in group])
-            for batch in batches:
-                batch.loss_mask = batch.loss_mask * stopped[batch.rows].to(batch.loss_mask.device)[:, None]
-            tokens = self.world.sum(sum(batch.loss_mask.sum().item() for batch in batches))[0]
-            counts = replace(batches[0].counts, tokens=max(tokens, 1))
-            for batch in batches:
-                batch.counts = counts
+            stopped = [c.stopped for group in rollout.completions for c in group]
+            train_on(torch.tensor(stopped), batches, self.world)
         if config.rollout_correction:
             for batch in batches:
-                batch.importance_sampling_ratio = rollout_importance_ratio(
-                    batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask,
-                    mode=config.rollout_correction, clip_max=config.rollout_correction_max,
-                    clip_min=config.rollout_correction_min,
-                )  # fmt: skip
+                logps = batch.old_per_token_logps, batch.sampler_logps
+                bounds = {"clip_max": config.rollout_correction_max, "clip_min": config.rollout_correction_min}
+                ratio = rollout_importance_ratio(*logps, batch.loss_mask, mode=config.rollout_correction, **bounds)
+                batch.importance_sampling_ratio = ratio
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -175,9 +163,8 @@ class Family(GRPO):
         if config.shuffle_rewards:
             order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(len(total))
             order = torch.from_numpy(self.world.gather_objects(order)[0])
-            by_step = (
-                torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1).transpose(0, 1).flatten()
-            )
+            by_rank = torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1)
+            by_step = by_rank.transpose(0, 1).flatten()
             order = by_step[order][by_step.argsort()]  # the same for any number of ranks
             rewards, total = rewards[order], total[order]
         metrics = rollout_metrics(self, rollout, rewards, total)
@@ -208,15 +195,21 @@ class Family(GRPO):
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)
-        inputs = PolicyInputs(
-            batch.group.pad(logps), batch.group.pad(entropies),
-            None if self.on_policy else batch.old_per_token_logps, batch.ref_per_token_logps,
-            batch.sampler_logps, batch.importance_sampling_ratio, batch.entropy_threshold,
-            batch.num_entropy_tokens or batch.counts.tokens,
-        )  # fmt: skip
+        old = None if self.on_policy else batch.old_per_token_logps
+        fixed = old, batch.ref_per_token_logps, batch.sampler_logps, batch.importance_sampling_ratio
+        entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
+        inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
         options = replace(self.config, beta=0.0) if self.rloo else self.config
         loss, metrics = policy_loss(inputs, batch.advantages, batch.loss_mask, options, batch.counts)
         return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)
+
+
+def train_on(rows: Tensor, batches: list[MicroBatch], world):
+    """Train on these (n,) of a rank's completions alone; the others still count as sequences of the step."""
+    for batch in batches:
+        batch.loss_mask = batch.loss_mask * rows[batch.rows].to(batch.loss_mask.device)[:, None]
+    tokens = world.sum(sum(batch.loss_mask.sum().item() for batch in batches))[0]
+    batches[0].counts.tokens = max(tokens, 1)  # one object for all micro-batches of the step
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

@@ -123,16 +123,10 @@ def policy_loss(
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """losses.importance_ratio with two more levels.
-
-        sequence_token   the value of "sequence", with the gradient of each token's own log-probability   GSPO-token
-        sequence_sum     prod_t r_t, the ratio of whole completions                                       RLOO
-
-    Source: GSPO eq. 14 (arXiv 2507.18071), RLOO (2402.14740).
-    """
-    if level == "sequence_token":
+    """losses.importance_ratio with GSPO-token's level (arXiv 2507.18071 eq. 14) and RLOO's (2402.14740)."""
+    if level == "sequence_token":  # the value of "sequence", with the gradient of each token's own log-probability
         return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
-    if level == "sequence_sum":
+    if level == "sequence_sum":  # prod_t r_t, the ratio of whole completions
         return (log_ratio * mask).sum(-1, keepdim=True).exp()
     return losses.importance_ratio(log_ratio, mask, level)
 
@@ -145,30 +139,19 @@ def two_sided(ratio: Tensor, bounded: Tensor, advantages: Tensor, options: Polic
 
 
 def cispo_term(logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float) -> tuple[Tensor, dict]:
-    """-sg(min(r, eps_high)) A log pi: the weight is clipped instead of the update, so every token keeps a gradient.
-
-    Source: MiniMax-M1 eq. 4 (arXiv 2506.13585); its eps_high is 5.
-    """
+    """-sg(min(r, eps_high)) A log pi: no token loses its gradient. MiniMax-M1 eq. 4 (2506.13585), with eps_high 5."""
     weight = ratio.clamp(max=epsilon_high).detach()
     return -weight * advantages * logps, {"cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)}
 
 
 def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, slope 1 at r = 1.
-
-    tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg. Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
-    """
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of the clip. SAPO eq. 5 and 6 (arXiv 2511.20347)."""
     tau = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 
 
 def vespo_term(logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """-sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)), 1 at W = 1 and small far from it.
-
-    Args:
-        log_weight: (B, 1), log W, the ratio of whole completions; k and lambda are the _pos ones where A >= 0.
-    Source: VESPO (arXiv 2602.10693).
-    """
+    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)) of the ratio of whole completions. VESPO (2602.10693)."""
     k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
     lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
     phi = (lam + k * log_weight - lam * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
@@ -195,11 +178,7 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 
 
 def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
-    """Mean entropy of the kept tokens, a share of the step's.
-
-    Without num_entropy_tokens it is this batch's mean, weighted by its share of rows: as TRL does, so it depends
-    on how the step is split.
-    """
+    """Mean entropy of the kept tokens; without num_entropy_tokens weighted by the batch's share of rows, as in TRL."""
     total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
     return total / (kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over)
 
@@ -225,17 +204,14 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Correct for a sampler whose log-probabilities differ a little from the trainer's (other kernels or precision).
+    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1), which should be equal.
 
     Args:
-        old_per_token_logps: (B, T), of the policy that sampled, computed as in training.
         sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio 1).
         mode: "token_..." one ratio a token, "sequence_..." their product for the row; "..._truncate" clips it to
             [clip_min, clip_max], "..._mask" sets it to 0 outside.
-    Returns:
-        (B, T) or (B, 1), for PolicyInputs.importance_sampling_ratio.
-    Source: truncated and masked importance sampling (Yao et al., "Your efficient RL framework secretly brings you
-        off-policy RL training", 2025); TRL's vllm_importance_sampling_mode.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
+        vllm_importance_sampling_mode.
     """
     if mode not in CORRECTION_MODES:
         raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
@@ -248,9 +224,6 @@ def rollout_importance_ratio(
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """The entropy that the given upper share of tokens reaches, a scalar (infinite for no tokens).
-
-    Source: arXiv 2506.01939 (20 % of tokens); TRL's get_high_entropy_mask.
-    """
+    """The entropy that the given upper share of tokens reaches (arXiv 2506.01939); infinite for no tokens."""
     real = entropies.detach()[mask.bool()].float()
     return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
+from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.algorithms.value_model import (
@@ -127,18 +128,14 @@ class PPO(GRPO):
 
     def pack_step(self, rollout: Rollout, part: range) -> list[PPOBatch]:
         batches = super().pack_step(rollout, part)
-        known = ~rollout.rewards.isnan().all(1)  # completions that nothing could judge are not trained on
-        for batch in batches:
-            batch.loss_mask = batch.loss_mask * known[batch.rows].to(batch.loss_mask.device)[:, None]
-        tokens = self.world.sum(sum(batch.loss_mask.sum().item() for batch in batches))[0]
-        batches[0].counts.tokens = max(tokens, 1)  # one object for all micro-batches of the step
+        train_on(~rollout.rewards.isnan().all(1), batches, self.world)  # those that a reward could judge
         return batches
 
     @torch.no_grad()
     def compute_advantages(self, rollout: Rollout, steps: list[list[PPOBatch]]) -> dict[str, float]:
         """Give the micro-batches advantages and returns, each (R, T)."""
-        config, batches = self.config, list(itertools.chain.from_iterable(steps))
-        weights = self.reward_weights
+        config, weights = self.config, self.reward_weights
+        batches = list(itertools.chain.from_iterable(steps))
         scores = combine(rollout.rewards, weights).nan_to_num(0.0)  # (n,)
         if config.missing_eos_penalty is not None:
             cut = torch.tensor([not c.stopped for group in rollout.completions for c in group])
@@ -147,10 +144,8 @@ class PPO(GRPO):
         rewards = [self.token_rewards(batch, scores[batch.rows]) for batch in batches]
         if config.whiten_rewards:
             rewards = self.whiten_all(rewards, masks, shift_mean=False)
-        pairs = [
-            gae(reward, batch.old_values, config.gamma, config.lam)
-            for batch, reward in zip(batches, rewards, strict=True)
-        ]
+        values = [batch.old_values for batch in batches]
+        pairs = [gae(*pair, config.gamma, config.lam) for pair in zip(rewards, values, strict=True)]
         whitened = self.whiten_all([advantages for advantages, _ in pairs], masks)
         for batch, advantages, (_, returns) in zip(batches, whitened, pairs, strict=True):
             batch.advantages, batch.returns = advantages, returns
@@ -160,10 +155,8 @@ class PPO(GRPO):
     def token_rewards(self, batch: PPOBatch, scores: Tensor) -> Tensor:
         """(R, T) what each token earns."""
         ref = batch.old_per_token_logps if self.reference is None else batch.ref_per_token_logps
-        config, mask = self.config, batch.group.completion_mask
-        return token_rewards(
-            scores.to(mask.device), batch.old_per_token_logps, ref, mask, config.kl_coef, config.kl_estimator
-        )
+        mask, kl = batch.group.completion_mask, (self.config.kl_coef, self.config.kl_estimator)
+        return token_rewards(scores.to(mask.device), batch.old_per_token_logps, ref, mask, *kl)
 
     def whiten_all(self, parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True) -> list[Tensor]:
         """Whiten with the moments of all micro-batches of all ranks."""

@@ -25,15 +25,9 @@ class ReferenceConfig:
 class Reference:
     """A copy of the policy without gradients.
 
-    With num_shared_layers = k the vision tower, the embeddings and the first k decoder layers are frozen in the policy
-    and exist once for both; only the layers above are copied. (A head that is tied to the embeddings is frozen too.)
-    Of sharded models they are frozen as well, but each rank copies its parts of them: a unit belongs to one model.
+    With num_shared_layers = k the vision tower, the embeddings (and a head that is tied to them) and the first k layers
+    are frozen in the policy and exist once for both. Sharded models copy them: a unit belongs to one model.
 
-    Args:
-        policy: the model as it is now.
-        config: with the fields of ReferenceConfig.
-    Raises:
-        ValueError: the model has fewer layers than are to be shared.
     Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
 

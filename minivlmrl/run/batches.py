@@ -136,7 +136,7 @@ class Batches:
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_draw row numbers: every pass has all rows once, in a new order; the first `skip` left out."""
+    """Endless lists of per_draw row numbers, in a new order every pass; the first `skip` numbers are left out."""
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)
