@@ -20,6 +20,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import TrainingConfig, build_optimizer
+from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import (
     Sharding,
     ShardingSection,
@@ -204,8 +205,8 @@ def gradients(model):
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
 
 
-def sharded_model(dtype=torch.float32, compute_dtype=None, recompute=False, **options):
-    sharding = Sharding(ShardingSection(enabled=True, **options), 1, CPU, dtype, compute_dtype, recompute)
+def sharded_model(dtype=torch.float32, recompute=False, **options):
+    sharding = Sharding(ShardingSection(enabled=True, **options), ONE, dtype, recompute)
     model = tiny.model(dtype=dtype)
     sharding.shard(model)
     return model
@@ -213,7 +214,7 @@ def sharded_model(dtype=torch.float32, compute_dtype=None, recompute=False, **op
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     """The numbers are those of a bfloat16 model; the gradients are added up in float32."""
-    model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
+    model, half = sharded_model(compute_dtype="bfloat16"), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
     model.visual.blocks[1].register_forward_pre_hook(lambda module, args: seen.add(("angles", args[1].dtype)))
@@ -296,7 +297,7 @@ def test_the_optimizer_has_the_sharded_weights(alone):
 
 def test_ranks_must_be_a_multiple_of_the_replicas():
     with pytest.raises(ValueError, match=r"sharding\.replicas is 2, but 3 ranks are no multiple of it"):
-        Sharding(ShardingSection(enabled=True, replicas=2), 3, CPU, torch.float32, None)
+        Sharding(ShardingSection(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ def build_model(config, world: World) -> tuple[nn.Module, Processor]:
         raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
     dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
     if config.sharding.enabled:
-        compute = DTYPES.get(config.sharding.compute_dtype)
-        sharding = Sharding(config.sharding, world.size, world.device, dtype, compute, recompute)
+        sharding = Sharding(config.sharding, world, dtype, recompute)
     if section.path:
         processor = load_processor(section.path, data.min_pixels, data.max_pixels)
         check_fits(section.path, processor)  # before the weights: mistakes show early

@@ -5,7 +5,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -116,21 +115,6 @@ def attempt_store(limit: timedelta) -> dist.Store:
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
 
 
-@contextmanager
-def after_the_cause():
-    """Delay an error that another rank's failure has caused, so that torchrun reports the failure of that rank.
-
-    Of ranks that fail in the same second torchrun reports the lowest. During the delay it ends this process, unless a
-    lost connection is the only failure.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            time.sleep(3)
-        raise
-
-
 def shutdown():
     """Leave the process group, if there is one, all ranks together."""
     if dist.is_initialized():
@@ -146,24 +130,30 @@ def start(arguments: list[str]):
 
 
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank of a run, from beginning to end of its process; torchrun shows the first failure."""
+    """Call main as one rank of a run, and end the process with the exit code that it returns, or 1.
+
+    torchrun shows the traceback of the rank that failed first. Of ranks that fail in the same second it takes the
+    lowest for that one, so an error that another rank's failure has caused, a lost connection, is delayed.
+    One of several ranks ends without Python's shutdown: a worker thread of gloo that frees a tensor during it aborts
+    the process, seen in 3 of 30 runs on busy cores (pytorch pull request 179291 explains it).
+    """
+
+    @record
+    def recorded() -> int:
+        try:
+            return main(arguments)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                time.sleep(3)  # torchrun ends this process meanwhile
+            raise
+
     try:
-        exit_code = record(after_the_cause()(main))(arguments)
+        code = recorded()
     except Exception:
         traceback.print_exc()
-        exit_code = 1
-    exit_rank(exit_code)
-
-
-def exit_rank(code: int = 0):
-    """End this process; call it last. One of several ranks ends without Python's shutdown.
-
-    A worker thread of gloo may still hold a tensor. If it frees it while Python shuts down, the process aborts although
-    all its work is done, and torchrun reports a failure: seen in 3 of 30 runs on busy cores (pytorch pull request
-    179291 explains it).
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        code = 1
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

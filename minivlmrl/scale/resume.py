@@ -85,11 +85,7 @@ class State:
     seed: int  # of the run
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer):
-        """Read it into a newly built algorithm and optimizer, on any number of ranks.
-
-        Raises:
-            ValueError: it is of another model or recipe.
-        """
+        """Read it into a newly built algorithm and optimizer on any number of ranks (ValueError: they do not fit)."""
         saved = FileSystemReader(self.path).read_metadata().state_dict_metadata
         for name, parameter in algorithm.trained.named_parameters():
             for key in [key for key in saved if key.startswith(f"optimizer.{name}/")]:
@@ -114,11 +110,7 @@ def reason(error: BaseException) -> str:
 
 
 class States:
-    """The states of one run.
-
-    Args:
-        config: says where and how often they are written, how many are kept, and how to resume.
-    """
+    """The states of one run: config says where and how often to write them, how many to keep, and how to resume."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
         self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
@@ -172,16 +164,16 @@ class States:
         if (restarted and paths) or resume == "auto":
             return self.newest(paths)
         path = None if resume in (None, "never") else Path(resume)
-        if path is not None and not path.is_dir():
+        if path and not path.is_dir():
             raise ValueError(f"resume: {path}: no such folder; give 'auto', 'never' or the folder of a state")
-        own = path is not None and path.resolve().parent == self.folder.resolve()
+        own = path and path.resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
             raise ValueError(
                 f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}; --resume=auto goes "
                 "on from there, --resume=never removes them and begins anew, another --output_dir leaves them alone"
             )
-        state = None if path is None else self.read(path)
-        if path is not None and state is None:
+        state = path and self.read(path)
+        if path and state is None:
             raise ValueError(f"resume: {path} is damaged")
         for other in paths if self.world.is_main else ():
             if not own or int(other.name) > int(path.name):  # of the run that is given up
@@ -223,10 +215,8 @@ class States:
             return State(path, *torch.load(path / RUN, weights_only=True))
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
-        """Write a state, all ranks together, and remove the oldest if there are too many.
+        """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder.
 
-        Returns:
-            Its folder.
         Raises:
             ValueError: it could not be written, which file and why. Earlier states are as they were.
         """

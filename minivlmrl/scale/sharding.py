@@ -33,9 +33,7 @@ class ShardingSection:
     """Weights, gradients and optimizer state sharded over the ranks. Off: each rank has them all."""
 
     enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = (
-        None  # of gathered weights; None: model.dtype
-    )
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None  # of gathered weights, else dtype
     replicas: Annotated[int, ">= 1"] = 1  # groups of ranks that hold a full model each; one a node gathers within nodes
     cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
 
@@ -51,24 +49,16 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        compute_dtype: of gathered weights and of activations; None: dtype.
         activation_checkpointing: see recompute_blocks.
     Raises:
         ValueError: the number of ranks is not a multiple of section.replicas.
     """
 
-    def __init__(
-        self,
-        section: ShardingSection,
-        size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        compute_dtype: torch.dtype | None,
-        activation_checkpointing: bool = False,
-    ):
-        replicas = section.replicas
+    def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, activation_checkpointing=False):
+        size, device, replicas = world.size, world.device, section.replicas
         if size % replicas:
             raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
+        compute_dtype = section.compute_dtype and getattr(torch, section.compute_dtype)
         self.device = torch.device("cpu") if section.cpu_offload else device
         names = ("shard",) if replicas == 1 else ("replicate", "shard")
         shape = (size,) if replicas == 1 else (replicas, size // replicas)
