@@ -29,11 +29,15 @@ WORDS = {"agrees": "agree", "absent": "not in this version", "failed": "could no
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    options = parser().parse_args(arguments)
+    p = argparse.ArgumentParser(prog="python -m minivlmrl parity", description="Hold our losses against TRL's.")
+    p.add_argument("--filter", default="", metavar="TEXT", help="only families with TEXT in their name")
+    p.add_argument("--json", metavar="FILE", help="write the table to FILE")
+    p.add_argument("--record", metavar="FILE", help="write TRL's answers for a selection of cells to FILE")
+    options = p.parse_args(arguments)
     os.environ.update(QUIET | dict(os.environ))
     warnings.filterwarnings("ignore")
     try:
-        from minivlmrl.audit import trl_oracle
+        from minivlmrl.audit.trl_oracle import VERSION
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[-1]
         print(f"TRL cannot be imported ({reason}), so there is nothing to compare with: {INSTALL}", file=sys.stderr)
@@ -43,23 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no family's name contains {options.filter!r}; without --filter all are listed", file=sys.stderr)
         return 2
     if options.record:
-        Path(options.record).write_text(record(chosen, trl_oracle.VERSION), encoding="utf-8")
+        Path(options.record).write_text(record(chosen, VERSION), encoding="utf-8")
     start = time.perf_counter()
-    print(f"minivlmrl against TRL {trl_oracle.VERSION}, torch {torch.__version__}: value and gradient\n")
-    rows = [table_row(name, cells, trl_oracle.VERSION) for name, cells in chosen.items()]
+    print(f"minivlmrl against TRL {VERSION}, torch {torch.__version__}: value and gradient\n")
+    rows = [table_row(name, cells, VERSION) for name, cells in chosen.items()]
     print(f"\n{summary(rows)}, {time.perf_counter() - start:.0f} s")
     if options.json:
-        report = {"trl": trl_oracle.VERSION, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+        report = {"trl": VERSION, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return status(rows)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m minivlmrl parity", description="Hold our losses against TRL's.")
-    p.add_argument("--filter", default="", metavar="TEXT", help="only families whose name contains TEXT")
-    p.add_argument("--json", metavar="FILE", help="write the table to FILE")
-    p.add_argument("--record", metavar="FILE", help="write TRL's answers for a selection of cells to FILE")
-    return p
 
 
 def table_row(family: str, cells: list[Cell], version: str) -> Row:

@@ -34,25 +34,15 @@ METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of
 PROMPT = 2  # tokens before an answer, whose log-probabilities count for nothing
 
 
-class OneProcess:
+def one_process(num_processes: int) -> SimpleNamespace:
     """What the methods ask of accelerate, for `num_processes` ranks of which we are the first."""
 
-    process_index, is_main_process, sync_gradients, device = 0, True, True, torch.device("cpu")
-    parallelism_config = None
-
-    def __init__(self, num_processes: int = 1):
-        self.num_processes = num_processes
-
-    def gather(self, x):
+    def same(x, *_, **__):
         return x
 
-    gather_for_metrics = unwrap_model = gather
-
-    def reduce(self, x, reduction):
-        return x
-
-    def pad_across_processes(self, x, **_):
-        return x
+    joint = dict.fromkeys(("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"), same)
+    told = {"process_index": 0, "is_main_process": True, "sync_gradients": True, "parallelism_config": None}
+    return SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), **told, **joint)
 
 
 class Outputs(dict):
@@ -92,7 +82,7 @@ def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
         raise problem
     self = trainer_class.__new__(trainer_class)
     self.args = _config(config_class, options)
-    self.accelerator = OneProcess(num_processes)
+    self.accelerator = one_process(num_processes)
     common = {f.name for f in dataclasses.fields(TrainingArguments)}
     for name in {f.name for f in dataclasses.fields(config_class)} - common:
         setattr(self, name, getattr(self.args, name))
