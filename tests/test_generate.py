@@ -13,10 +13,13 @@ from minivlmrl.generate import (
     inverse_cdf,
     next_tokens,
     random_numbers,
+    sample_completions,
     uniform_numbers,
 )
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Processor
 from minivlmrl.sampling.filters import Filters, SamplingOptions, filter_logits
+from minivlmrl.scale.ranks import World
 
 import tiny
 from draws import SETTINGS, STOP, ids_of, options, prompts, seeded, their_tokens
@@ -352,3 +355,19 @@ def test_completions_by_numbers_do_not_depend_on_what_is_generated_beside_them()
     assert drawn([4, 2]) == [together[4], together[2]]
     assert [drawn([i])[0] for i in range(5)] == together
     assert len({tuple(ids) for group in together for ids in group}) > 10
+
+
+def test_sample_completions_depend_on_the_keys_of_their_prompts_alone(tokenizer_300):
+    """In another order, alone, and with a stop string; a key of its own draws something else for the same prompt."""
+    model, rows, one = tiny.model(dtype=torch.float64), prompts(4), World(0, 1, torch.device("cpu"))
+    processor, sampling = Processor(tokenizer_300, None), options(stop_strings=["e"])
+
+    def drawn(indices, keys="abcd"):
+        asked = [rows[i] for i in indices], 3, sampling, [keys[i] for i in indices], one
+        return [ids_of([group]) for group in sample_completions(model, processor, *asked)]
+
+    together = drawn([0, 1, 2, 3])
+    assert drawn([3, 1]) == [together[3], together[1]] and drawn([2]) == [together[2]]
+    assert drawn([0], "z") != [together[0]]
+    texts = [tokenizer_300.decode(ids[:-1]) for group in together for ids in group]
+    assert not any("e" in text for text in texts)
