@@ -13,6 +13,7 @@ import yaml
 from benchmarks import house, learning
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
+from minivlmrl.audit.cells import families
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.run.config import load_config
 from minivlmrl.scale.ranks import World
@@ -117,6 +118,20 @@ def test_results_are_those_of_the_page():
         assert command.strip("`") in RESULTS
         numbers = re.findall(r"[\d.]+", result)
         assert len(numbers) >= 3 and [number for number in numbers if number not in RESULTS] == [], what
+
+
+def test_how_exact_is_what_the_tests_ask():
+    """The tolerance or the number of cases of each row, in the test that the row names."""
+    import test_checkpoint_table
+    import test_generate
+
+    rows = {row[3].partition("]")[0].strip("["): row for row in rows_of(README, "How exact")}
+    assert len(rows) == 6 and all((ROOT / "tests" / name).is_file() for name in rows)
+    assert f"{sum(map(len, families().values()))} cells" in rows["test_parity.py"][0]
+    assert f"{len(test_generate.SETTINGS + test_generate.MORE_SETTINGS)} settings" in rows["test_generate.py"][0]
+    assert float(rows["test_checkpoint_table.py"][2]) == test_checkpoint_table.TOLERANCE
+    for name in ("test_logprobs.py", "test_ranks.py"):
+        assert rows[name][2] == "1e-12" and "1e-12" in (ROOT / "tests" / name).read_text()
 
 
 def test_every_run_of_the_learning_table_is_shown():
