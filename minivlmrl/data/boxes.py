@@ -25,14 +25,10 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
     """Return width and height of a whole image in the units of a space.
 
-    Example: "thousandths" gives (1000, 1000) for every image.
-
     Args:
         space: "original" (pixels of the file), "resized" (pixels of the image that the model sees: what Qwen2.5-VL
             writes), "thousandths" (0 to 1000: what Qwen2-VL and Qwen3-VL write) or "unit" (0 to 1).
         original, resized: width and height in pixels (smart_resize says height first).
-    Raises:
-        ValueError: an unknown space.
     """
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
@@ -57,10 +53,8 @@ class Box:
         """
         if extent == self.extent:
             return self
-        (width, height), (old_width, old_height) = extent, self.extent
-        x1, x2 = self.x1 * width / old_width, self.x2 * width / old_width
-        y1, y2 = self.y1 * height / old_height, self.y2 * height / old_height
-        return Box(x1, y1, x2, y2, extent)
+        corners, sides = (self.x1, self.y1, self.x2, self.y2), zip(extent * 2, self.extent * 2, strict=True)
+        return Box(*(c * new / old for c, (new, old) in zip(corners, sides, strict=True)), extent)
 
     @property
     def area(self) -> float:
@@ -83,39 +77,31 @@ def iou(a: Box, b: Box) -> float:
     """Intersection over union, 0 to 1; 0 where a box is not valid.
 
     Example: (0, 0, 2, 2) and (1, 0, 3, 2) share 2 of 6: 1/3.
-
     Source: Jaccard's index; torchvision's box_iou.
     """
-    assert a.extent == b.extent, "boxes of different spaces: use to()"
-    if not (a.valid and b.valid):
-        return 0.0
-    return intersection(a, b) / union(a, b)
+    both, either = _areas(a, b)
+    return both / either if a.valid and b.valid else 0.0
 
 
 def giou(a: Box, b: Box) -> float:
     """IoU less the share of the smallest box around both that neither fills: -1 to 1; -1 where a box is not valid.
 
     Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
-
     Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's generalized_box_iou.
     """
-    assert a.extent == b.extent, "boxes of different spaces: use to()"
     if not (a.valid and b.valid):
         return -1.0
     around = (max(a.x2, b.x2) - min(a.x1, b.x1)) * (max(a.y2, b.y2) - min(a.y1, b.y1))
-    empty = max(0.0, around - union(a, b))  # rounding alone can make it negative
+    empty = max(0.0, around - _areas(a, b)[1])  # rounding alone can make it negative
     return iou(a, b) - empty / around
 
 
-def intersection(a: Box, b: Box) -> float:
-    """Area that both cover."""
+def _areas(a: Box, b: Box) -> tuple[float, float]:
+    """Area that both cover, and that one or both cover: summed in this order it is never less than the first."""
+    assert a.extent == b.extent, "boxes of different spaces: use to()"
     width, height = min(a.x2, b.x2) - max(a.x1, b.x1), min(a.y2, b.y2) - max(a.y1, b.y1)
-    return max(0.0, width) * max(0.0, height)
-
-
-def union(a: Box, b: Box) -> float:
-    """Area that one or both cover; summed in this order it is never less than what both cover."""
-    return a.area + (b.area - intersection(a, b))
+    both = max(0.0, width) * max(0.0, height)
+    return both, a.area + (b.area - both)
 
 
 def match(
@@ -126,9 +112,6 @@ def match(
     Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all. (The best pair
     first would give (0, 0) and (1, 1): .6.)
 
-    Args:
-        predicted, truth: n and m boxes.
-        similarity: of a predicted and a true box.
     Returns:
         min(n, m) pairs (index of predicted, index of truth), by the first; pairs that do not overlap included.
     Raises:

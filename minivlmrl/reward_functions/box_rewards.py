@@ -1,15 +1,12 @@
 """Rewards for boxes: how well an answer's boxes cover the true ones.
 
-Boxes come in two spaces: `solution` in pixels of the image file, an answer in whatever space it was asked for. So these
-rewards are given image_sizes and answer_extents besides the columns of the rows, see box_columns. A row without an
-image has None there, and cannot be judged.
+`solution` is in pixels of the image file, an answer in whatever space it was asked for, so these rewards are given
+image_sizes and answer_extents too, see box_columns. A row without an image has None there, and cannot be judged.
 
 The answer is the last <answer>...</answer> after the last </think>. A completion without any tag is all answer (what
 Qwen2.5-VL writes when nobody asks for tags); one with tags but no such block, or with thinking that does not end, has
-none. Boxes in the thinking do not count. What an answer may say: see data.boxes.parse_boxes.
-
-Every box of an answer counts: it is matched with one true box or it is one too many. The sum over pairs is divided by
-the number of boxes on the longer side, so two guesses earn no more than the mean of both.
+none. What an answer may say: see data.boxes.parse_boxes. Every box of an answer counts: it is matched with one true box
+or it is one too many. The sum over pairs is divided by the number of boxes on the longer side.
 """
 
 import json
@@ -30,10 +27,8 @@ def iou(completions: list[str], solution: list, image_sizes: Extents, answer_ext
 
     Args:
         completions: n texts.
-        solution: the true box [x1, y1, x2, y2], a list of such, or either as text (also between answer tags), in pixels
-            of the image file.
-        image_sizes: width and height of the image file, in pixels.
-        answer_extents: width and height of the image, in the units of the answer.
+        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file.
+        image_sizes, answer_extents: width and height of the image, in pixels of the file and in units of the answer.
     Returns:
         n numbers, None where a row has no solution (None) or no image.
     Raises:
@@ -65,10 +60,9 @@ def giou(completions: list[str], solution: list, image_sizes: Extents, answer_ex
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for the form of rewards.format if the answer says one box or more, all valid and inside the image."""
-    well_formed = format(completions)
     found = []
-    for completion, form, extent in zip(completions, well_formed, answer_extents, strict=True):
-        said = answered_boxes(completion, extent) if extent is not None else []
+    for completion, form, extent in zip(completions, format(completions), answer_extents, strict=True):
+        said = extent and answered_boxes(completion, extent)
         fits = form == 1.0 and said and all(box.valid and box.inside() for box in said)
         found.append(None if extent is None else float(bool(fits)))
     return found
@@ -77,23 +71,15 @@ def box_format(completions: list[str], answer_extents: Extents, **columns) -> li
 def box_columns(
     rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
 ) -> dict[str, list]:
-    """Say what box rewards need to know of each completion's first image.
+    """List image_sizes and answer_extents, (width, height) of the first image for each of B * num_generations answers.
 
-    Args:
-        rows, prompts: B questions, with num_generations completions each.
-    Returns:
-        image_sizes: B * num_generations (width, height) in original pixels.
-        answer_extents: the same of the whole image in the space that the answer is written in: the row's own column
-            answer_extent, or that of its box_space, by default the resized image. None for rows without images.
-    Raises:
-        ValueError: box_space is unknown.
+    The answer's space is the row's column answer_extent, or that of its box_space, by default the resized image.
     """
     sizes, extents, patch = [], [], processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
         size = extent = None
         if row.images:
-            is_image = prompt.second_per_grid_ts == 0
-            _, height, width = prompt.image_grid_thw[is_image][0].tolist()
+            _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
             size, space = row.images[0].size, row.columns.get("box_space") or "resized"
             resized = width * patch, height * patch
             extent = row.columns.get("answer_extent") or boxes.extent(space, size, resized)
@@ -103,12 +89,12 @@ def box_columns(
 
 
 def answered_boxes(completion: str, extent: tuple[float, float]) -> list[Box]:
-    """Boxes of the answer, in its units."""
+    """Read the boxes of an answer, in its units."""
     return [Box(*numbers, extent) for numbers in boxes.parse_boxes(answer(completion))]
 
 
 def answer(completion: str) -> str:
-    """The answer of a completion, empty if it has none.
+    """Find the answer of a completion, empty if it has none.
 
     Example: "<think>1 1 2 2</think><answer>1 2 5 6</answer>" gives "1 2 5 6", and so does "1 2 5 6" alone.
     """
@@ -120,40 +106,24 @@ def answer(completion: str) -> str:
 
 
 def _similarities(
-    name: str,
-    similarity: Callable[[Box, Box], float],
-    nothing: float,
-    completion: str,
-    solution: list | str | None,
-    image_size: tuple[float, float] | None,
-    answer_extent: tuple[float, float] | None,
+    name: str, similarity: Callable[[Box, Box], float], nothing: float, completion: str, solution, size, extent
 ) -> list[float] | None:
-    """Similarities of an answer's boxes and the true ones, matched for the largest sum; None: nothing can be judged.
-
-    A box without a partner gets `nothing`, so there are as many as there are boxes on the longer side.
-    """
-    if solution is None or image_size is None or answer_extent is None:
+    """Similarities of matched boxes, `nothing` for each box without a partner; None: nothing can be judged."""
+    if solution is None or size is None or extent is None:
         return None
-    truth = _true_boxes(name, solution, image_size)
-    predicted = [box.to(image_size) for box in answered_boxes(completion, answer_extent)]
-    pairs = boxes.match(predicted, truth, similarity)
-    alone = max(len(predicted), len(truth)) - len(pairs)
-    return [similarity(predicted[p], truth[t]) for p, t in pairs] + [nothing] * alone
-
-
-def _true_boxes(name: str, solution: list | str, image_size: tuple[float, float]) -> list[Box]:
-    """Ground truth, which has to be right: nothing could earn a reward for it otherwise."""
-    try:
-        found = boxes.parse_boxes(answer(solution if isinstance(solution, str) else json.dumps(solution)))
+    try:  # ground truth has to be right: nothing could earn a reward for it otherwise
+        truth = answered_boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     except TypeError:  # no JSON
-        found = []
-    truth = [Box(*numbers, image_size) for numbers in found]
+        truth = []
     if not truth or not all(box.valid for box in truth):
         raise ValueError(
             f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, or a "
             "list of such"
         )
-    return truth
+    predicted = [box.to(size) for box in answered_boxes(completion, extent)]
+    pairs = boxes.match(predicted, truth, similarity)
+    alone = max(len(predicted), len(truth)) - len(pairs)
+    return [similarity(predicted[p], truth[t]) for p, t in pairs] + [nothing] * alone
 
 
 def _mean(values: list[float] | None) -> float | None:
