@@ -15,9 +15,7 @@ import PIL.Image
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
-# Pillow's own limit: 12000 x 9000 passes, 20000 x 20000 does not. As RGB that is half a GiB; without a limit a file of
-# a few kilobytes could ask for any amount.
-MAX_IMAGE_PIXELS = 178_956_970
+MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
 
 Source = str | Path | bytes
 
@@ -26,22 +24,17 @@ Source = str | Path | bytes
 def open_image(
     source: Source | PIL.Image.Image, folder: str | Path | None = None, allow_url: bool = False
 ) -> Iterator[PIL.Image.Image]:
-    """Open an image, and name it in every error inside the block.
-
-    Args:
-        source, folder, allow_url: see open_source; an image in memory is taken as it is.
-    Raises:
-        ValueError: it is missing, cut off, not an image, over MAX_IMAGE_PIXELS, or see open_source.
-    """
-    if isinstance(source, PIL.Image.Image):
-        name, file = f"image of {source.width} x {source.height} pixels", None
+    """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
+    in_memory = isinstance(source, PIL.Image.Image)
+    if in_memory:
+        name = f"image of {source.width} x {source.height} pixels"
     else:
         name, file = open_source(source, folder, allow_url)
     try:
         with contextlib.ExitStack() as stack:
             with warnings.catch_warnings():  # Pillow warns from half of our limit on
                 warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-                image = source if file is None else stack.enter_context(PIL.Image.open(file))
+                image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
             if image.format == "EPS":  # Pillow would run Ghostscript, and Ghostscript the program that an EPS file is
@@ -55,17 +48,13 @@ def open_image(
 
 
 def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> tuple[str, Path | io.BytesIO]:
-    """Find where the bytes of an image or video are.
+    """Find the bytes of an image or video.
 
     Args:
         source: path, file:// URL, data URI (base64), http(s) URL, or the bytes of a file.
-        folder: where a relative path starts.
-        allow_url: download http(s) URLs.
+        folder, allow_url: where a relative path starts; whether http(s) URLs are downloaded.
     Returns:
-        name: for messages, shortened if it is long.
-        file: path, or the bytes when they are not in a file.
-    Raises:
-        ValueError: another type, a data URI that is not base64, a URL without allow_url or without an answer.
+        a name for messages; a path, or the bytes if they are in no file.
     """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)

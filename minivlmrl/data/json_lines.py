@@ -86,16 +86,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
-    """Read one row.
+    """Read one row (ValueError: names the column, what is wrong with it and what to do).
 
     Args:
-        line: JSON.
-        required: columns that it must have. "problem" means a prompt and "completion" a demonstrated answer, in any
-            form.
+        required: columns that it must have: "problem" is a prompt and "completion" an answer, in any form.
     Returns:
         the row without its images and videos; these, in order of appearance.
-    Raises:
-        ValueError: names the column, what is wrong with it and what to do.
     """
     try:
         columns = json.loads(line)

@@ -28,9 +28,6 @@ def read_media(columns: dict, kind: str) -> list[Media]:
     """List the images or videos of a row's columns `image`, `images`, `video` or `videos`.
 
     Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
-
-    Raises:
-        ValueError: both columns of a kind, or an entry that is no source or has an unknown or wrong option.
     """
     given = [name for name in (f"{kind}s", kind) if columns.get(name) is not None]
     if len(given) > 1:
@@ -50,11 +47,9 @@ def place_media(
     """Give each image or video part of a prompt what it shows.
 
     Args:
-        messages: see chat.render. A part with a source of its own shows that, the others what the columns list.
-        listed: by kind, as many as there are parts without a source. The options of such a part win over those that
-            were listed with the source.
-        video_options: of every video, unless it has its own. Which frames to take is asked of files only, and not of
-            one that has its own nframes.
+        messages: a part with a source of its own shows that, the others what the columns list.
+        listed: by kind, as many as there are parts without a source. The options of a part win over those listed.
+        video_options: of every video, unless it has its own; which frames to take only of files without nframes.
     Returns:
         messages, with kind and size options in their parts but no sources; all media in order of appearance.
     """
@@ -101,16 +96,13 @@ def load_media(
 def shown_parts(
     pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
 ) -> list[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
-    """Find what each image and video part of a rendered prompt shows.
+    """Find what each image and video part of a prompt shows.
 
     Args:
-        pieces: the prompt as a chat template laid it out.
-        messages: the conversation that it laid out.
-        images, videos: one for each part of its kind, in order.
+        pieces: the messages as a chat template laid them out.
+        images, videos: one for each part of its kind, in order (ValueError: another number of them).
     Returns:
         for each part: "image" or "video", the image or video, and its size options, see sizes.py.
-    Raises:
-        ValueError: the parts of a kind are not as many as what came with them, or the template shows others.
     """
     parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
     parts = [(kind, part) for kind, part in parts if kind in OPTIONS]

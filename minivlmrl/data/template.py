@@ -32,12 +32,9 @@ class ChatTemplate:
     template is rendered with a mark inside whatever in the user's text could begin a control token.
 
     Args:
-        text: the Jinja source.
-        source: its file, for errors.
+        text, source: the Jinja source; its file, for errors.
         special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
         token_names: variables such as eos_token that the template may read.
-    Raises:
-        ValueError: not a Jinja template; names source and line.
     """
 
     def __init__(
@@ -61,11 +58,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Find the template of a Hugging Face folder, in the first of FILES that has one; None if there is none.
-
-        Raises:
-            ValueError: names the file that cannot be read, or that has templates but none of them is "default".
-        """
+        """Find the template of a Hugging Face folder, in the first of FILES that has one; None if there is none."""
         tokens = {}
         for name, value in _read(Path(folder) / "tokenizer_config.json").items():
             value = value.get("content") if isinstance(value, dict) else value
@@ -80,15 +73,13 @@ class ChatTemplate:
     def render(
         self, messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False
     ) -> list[str]:
-        """Lay out a conversation.
+        """Lay out a conversation: pieces as of chat.render, joined what transformers' apply_chat_template renders.
 
         Args:
             messages: see chat.render; an assistant's may have tool_calls, and then no content. A template that writes
                 no <|image_pad|> knows content as text only, and gets the parts of a message joined.
             add_generation_prompt: end with what begins an assistant's turn.
             add_vision_id: number images and videos.
-        Returns:
-            Pieces as of chat.render; joined they are what transformers' apply_chat_template renders.
         Raises:
             ValueError: what is no message, a template that fails (file and line), that leaves out images, videos or
                 tool_calls, or that reads something into a text that spells a control token.
@@ -104,18 +95,16 @@ class ChatTemplate:
         """Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
         Args:
-            messages: the prompt.
+            messages, add_vision_id: the prompt.
             turns: see turns.render_completion; they may have tool_calls.
-            add_vision_id: as it was for the prompt.
         Returns:
             Pieces as of turns.render_completion, each with a flag: the assistant writes it. That is the template's
             {% generation %} blocks; without these what each assistant turn adds to the conversation before it with
             its generation prompt. A turn ends with the control token that closes it, flagged in any case, and what
             follows that (mostly a newline) is not, since no generation ever writes it.
         Raises:
-            ValueError: turns that do not begin and end with the assistant's or have images or videos; a template that
-                lays the prompt out in another way when turns follow, or closes an assistant turn with no control
-                token; else see `render`.
+            ValueError: a template that lays the prompt out in another way when turns follow, or closes an assistant
+                turn with no control token; else see `render` and data/turns.py.
         """
         prompt = len(messages)
         whole = self._checked([*messages, *turns], add_vision_id)

@@ -187,10 +187,8 @@ def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[
     Args:
         options: of this video alone, see frame_size.
     Returns:
-        pixel_values (patches, patch_dim) float32 and image_grid_thw: see image.patchify.
-        second_per_grid_ts: seconds from one patch in time to the next.
-    Raises:
-        ValueError: an option is unknown or of the wrong type; see also smart_resize.
+        pixel_values (patches, patch_dim) float32 and image_grid_thw: see image.patchify; second_per_grid_ts, the
+        seconds from one patch in time to the next.
     """
     options = check_options(options, VIDEO_OPTIONS)
     depth = processor.temporal_patch_size
@@ -202,7 +200,7 @@ def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[
 
 
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-    """Choose the size of each frame, in pixels.
+    """Choose the height and width of each frame, in pixels.
 
     Args:
         nframes: of the video, rounded up to whole patches in time.
@@ -210,8 +208,6 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
         options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by default
             115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
             resized_height and resized_width, as for an image.
-    Returns:
-        height, width.
     Source: qwen-vl-utils' fetch_video of a file. Frame lists follow the same rule here: 0.0.14 resizes them twice,
         first to multiples of 56 by a mistake (it hands 28 on as the patch size), and up to 0.0.11 it took each for
         an image, with no bound on all of them together.
