@@ -12,7 +12,7 @@ list of paths, or what else media.read_media knows), `video` or `videos`, and co
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,16 +33,11 @@ class RowOptions:
 
 
 class JsonLines:
-    """Rows of a JSON lines file; a line is an object such as
-
-        {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
-        {"images": ["a.jpg", "b.jpg"], "prompt": "Which?", "chosen": "a", "rejected": "b"}
-
-    The top of this file lists the forms. Images are read when a row is used.
+    """Rows of a JSON lines file. Images are read when a row is used.
 
     Args:
         path: the file; paths of images are relative to it.
-        required: columns that every row must have; "problem" means a prompt in any form.
+        required: columns that every row must have; "problem" means a prompt and "completion" an answer, in any form.
         limit: read no more rows than this.
         options: see RowOptions.
     Raises:
@@ -52,12 +47,20 @@ class JsonLines:
     def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):
         self.path, self.options = Path(path), RowOptions(**options)
         self.rows = []  # line number, the row without its images, what these are
-        for number, line in read_lines(self.path):
-            if limit is None or len(self.rows) < limit:
+        if not self.path.is_file():
+            raise ValueError(f"{path}: no such file")
+        try:
+            lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error})") from error
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and (limit is None or len(self.rows) < limit):
                 try:
                     self.rows.append((number, *read_row(line, required, self.options)))
                 except ValueError as error:
                     raise ValueError(f"{path}:{number}: {error}") from error
+        if not self.rows:
+            raise ValueError(f"{path}: has no rows")
         self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
 
     def __len__(self) -> int:
@@ -71,28 +74,8 @@ class JsonLines:
         return replace(row, images=images, videos=videos, columns=columns, where=where)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file that are not blank, with their numbers (ValueError: there are none, or it is not text)."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path}: has no rows")
-    yield from numbered
-
-
 def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
-    """Read one row (ValueError: names the column, what is wrong with it and what to do).
-
-    Args:
-        required: columns that it must have: "problem" is a prompt and "completion" an answer, in any form.
-    Returns:
-        the row without its images and videos; these, in order of appearance.
-    """
+    """Read one row without its images and videos, and list these in order of appearance (ValueError: see JsonLines)."""
     try:
         columns = json.loads(line)
         json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize

@@ -7,9 +7,7 @@ from minivlmrl.chat import content_parts, join_text, layout_turn, part_kind
 from minivlmrl.rows import ENDS, Processor
 
 
-def encode_completion(
-    processor: Processor, messages: list[dict], completion: str | list[dict]
-) -> tuple[Tensor, Tensor]:
+def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
     """Turn an answer into tokens, as the model has to write them after a prompt.
 
     Args:
@@ -38,25 +36,22 @@ def encode_completion(
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
-    Example, the assistant's pieces in brackets: the turns assistant "two", user "And 2 + 2?",
-    assistant "four" give, joined,
+    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant "four" give, joined,
         [two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
-    Args:
-        turns: messages without images; the first and the last are the assistant's.
     Returns:
-        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of its
-        turns and the <|im_end|> that closes each. The last piece is where generation stops.
+        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of its turns and the
+        <|im_end|> that closes each. The last piece is where generation stops.
     Raises:
-        ValueError: turns that check_completion refuses.
+        ValueError: turns that check_messages or check_ends refuses.
     """
-    check_completion(turns)
+    check_messages(turns)
+    check_ends(turns)
     flagged = []
     for turn in turns:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         written = turn["role"] == "assistant"
-        flagged += [(start, False), (role, False)]
-        flagged += [(piece, written) for piece in inside] + [(newline, False)]
+        flagged += [(start, False), (role, False), *((piece, written) for piece in inside), (newline, False)]
     return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
@@ -87,12 +82,6 @@ def check_message(number: int, message: dict):
             shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             supported = "text, image and video are supported"
             raise ValueError(f"message {number} has a part of type {shown!r}; {supported}: {part!r:.80}")
-
-
-def check_completion(turns: list[dict]):
-    """Refuse turns that are no completion in Qwen's default template."""
-    check_messages(turns)
-    check_ends(turns)
 
 
 def check_ends(turns: list[dict]):
