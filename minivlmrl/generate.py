@@ -155,10 +155,10 @@ def next_tokens(
 
 def stop_tokens(sampling: SamplingConfig, stop_token_ids: Sequence[int], model) -> Tensor:
     """(S,) int64 on the model's device."""
-    own, last = sampling.stop_token_ids, model.config.vocab_size - 1
-    if max(own or [0]) > last:
-        raise ValueError(f"stop_token_ids has {max(own)}, but the model's tokens end at {last}")
-    stop = list(stop_token_ids if own is None else own)
+    stop = list(stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids)
+    last = model.config.vocab_size - 1
+    if max(stop, default=0) > last:
+        raise ValueError(f"stop_token_ids has {max(stop)}, but the model's tokens end at {last}")
     return torch.tensor(stop, dtype=torch.long, device=model.lm_head.weight.device)
 
 

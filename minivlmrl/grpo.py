@@ -66,7 +66,7 @@ class Algorithm:
         """Prepare the first step; a resumed run has this in its state."""
 
     def after_step(self, steps: int):
-        """Do what follows the update that makes so many of this stage."""
+        """Do what follows an update; `steps` of this stage are done."""
         if self.reference is not None:
             self.reference.after_step(steps)
 
@@ -121,7 +121,7 @@ class GRPO(Algorithm):
             metrics = self.compute_advantages(rollout, steps)
             last = self.config.num_iterations * len(steps) - 1
             for number in range(last + 1):
-                self.fresh = number == 0  # the policy is still the one that sampled
+                self.fresh = number == 0  # the policy is the one that sampled
                 yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:

@@ -30,11 +30,6 @@ def main(arguments: list[str]) -> int:
     from minivlmrl.scale import ranks
     from minivlmrl.scale.signals import StopSignals
 
-    if "--help" in arguments:
-        from minivlmrl.tools.help import show
-
-        show(*[argument for argument in arguments if argument != "--help"])
-        return 0
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     config = load_config(arguments[0], arguments[1:])

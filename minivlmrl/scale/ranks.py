@@ -124,6 +124,10 @@ def shutdown():
 
 def start(arguments: list[str]):
     """Be one rank of a training run, from beginning to end of its process."""
+    if "--help" in arguments:
+        from minivlmrl.tools.help import show
+
+        return show(*[argument for argument in arguments if argument != "--help"])
     from minivlmrl.train import main
 
     run_rank(main, arguments)
