@@ -54,8 +54,6 @@ def pack(
         prompts: B of them.
         completions: for each prompt the ids of its completions, each (C,) int64; may be empty.
         config: the ModelConfig.
-    Raises:
-        ValueError: a completion without tokens, or a prompt whose image tokens do not fit.
     """
     lengths = [[len(completion) for completion in group] for group in completions]
     if any(length == 0 for group in lengths for length in group):

@@ -31,8 +31,6 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
         Pieces in order: each control token a Control (the objects IMAGE and VIDEO themselves),
         neighbouring text one str. So text that spells a control token stays text, and there is
         no boundary in the text that the template does not have.
-    Raises:
-        ValueError: a message that data/turns.py refuses.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     from minivlmrl.data.turns import check_messages

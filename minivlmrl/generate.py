@@ -71,9 +71,7 @@ def generate(
         draw: (probs (r, V), rows (r,), step) -> ids (r,); default torch.multinomial.
         watch: (rows (r,), ids (r,)) -> (r,) bool, rows that end with these ids for another reason
             than a stop token. It sees every token: text can be shown while it is written.
-        joint: for layer-by-layer generation, see scale/sharding.rollout_weights.
-    Raises:
-        FloatingPointError: the logits are not finite.
+        joint: see scale/sharding.rollout_weights.
     """
     device = model.lm_head.weight.device
     owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
@@ -133,10 +131,7 @@ def prefill(
 def next_tokens(
     logits: Tensor, temperature: float, draw: Callable | None, filters, rows: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """A token of each running row, ids (r,), and its log-probability (r,) float32, nats.
-
-    Filters change which token is drawn, not its log-probability: a scorer computes the same one.
-    """
+    """A token of each running row, ids (r,), and its log-probability (r,), which no filter changes."""
     logits = logits.float()
     scores = logits / (temperature or 1.0)
     logps = scores.log_softmax(-1)

@@ -50,8 +50,6 @@ def smart_resize(
     Args:
         height, width, min_pixels, max_pixels: in pixels; the bounds are areas.
         factor: patch_size * merge_size, 28 on the hub.
-    Raises:
-        ValueError: one side is more than 200 times the other.
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
@@ -124,8 +122,6 @@ class ImageProcessor:
             options: min_pixels, max_pixels, resized_height, resized_width of this image alone.
         Returns:
             pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
-        Raises:
-            ValueError: an option is unknown or wrong; see also to_rgb and smart_resize.
         """
         image = to_rgb(image)
         height, width, bounds = image.height, image.width, (self.min_pixels, self.max_pixels)

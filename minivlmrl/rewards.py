@@ -45,10 +45,7 @@ def format(completions: list[str], **columns) -> list[float]:
 
 
 def accuracy(completions: list[str], solution: list, **columns) -> list[float | None]:
-    """1.0 if the last answer is the solution, but for case, spacing and a final full stop.
-
-    None where the row has no solution. A solution may be written between answer tags too.
-    """
+    """1.0 if the last answer is the solution, but for case, spacing and a final full stop."""
 
     def judged(completion: str, truth: str | float | None) -> float | None:
         if truth is None or not normalize(str(truth)):

@@ -54,9 +54,6 @@ class Processor:
         Args:
             messages: see chat.render; a part may have size options, see data/sizes.py.
             images, videos: one PIL image or data.video.Video for each part of its kind, in order.
-        Raises:
-            ValueError: the parts of a kind are not as many as what came with them; see also
-                chat.render and ImageProcessor.
         """
         from minivlmrl.data.media import shown_parts
 
