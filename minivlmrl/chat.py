@@ -1,8 +1,9 @@
-"""Messages -> control tokens and text -> ids: the chat template of Qwen2-VL and Qwen2.5-VL."""
+"""Messages -> control tokens and text: the chat template of Qwen2-VL and Qwen2.5-VL.
+
+hub/tokenizer.py turns the pieces into ids, with the library `tokenizers`.
+"""
 
 from collections import Counter
-
-import tokenizers
 
 
 class Control(str):
@@ -94,30 +95,3 @@ def join_text(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
         elif piece:
             joined.append((piece, flag))
     return joined
-
-
-class Tokenizer:
-    """Text to ids and back; hub/tokenizer.py reads one. special_tokens: control token -> id."""
-
-    def __init__(self, backend: tokenizers.Tokenizer):
-        self.backend = backend
-        self.backend.encode_special_tokens = True  # text that spells one is encoded as text
-        added = backend.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: number for number, token in added if token.special}
-
-    def __len__(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, or the one id of a Control (ValueError: no Unicode text)."""
-        if isinstance(text, Control):
-            return [self.special_tokens[text]]
-        try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except TypeError as error:
-            advice = "is no Unicode text: is half of a surrogate pair in it?"
-            raise ValueError(f"{text!r:.60} {advice}") from error
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, control tokens by their names."""
-        return self.backend.decode(ids, skip_special_tokens=False)

@@ -10,7 +10,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import IMAGE, VIDEO, Tokenizer, render
+from minivlmrl.chat import IMAGE, VIDEO, render
 from minivlmrl.image import ImageProcessor
 
 ENDS = ("<|im_end|>", "<|endoftext|>")  # a completion ends with either: of a turn, of a document
@@ -30,7 +30,7 @@ class Prompt:
 class Processor:
     """Tokenizer, chat template and image settings of one checkpoint."""
 
-    tokenizer: Tokenizer
+    tokenizer: object  # hub/tokenizer.py
     image_processor: ImageProcessor
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "

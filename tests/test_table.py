@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivlmrl.chat import Tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.run.config import DataSection
 from minivlmrl.tasks import localisation
 from minivlmrl.tasks.table import TASKS, get_task

@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minivlmrl.chat import Tokenizer
+from minivlmrl.chat import Control
 
 # Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
 NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end vision_start"
@@ -16,6 +16,33 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)  # has to come back
+
+
+class Tokenizer:
+    """Text to ids and back. special_tokens: control token -> id."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self.backend = backend
+        self.backend.encode_special_tokens = True  # text that spells one is encoded as text
+        added = backend.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: number for number, token in added if token.special}
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, or the one id of a Control (ValueError: no Unicode text)."""
+        if isinstance(text, Control):
+            return [self.special_tokens[text]]
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            advice = "is no Unicode text: is half of a surrogate pair in it?"
+            raise ValueError(f"{text!r:.60} {advice}") from error
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, control tokens by their names."""
+        return self.backend.decode(ids, skip_special_tokens=False)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import Tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer
 
 # Byte-level BPE writes each byte as one character: printable ones of Latin-1 as themselves, the others from 256 on.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import PIL.Image
 
-from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.checker import require
-from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE, fill
 from minivlmrl.tasks.table import FRESH_ROWS, Task

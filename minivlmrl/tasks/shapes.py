@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import PIL.ImageDraw
 
-from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import FRESH_ROWS, Task
 

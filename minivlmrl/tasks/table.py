@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minivlmrl.chat import Tokenizer
+from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Dataset
 
 TASKS = {"shapes": "minivlmrl.tasks.shapes:TASK", "localisation": "minivlmrl.tasks.localisation:TASK"}

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import Tokenizer
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
+from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
