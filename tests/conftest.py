@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; pa
 import PIL.Image
 import pytest
 import torch
+from runs import checkpoint, home, own, plain, rows, run  # noqa: F401 (fixtures)
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import folder, lively, samples, script, stage  # noqa: F401 (fixtures)
@@ -45,8 +46,8 @@ def write_rows(tmp_path):
     for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
         PIL.Image.new("RGB", (4, 4), color).save(tmp_path / f"{name}.png")
 
-    def write(*rows):
-        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    def write(*lines):
+        lines = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
         (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         return tmp_path / "rows.jsonl"
 

@@ -73,7 +73,7 @@ def rollout(*lengths):
 def test_metrics_of_a_rollout_by_hand(world):
     """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
     run, config = SimpleNamespace(rewards={"format": 0.5, "accuracy": 1.0}), SimpleNamespace(num_generations=2)
-    algorithm = SimpleNamespace(world=world, run=run, config=config)
+    algorithm = SimpleNamespace(stage="grpo", world=world, run=run, config=config)
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     found = rollout_metrics(algorithm, rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert found == pytest.approx({
@@ -82,8 +82,8 @@ def test_metrics_of_a_rollout_by_hand(world):
     })  # fmt: skip
 
 
-def test_a_single_completion_has_no_group():
-    run, config = SimpleNamespace(rewards={"format": 1.0}), SimpleNamespace(num_generations=1)
-    algorithm = SimpleNamespace(world=ONE, run=run, config=config)
+def test_ppo_has_no_groups():
+    run, config = SimpleNamespace(rewards={"format": 1.0}), SimpleNamespace(num_generations=2)
+    algorithm = SimpleNamespace(stage="ppo", world=ONE, run=run, config=config)
     found = rollout_metrics(algorithm, rollout(1, 3), torch.ones(2, 1), torch.ones(2))
     assert "reward_std" not in found and found["reward"] == 1

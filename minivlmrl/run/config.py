@@ -32,7 +32,7 @@ class ModelSection:
 
     def __post_init__(self):
         if self.path is not None and self.config is not None:
-            raise ValueError("set either path (a Hugging Face folder) or config (random weights), not both")
+            raise ValueError(f"path is {self.path!r}, it must be null where config (random weights) is set")
 
 
 @dataclass

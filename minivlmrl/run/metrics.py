@@ -91,7 +91,7 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     metrics = {"reward": total.nanmean().item()}
     metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.run.rewards)}
     metrics |= {"completions/mean_length": length / count, "completions/clipped_ratio": cut / count}
-    if algorithm.config.num_generations > 1:
+    if algorithm.stage == "grpo":  # PPO has no groups
         std = group_std(total, algorithm.config.num_generations)
         metrics["reward_std"] = std.nanmean().item()
         metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()  # groups that teach nothing

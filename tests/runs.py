@@ -1,0 +1,98 @@
+"""Whole runs of tiny recipes through train.main: the fixtures of the tests of train.py, its options and its results."""
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+import yaml
+
+from minivlmrl import train
+from minivlmrl.tasks.shapes import Shapes
+
+import tiny
+
+STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
+RECIPE = {
+    "stages": ["sft", "grpo"],
+    "num_threads": 1,
+    "model": {"config": "model.json"},
+    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 4},
+    "sampling": {"max_new_tokens": 6},
+    "sft": STAGE,
+    "dpo": STAGE,
+    "kto": STAGE,
+    "reward_model": STAGE,
+    "grpo": STAGE | {"num_generations": 3},
+    "ppo": STAGE | {"num_generations": 2},
+}
+LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """A folder with recipe.yaml and its tiny model beside it."""
+    home = tmp_path_factory.mktemp("recipe")
+    (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+    (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return home
+
+
+@pytest.fixture
+def run(home, tmp_path):
+    """Train by the recipe with some fields changed; returns the run's folder."""
+
+    def run(*overrides, name="run", recipe=home / "recipe.yaml"):
+        train.main([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
+        return tmp_path / name
+
+    return run
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Leave out the picture, the slowest part of a small run."""
+    monkeypatch.setattr("minivlmrl.run.results.write_report", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(home):
+    """The recipe's random model as a Hugging Face folder."""
+    train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
+    return home / "untrained" / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def rows(home):
+    """Eight pictures in a JSON lines file of the user's own, and the first four with other questions."""
+    shapes, lines = Shapes(8, "own"), []
+    for i in range(8):
+        shapes[i].images[0].save(home / f"{i}.png")
+        lines.append({
+            "problem": "Name it.", "image": f"{i}.png", "solution": shapes[i].columns["solution"],
+            "completion": shapes[i].completion, "label": i % 2 == 0, "chosen": shapes[i].chosen,
+            "rejected": shapes[i].rejected + " or so",
+        })  # fmt: skip
+    (home / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (home / "other.jsonl").write_text("\n".join(json.dumps(line | {"problem": "Hm?"}) for line in lines[:4]))
+    PIL.Image.new("RGB", (90, 50), "red").save(home / "box.png")  # resized to 84 x 56
+    box = {"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}
+    (home / "boxes.jsonl").write_text("\n".join([json.dumps(box)] * 4))
+    tiny.write_video(home / "film.mkv", [np.full((56, 56, 3), 10 * i, np.uint8) for i in range(24)], rate=8)
+    film = {"problem": "What?", "video": "film.mkv", "completion": "It dawns."}
+    (home / "film.jsonl").write_text("\n".join([json.dumps(film)] * 4))
+    return home / "rows.jsonl"
+
+
+@pytest.fixture(scope="session")
+def own(checkpoint, rows):
+    """Overrides that train the checkpoint on the user's rows."""
+    return ["--model.config=null", f"--model.path={checkpoint}", "--data.task=null", f"--data.train_file={rows}"]
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())

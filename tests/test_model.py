@@ -1,0 +1,70 @@
+"""The model that a recipe asks for."""
+
+import pytest
+import torch
+
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.config import load_config
+from minivlmrl.run.model import build_model
+
+from stages import ONE
+
+
+@pytest.fixture
+def build(home):
+    return lambda *overrides: build_model(load_config(home / "recipe.yaml", overrides), ONE)
+
+
+def test_random_weights_are_the_seeds(build):
+    first, again, other = (dict(build(f"--seed={seed}")[0].named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_checkpoint_is_loaded_in_the_dtype_that_is_asked_for(build, own):
+    expected = dict(build()[0].named_parameters())
+    for dtype in (torch.float32, torch.bfloat16):
+        model, _ = build(*own, f"--model.dtype={str(dtype).removeprefix('torch.')}")
+        assert all(torch.equal(p, expected[name].to(dtype)) for name, p in model.named_parameters())
+
+
+def test_options_of_data_reach_the_processor(build, own):
+    _, plain = build(*own)
+    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch", "--data.add_vision_id=true"]
+    _, changed = build(*own, *options)
+    assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
+    assert (plain.image_processor.resize, changed.image_processor.resize) == ("pil", "torch")
+    assert (plain.add_vision_id, changed.add_vision_id) == (False, True)
+
+
+def test_activations_are_recomputed_with_the_same_gradients(build):
+    grads, calls = [], []
+    for option in ("false", "true"):
+        model, processor = build(f"--model.activation_checkpointing={option}", "--model.dtype=float64")
+        prompt, count = processor([{"role": "user", "content": "Hm?"}], []), []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        batch = pack([prompt], [[torch.tensor([5, 6])]], model.config, "cpu")
+        per_token_logps(model, batch)[0].sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        calls.append(len(count))
+    assert calls == [1, 2]
+    assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 5
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--model.config=null"],
+            r"^model: set either model\.path \(a Hugging Face folder\) or model\.config \(random",
+        ),
+        (["--model.config=null", "--model.path=/nowhere"], "^/nowhere: no such folder"),
+        (["--data.task=null", "--data.train_file=a.jsonl"], r"with data\.train_file set model\.path"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(build, options, says):
+    with pytest.raises(ValueError, match=says):
+        build(*options)

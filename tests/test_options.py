@@ -1,0 +1,298 @@
+"""No option is dead: each changes the metrics of a run of a few steps, or has a test of its own that is named here."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import typing
+
+import PIL.Image
+import pytest
+import torch
+from runs import LETTERS, metrics
+
+from minivlmrl import generate, train
+from minivlmrl.algorithms.preference_losses import DPO_LOSSES
+from minivlmrl.generate import next_tokens
+from minivlmrl.rows import Processor
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.evaluate import Evaluation
+from minivlmrl.run.model import build_model
+
+from stages import ONE, STAGES
+
+SFT, DPO, KTO, RM = (["--stages=sft"], ["--stages=dpo"], ["--stages=kto"], ["--stages=reward_model"])
+GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
+BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
+# a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
+FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
+# "drift": the sampler records log-probabilities that are not quite the trainer's
+DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5"]
+BOXED = [*SFT, "--data.task=localisation"]
+FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
+# later rollouts of a policy that has moved away from its reference
+PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
+STAGE_OPTIONS = {
+    "max_steps": (2, []),
+    "prompts_per_step": (2, []),
+    "learning_rate": (1e-3, []),
+    "lr_scheduler_type": ("cosine", []),
+    "min_lr_ratio": (0.5, []),
+    "warmup_steps": (2, []),
+    "adam_beta1": (0.5, []),
+    "adam_beta2": (0.5, []),
+    "weight_decay": (1.0, ["learning_rate=3e-2"]),
+    "max_grad_norm": (0.01, ["max_grad_norm=1e9"]),
+    "freeze_vision_tower": ("true", []),
+}
+REFERENCE_OPTIONS = {
+    "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
+    "ref_model_mixup_alpha": (0.1, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
+    "ref_model_sync_steps": (2, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
+    "num_shared_layers": (1, []),
+}
+REFERENCED = {"dpo": DPO, "kto": KTO, "grpo": [*GRPO, "--grpo.beta=0.5"], "ppo": PPO_KL}
+OPTIONS = [  # field, another value, base
+    *[
+        (f"{stage}.{n}", v, [*BASES[stage], *[f"--{stage}.{b}" for b in base]])
+        for stage in STAGES
+        for n, (v, base) in STAGE_OPTIONS.items()
+    ],
+    *[
+        (f"{stage}.{n}", v, [*REFERENCED[stage], *[f"--{stage}.{b}" for b in base]])
+        for stage in REFERENCED
+        for n, (v, base) in REFERENCE_OPTIONS.items()
+    ],
+    ("dpo.micro_batch_size", 2, [*DPO, "--dpo.loss_type=aot"]),
+    ("dpo.loss_type", "[sigmoid, sft]", DPO),
+    ("dpo.loss_weights", "[0.8, 0.2]", [*DPO, "--dpo.loss_type=[sigmoid, sft]"]),
+    ("dpo.beta", 0.5, DPO),
+    *[("dpo.label_smoothing", 0.2, [*DPO, f"--dpo.loss_type={name}"]) for name in ("robust", "aot", "aot_unpaired")],
+    ("dpo.label_smoothing", 0.2, [*DPO, "--dpo.loss_type=exo_pair", "--dpo.label_smoothing=0.1"]),
+    ("dpo.smooth_sigmoid", "true", [*DPO, "--dpo.label_smoothing=0.1"]),
+    ("dpo.f_alpha_divergence_coef", 0.9, [*DPO, "--dpo.f_divergence_type=alpha_divergence"]),
+    ("dpo.ld_alpha", 0.5, ["own", *DPO]),
+    ("dpo.use_weighting", "true", DPO),
+    ("dpo.reference_free", "true", DPO),
+    ("dpo.discopop_tau", 0.5, [*DPO, "--dpo.loss_type=discopop"]),
+    ("kto.beta", 0.5, KTO),
+    ("kto.desirable_weight", 0.5, KTO),
+    ("kto.undesirable_weight", 0.5, KTO),
+    ("reward_model.center_rewards_coefficient", 1.0, RM),
+    ("grpo.num_generations", 4, GRPO),
+    ("grpo.steps_per_generation", 2, GRPO),
+    ("grpo.num_iterations", 3, FAR),
+    ("grpo.micro_batch_size", 1, [*GRPO, "--grpo.loss_type=bnpo"]),
+    ("grpo.epsilon_low", 0.001, FAR),
+    ("grpo.epsilon_high", 0.001, [*FAR, "--grpo.epsilon_low=0"]),
+    ("grpo.epsilon_high", 0.9, [*FAR, "--grpo.loss_type=cispo"]),
+    ("grpo.delta", 1.01, FAR),
+    ("grpo.beta", 0.5, FAR),
+    ("grpo.beta", 0.5, [*GRPO, "--grpo.loss_type=rloo"]),
+    ("grpo.kl_straight_through", "true", [*FAR, "--grpo.beta=0.5", "--grpo.use_bias_correction_kl=false"]),
+    ("grpo.use_bias_correction_kl", "false", [*FAR, "--grpo.beta=0.5"]),
+    ("grpo.top_entropy_quantile", 0.3, GRPO),
+    ("grpo.entropy_coef", 0.5, GRPO),
+    ("grpo.off_policy_mask_threshold", 0.0, FAR),
+    ("grpo.rollout_correction_max", 1.2, [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
+    ("grpo.rollout_correction_min", 0.9, [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
+    ("grpo.sapo_temperature_pos", 3.0, [*FAR, "--grpo.loss_type=sapo"]),
+    ("grpo.sapo_temperature_neg", 3.0, [*FAR, "--grpo.loss_type=sapo"]),
+    ("grpo.vespo_k_pos", 1.0, [*FAR, "--grpo.loss_type=vespo"]),
+    ("grpo.vespo_lambda_pos", 1.0, [*FAR, "--grpo.loss_type=vespo"]),
+    ("grpo.vespo_k_neg", 1.0, [*FAR, "--grpo.loss_type=vespo"]),
+    ("grpo.vespo_lambda_neg", 1.0, [*FAR, "--grpo.loss_type=vespo"]),
+    ("grpo.mask_truncated_completions", "true", GRPO),
+    ("grpo.soft_punish_cache", 4, GRPO),
+    ("grpo.max_num_gen_batches", 2, [*GRPO, "--sampling.max_new_tokens=1", "--grpo.num_generations=2"]),
+    ("grpo.normalize_advantages", "true", [*GRPO, "--grpo.loss_type=rloo"]),
+    ("grpo.reward_clip_range", "[0.1, 0.4]", [*GRPO, "--grpo.loss_type=rloo"]),
+    ("grpo.shuffle_rewards", "true", GRPO),
+    ("ppo.num_generations", 3, PPO),
+    ("ppo.num_mini_batches", 2, PPO),
+    ("ppo.num_ppo_epochs", 1, PPO),
+    ("ppo.cliprange", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
+    ("ppo.cliprange_value", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
+    ("ppo.vf_coef", 1.0, PPO),
+    ("ppo.kl_coef", 0.0, PPO_KL),
+    ("ppo.gamma", 0.5, PPO),
+    ("ppo.lam", 0.5, PPO),
+    ("ppo.whiten_rewards", "true", PPO),
+    ("ppo.missing_eos_penalty", 1.0, PPO),
+    ("sampling.temperature", 0.5, GRPO),
+    ("sampling.top_k", 5, GRPO),
+    ("sampling.top_p", 0.3, GRPO),
+    ("sampling.min_p", 0.9, GRPO),
+    ("sampling.repetition_penalty", 3.0, GRPO),
+    ("sampling.max_new_tokens", 3, GRPO),
+    ("sampling.max_length", 32, GRPO),  # prompts have 29 tokens
+    ("sampling.min_new_tokens", 6, GRPO),
+    ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
+    ("sampling.stop_strings", "[e, a]", GRPO),
+    ("sampling.temperature", 0.5, PPO),
+    ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),
+    ("rewards.letters", 0.5, PPO),
+    *[("seed", 1, base) for base in BASES.values()],
+    ("stages", "[sft, grpo]", SFT),
+    ("model.dtype", "bfloat16", SFT),
+    ("data.demonstrations", 5, SFT),
+    ("data.wrong_demonstrations", 1.0, SFT),
+    ("data.pairs", 5, DPO),
+    ("data.pairs", 5, KTO),
+    ("data.pairs", 5, RM),
+    ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
+    ("data.system_prompt", "Be brief.", ["own", *SFT]),
+    ("data.min_pixels", 112 * 112, ["own", *SFT]),
+    ("data.max_pixels", 28 * 28, ["own", *SFT]),
+    ("data.prompt_template", "'Look. {problem}'", SFT),
+    ("data.system_prompt", "Be brief.", SFT),
+    ("data.min_pixels", 112 * 112, SFT),
+    ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
+    ("data.add_vision_id", "true", ["own", *SFT]),
+    ("data.video.fps", 1, FILM),
+    ("data.video.min_frames", 8, FILM),
+    ("data.video.max_frames", 4, FILM),
+    ("data.video.min_pixels", 6272, FILM),
+    ("data.video.max_pixels", 1568, FILM),
+    ("data.video.total_pixels", 3 * 1568, FILM),
+    ("data.task", "localisation", SFT),
+    ("data.jitter", 0, BOXED),
+    ("data.objects", "[2, 3]", BOXED),
+    ("data.thinking", "position", BOXED),
+]
+
+
+def choices(name):
+    """What the Literal of a field names."""
+    section, name = name.split(".")
+    cls = typing.get_type_hints(RunConfig)[section]
+    hint = typing.get_type_hints(cls)[name]
+    parts = [hint, *typing.get_args(hint)]
+    values = next(typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal)
+    return (("null",) if type(None) in parts else ()) + values
+
+
+ENUMERATIONS = [  # field, its values, base: no two values give the same run
+    *[(name, choices(name), base) for name, base in {
+        "sft.loss_type": SFT,
+        "dpo.f_divergence_type": DPO,
+        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0"],  # good answers get likelier: the KL is over 0
+        "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
+        "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
+        "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
+        "grpo.rollout_correction": DRIFT,
+        "grpo.scale_rewards": GRPO,
+        "grpo.multi_objective_aggregation": GRPO,
+        "ppo.critic": PPO,
+        "ppo.kl_estimator": PPO_KL,
+        "data.box_space": ["boxes", "--stages=grpo", "--rewards={iou: 1}"],
+    }.items()],
+    ("dpo.loss_type", tuple(DPO_LOSSES), [*DPO, "--dpo.label_smoothing=0.1"]),
+]  # fmt: skip
+# These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
+# (micro_batch_size), test_dpo.py (precompute_ref_log_probs), test_reward_model.py (path), test_ppo.py (critic_path),
+# test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
+# test_sharding.py or test_ranks.py.
+OTHERS = {
+    *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
+    *(f"{stage}.save_steps" for stage in STAGES),
+    *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
+    *("output_dir", "num_threads", "model.path", "model.config", "model.activation_checkpointing"),
+    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
+    *("state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("sharding.enabled", "sharding.compute_dtype", "sharding.replicas", "sharding.cpu_offload"),
+}
+
+
+@pytest.fixture(scope="module")
+def lines_of(home, own):
+    """Metrics of a run by its overrides, each run once; the logged learning rate alone is no effect."""
+
+    @functools.cache
+    def lines_of(*overrides):
+        with pytest.MonkeyPatch.context() as patch:
+            if overrides[0] == "own":
+                overrides = (*own, *overrides[1:])
+            if overrides[0] in ("boxes", "film"):
+                overrides = (*own, f"--data.train_file={home / overrides[0]}.jsonl", *overrides[1:])
+                patch.setattr(Processor, "decode", boxed)
+            if overrides[0] == "drift":
+                overrides = overrides[1:]
+                patch.setattr(generate, "next_tokens", drifting)
+            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation(0, 0, 0, []))
+            for module in ("hub.checkpoint", "run.results", "algorithms.value_model"):
+                patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
+            train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", *overrides])
+        return metrics(home / "option")
+
+    return lines_of
+
+
+def drifting(*arguments):
+    """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
+    ids, logps = next_tokens(*arguments)
+    return ids, logps + (ids % 5 - 2) / 2
+
+
+def boxed(processor, ids):
+    """What an untrained model does not write: a box, at the image's corner."""
+    return f"<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+
+
+def differ(first, second):
+    """Whether some metric that both have differs by more than rounding does. The learning rate is no effect."""
+    if len(first) != len(second):
+        return True
+    names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate", "rollout/logp_mismatch"}
+    values = [(a[k], b[k]) for a, b in zip(first, second, strict=True) for k in names]
+    return any(abs(a - b) > 1e-4 * max(abs(a), abs(b)) for a, b in values)
+
+
+@pytest.mark.parametrize(("name", "value", "base"), OPTIONS, ids=[f"{name}={v}" for name, v, _ in OPTIONS])
+def test_no_dead_option(lines_of, plain, lively, home, name, value, base):
+    changed = f"--{name}={value}".replace("{folder}", str(home))
+    assert differ(lines_of(*base), lines_of(*base, changed))
+
+
+@pytest.mark.parametrize(("name", "values", "base"), ENUMERATIONS, ids=[name for name, _, _ in ENUMERATIONS])
+def test_no_two_values_are_alike(lines_of, plain, lively, name, values, base):
+    for one, other in itertools.combinations(values, 2):
+        assert differ(*(lines_of(*base, f"--{name}={value}") for value in (one, other))), (one, other)
+
+
+def options(cls=RunConfig, prefix=""):
+    """Names of all fields, as an override says them."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from options(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_option_is_in_the_table():
+    """A new field of the config needs a row above."""
+    tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
+    assert set(options()) == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
+
+
+def test_every_choice_is_in_the_table():
+    """A new Literal needs a row of ENUMERATIONS, or is one of these."""
+    literal = set()
+    for name in options():
+        if name.count(".") == 1:
+            with contextlib.suppress(StopIteration):
+                choices(name)
+                literal.add(name)
+    others = {"model.dtype", "data.resize", "data.thinking", "sharding.compute_dtype"}
+    others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
+    assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
+
+
+def test_resize_reaches_the_image_processor(home, own):
+    """The two filters differ by a grey level here and there, too little for a metric of a run."""
+    image, pixels = PIL.Image.effect_noise((100, 80), 50), {}
+    for resize in ("pil", "torch", "null"):
+        config = load_config(home / "recipe.yaml", [*own, f"--data.resize={resize}"])
+        pixels[resize] = build_model(config, ONE)[1].image_processor(image)[0]
+    assert torch.equal(pixels["null"], pixels["pil"])  # what the folder says
+    assert 0 < (pixels["torch"] - pixels["pil"]).abs().max() < 0.1

@@ -1,0 +1,180 @@
+"""Recipes of the repository in small runs: localisation, and referring expressions on real photographs."""
+
+import json
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+import yaml
+from runs import metrics, summary
+
+from minivlmrl import generate as generate_file
+from minivlmrl import train
+from minivlmrl.generate import Completion
+from minivlmrl.hub.checkpoint import load_model, random_model, save_model
+from minivlmrl.tasks import localisation
+from minivlmrl.tasks.localisation import Localisation, constant_box
+from minivlmrl.tools import report
+
+ROOT = Path(__file__).parents[1]
+LOCALISATION = ROOT / "recipes" / "localisation.yaml"
+SMALL = [
+    "--num_threads=1", "--data.eval_rows=12", "--data.demonstrations=8",
+    *[f"--{stage}.{option}" for stage in ("sft", "grpo")
+      for option in ("max_steps=2", "prompts_per_step=4", "micro_batch_size=4")],
+]  # fmt: skip
+
+
+def test_the_localisation_recipe_runs(run, monkeypatch, capsys):
+    outlines, original = [], report._outline
+    monkeypatch.setattr(report, "_outline", lambda *arguments: outlines.append(arguments) or original(*arguments))
+    folder = run(*SMALL, recipe=LOCALISATION)
+    table, held_out = summary(folder), Localisation(12, "test")
+    assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert table["chance"] == constant_box(held_out)[1]
+    assert any(held_out[i].columns["unseen"] for i in range(12))
+    for name in ("start", "after_sft", "after_grpo"):
+        assert list(table[name]) == [
+            "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy",
+        ]  # fmt: skip
+        assert all(0 <= share <= 1 for share in table[name].values())
+    lines = metrics(folder)
+    assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
+    assert {"rewards/iou", "rewards/box_format", "kl"} <= set(lines[-1])
+    assert sum(color == report.TRUE for *_, color, _ in outlines) == report.SHOWN
+    with PIL.Image.open(folder / "report.png") as image:
+        assert image.size[0] > 1000
+    load_model(folder / "checkpoint")
+    said = capsys.readouterr().out
+    assert "after grpo" in said and "unseen greedy" in said and f"constant box {table['chance']:>9.3f}" in said
+
+
+def test_the_localisation_recipe_repeats_to_the_byte(run, plain):
+    first, second = (run(*SMALL, recipe=LOCALISATION, name=name) for name in ("a", "b"))
+    assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
+    assert summary(first) | {"seconds": 0} == summary(second) | {"seconds": 0}
+
+
+def test_eval_rewards_say_what_is_reported(run, plain):
+    """The first is what counts, the second the form, further ones have metrics of their own."""
+    options = ["--stages=[]", "--data.task=localisation", "--data.eval_rows=2"]
+    tables = [
+        summary(run(*options, f"--data.eval_rewards=[{names}]", name=names))["start"]
+        for names in ("giou, format", "iou, box_format, acc_0_5, giou")
+    ]
+    assert list(tables[0]) == ["sampled", "greedy", "format"]
+    assert list(tables[1]) == [
+        "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "giou sampled", "giou greedy",
+    ]  # fmt: skip
+    assert tables[0]["greedy"] == tables[1]["giou greedy"] == -1  # an untrained model answers no box
+    assert tables[1]["greedy"] == 0
+
+
+def test_an_eval_reward_that_nobody_can_answer_is_refused(run, plain):
+    """The reward model judges training's rollouts only."""
+    with pytest.raises(ValueError, match="reward_model"):
+        run("--stages=[]", "--data.eval_rewards=[reward_model, format]")
+
+
+def test_localisation_trains_on_from_a_checkpoint(run, plain):
+    first = run(*SMALL, "--stages=[sft]", "--sft.max_steps=1", recipe=LOCALISATION, name="a")
+    model = ["--model.config=null", f"--model.path={first / 'checkpoint'}"]
+    second = run(*SMALL, *model, "--stages=[grpo]", "--grpo.max_steps=1", recipe=LOCALISATION, name="b")
+    assert summary(second)["start"] == summary(first)["after_sft"]
+
+
+# recipes/rec_qwen2_5_vl_3b.yaml with a tiny checkpoint
+
+RECIPE = ROOT / "recipes" / "rec_qwen2_5_vl_3b.yaml"
+PHOTOS = {"china.jpg": ("the tower", [240, 60, 400, 300]), "flower.jpg": ("the flower", [180, 60, 480, 380])}
+
+
+@pytest.fixture(scope="module")
+def rec(tmp_path_factory):
+    """A tiny checkpoint of the hub's patch size, and rows with two photographs and boxes made for this test."""
+    datasets = pytest.importorskip("sklearn.datasets", reason="photographs missing: pip install scikit-learn")
+    folder = tmp_path_factory.mktemp("rec")
+    values = json.loads((ROOT / "recipes" / "localisation_model.json").read_text())
+    values["vision_config"] |= {"patch_size": 14, "window_size": 112}
+    (folder / "model.json").write_text(json.dumps(values))
+    save_model(folder / "model", *random_model(folder / "model.json", localisation.tokenizer(), seed=0))
+    rows = []
+    for photo in datasets.load_sample_images().filenames:
+        name = Path(photo).name
+        with PIL.Image.open(photo) as image:
+            image.save(folder / name)
+        what, box = PHOTOS[name]
+        problem = f"Please provide the bounding box coordinate of the region this sentence describes: {what}."
+        rows.append({"image": name, "problem": problem, "solution": box})
+    assert len(rows) == 2
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def run_rec(rec, tmp_path, plain):
+    def run(*overrides):
+        rows = str(rec / "rows.jsonl")
+        small = ["--data.max_pixels=50176", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--num_threads=1"]
+        files = [f"--model.path={rec / 'model'}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+        train.main([str(RECIPE), *files, *small, "--sampling.max_new_tokens=8", f"--output_dir={tmp_path}", *overrides])
+        return metrics(tmp_path)
+
+    return run
+
+
+def test_one_step(run_rec):
+    [line] = run_rec()
+    assert {"rewards/iou", "rewards/box_format", "kl"} <= set(line)
+    assert line["grad_norm"] >= 0 and line["completions/mean_length"] <= 8
+
+
+def test_boxes_of_the_resized_image_are_scaled_back(run_rec, monkeypatch):
+    """A policy that writes the true box in pixels of the resized image gets IoU 1; in original pixels it does not."""
+    scores = {}
+    for space in ("resized", "original"):
+
+        def write(model, prompts, num_generations, *_, space=space):
+            said = []
+            for prompt, (_, box) in zip(prompts, boxes(prompts), strict=True):
+                _, height, width = prompt.image_grid_thw[0].tolist()
+                scale = (width * 14 / 640, height * 14 / 427) if space == "resized" else (1, 1)
+                numbers = [round(v * scale[i % 2], 1) for i, v in enumerate(box)]
+                text = f"<think>there</think><answer>{json.dumps({'bbox_2d': numbers})}</answer>"
+                said.append(text)
+            return said
+
+        monkeypatch.setattr(generate_file, "generate", speak(write))
+        [line] = run_rec("--data.eval_rows=2", "--grpo.num_generations=2")
+        scores[space] = line["rewards/iou"]
+    assert scores["resized"] == pytest.approx(1, abs=0.01)
+    assert scores["original"] < 0.7
+
+
+def boxes(prompts):
+    """Which photograph a prompt shows: the flower's question is the longer one by a token or more."""
+    tokenizer = localisation.tokenizer()
+    texts = [tokenizer.decode(prompt.input_ids.tolist()) for prompt in prompts]
+    return [next(photo for photo in PHOTOS.values() if photo[0] in text) for text in texts]
+
+
+def speak(write):
+    """A generate() that says what write() makes up."""
+    tokenizer = localisation.tokenizer()
+
+    def generate(model, prompts, num_generations, *rest, **draws):
+        said = []
+        for text in write(model, prompts, num_generations):
+            ids = torch.tensor([*tokenizer.encode(text), tokenizer.special_tokens["<|im_end|>"]])
+            said.append([Completion(ids, torch.zeros(len(ids)), True) for _ in range(num_generations)])
+        return said
+
+    return generate
+
+
+def test_the_settings_are_vlm_r1s():
+    recipe = yaml.safe_load(RECIPE.read_text())
+    grpo = recipe["grpo"]
+    assert (grpo["num_generations"], grpo["beta"], grpo["learning_rate"], grpo["max_steps"]) == (8, 0.04, 1e-6, 480)
+    assert "{problem}" in recipe["data"]["prompt_template"] and recipe["data"]["box_space"] == "resized"
