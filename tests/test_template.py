@@ -12,6 +12,7 @@ from talk import renders_as_transformers
 from minivlmrl import chat
 from minivlmrl.chat import IMAGE, VIDEO, Control
 from minivlmrl.data.template import ChatTemplate
+from minivlmrl.data.turns import render_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
@@ -91,7 +92,7 @@ def test_completions_of_qwens_templates_are_those_of_chat_py(published, name, me
     if name.startswith("qwen3"):  # it strips nothing but has its own opinion of tool turns and their wrapping
         turns = [turn for turn in turns if turn["role"] != "tool"]
         messages = [{**message, "role": "user"} for message in messages]
-    theirs, ours = published(name).render_completion(messages, turns), chat.render_completion(turns)
+    theirs, ours = published(name).render_completion(messages, turns), render_completion(turns)
     assert theirs == ours and kinds(p for p, _ in theirs) == kinds(p for p, _ in ours)
 
 
