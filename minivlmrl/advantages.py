@@ -6,7 +6,7 @@ Other baselines (leave-one-out, GDPO, a critic's values) are in algorithms/basel
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # TRL's, beside a standard deviation
+EPSILON = 1e-4  # TRL's, added to a standard deviation
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """Its metrics are means over so many tokens: their weight in the step's."""
+        """The weight of its metrics in the step's: the number of tokens that they are means over."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
     rollout_correction_max: float | None = 3.0  # upper bound of that ratio
     rollout_correction_min: float | None = None  # lower bound of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
-    soft_punish_cache: Annotated[int, ">= 0"] = 0  # overlong shaping: rewards fall over the last so many tokens
-    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: groups with equal rewards are sampled anew, so often
+    soft_punish_cache: Annotated[int, ">= 0"] = 0  # overlong shaping: rewards fall over this many last tokens
+    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: groups with equal rewards are sampled again
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"  # or GDPO
     normalize_advantages: bool = False  # rloo: over the batch
     reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL

@@ -25,7 +25,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone, self.score = backbone, value_head(backbone)
         if not backbone.config.tie_word_embeddings:
-            backbone.lm_head.requires_grad_(False)  # nobody asks it for words
+            backbone.lm_head.requires_grad_(False)  # it predicts no tokens
 
     def forward(self, batch: GroupBatch) -> Tensor:
         """(M,): the number at the state before each completion token."""

@@ -130,7 +130,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Go through a safetensors file, tensor by tensor.
 
     Yields:
-        (name on the hub, tensor) pairs. The tensor is a view of the file: copy it. The file is opened anew for each:
+        (name on the hub, tensor) pairs. The tensor is a view of the file: copy it. The file is opened again for each:
         pages that were read of an open one count as memory of this process.
     Raises:
         ValueError: the file is missing, not whole, or has a tensor of integers or of numbers under 16 bits.

@@ -22,13 +22,13 @@ class TrainingConfig:
     learning_rate: float = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     min_lr_ratio: float = 0.0  # the schedule ends at this share of learning_rate
-    warmup_steps: int = 0  # the learning rate rises over so many steps
+    warmup_steps: int = 0  # steps over which the learning rate rises
     adam_beta1: float = 0.9  # decay of the mean gradient
     adam_beta2: float = 0.99  # decay of the mean squared gradient
     weight_decay: float = 0.0  # of AdamW, for all weights
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
     freeze_vision_tower: bool = False  # merger included; the rest is trained
-    save_steps: int = 0  # write the checkpoint every so many steps; 0: at the end of the stage only
+    save_steps: int = 0  # steps between two checkpoints; 0: at the end of the stage only
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

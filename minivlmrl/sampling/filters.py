@@ -18,8 +18,8 @@ class SamplingOptions(SamplingConfig):
     top_p: Annotated[float, "(0, 1]"] = 1.0  # keep the likeliest tokens that together reach this probability
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
     repetition_penalty: Annotated[float, "> 0"] = 1.0  # logits of tokens seen before: / if positive, x if negative
-    max_length: Annotated[int, ">= 2"] | None = None  # a completion that has so many tokens with its prompt is cut
-    min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before so many (a stop string may be)
+    max_length: Annotated[int, ">= 2"] | None = None  # a completion is cut at this many tokens with its prompt
+    min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
     stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
 
     def __post_init__(self):
@@ -73,7 +73,7 @@ def filter_logits(
 ) -> Tensor:
     """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
-    With temperature 0 only penalty and ban apply: the others never drop the likeliest token, or all of several such.
+    With temperature 0 only penalty and ban apply: the others never drop the likeliest token, or all equally likely ones.
 
     Args:
         logits: (r, V) float32.

@@ -27,7 +27,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence) -> Sequence:
-        """Take this rank's part of a sequence that all ranks hold: in order, of equal lengths give or take one."""
+        """Take this rank's part of a sequence that all ranks hold: in order, lengths differ by one at most."""
         return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
 
     def sum(self, *values: float) -> list[float]:
