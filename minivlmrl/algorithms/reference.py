@@ -19,7 +19,7 @@ class ReferenceConfig:
     sync_ref_model: bool = False  # move the reference towards the policy on the way
     ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6  # reference = (1 - alpha) reference + alpha policy ...
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every this many optimizer steps
-    num_shared_layers: Annotated[int, ">= 0"] = 0  # vision tower, embeddings, this many layers: frozen, one copy for both
+    num_shared_layers: Annotated[int, ">= 0"] = 0  # vision tower, embeddings, this many layers: frozen, shared by both
 
 
 class Reference:

@@ -81,7 +81,7 @@ class RunConfig:
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
     num_threads: int | None = None  # CPU threads of this process; None: cores of the machine / its ranks
     state_steps: Annotated[int, ">= 0"] = 0  # save the state every this many optimizer steps; 0: only after a signal
-    keep_states: Annotated[int, ">= 1"] = 2  # how many of the newest are kept; more than 1, in case the newest is damaged
+    keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
     timeout: Annotated[float, "> 0"] = 600.0  # seconds that a rank waits for another before the run ends with an error
     model: ModelSection = field(default_factory=ModelSection)

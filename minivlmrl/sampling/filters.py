@@ -73,7 +73,7 @@ def filter_logits(
 ) -> Tensor:
     """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
-    With temperature 0 only penalty and ban apply: the others never drop the likeliest token, or all equally likely ones.
+    With temperature 0 only penalty and ban apply: the others never drop all of the likeliest tokens.
 
     Args:
         logits: (r, V) float32.
