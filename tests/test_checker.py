@@ -95,12 +95,12 @@ WRONG = [
     ({"section": {"share": float("nan")}}, "section.share is nan, it must be in (0, 1]"),
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
     ({"section": {"size": 0}}, "section.size is 0, it must be over 0"),
-    ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float]"),
-    ({"section": {"weights": "half"}}, "section.weights is 'half', it must be of type list[float]"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float, 0 or more]"),
+    ({"section": {"weights": "half"}}, "section.weights is 'half', it must be of type float"),
     ({"section": {"weights": [-1]}}, "section.weights is -1.0, it must be 0 or more"),
     ({"section": {"losses": ["c"]}}, "section.losses is 'c', it must be 'a' or 'b'"),
     ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
-    ({"section": 1}, "section must hold names and values, it is 1"),
+    ({"section": 1}, "section is 1, it must be an object with names and values"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; valid keys here: high, kind, losses, low, rate, share, "),
     ({"x": 1}, "unknown key x; valid keys here: anything, blocks, "),
 ]
@@ -114,7 +114,7 @@ def test_wrong_values_are_named(values, message):
 
 
 def test_what_is_no_mapping_or_lacks_a_field_is_named():
-    with pytest.raises(ValueError, match=r"^x.yaml: the file must hold names and values, it is \[1\]$"):
+    with pytest.raises(ValueError, match=r"^x.yaml: the file is \[1\], it must be an object with names and values$"):
         build(Whole, [1], "x.yaml")
     with pytest.raises(ValueError, match=r"^x.yaml: needed is missing$"):
         build(Whole, {}, "x.yaml")
@@ -154,8 +154,8 @@ def test_the_help_of_a_field_is_the_comment_after_it():
         (tuple[int, ...], "tuple[int, ...]"),
         (dict[str, float], "dict[str, float]"),
         (bool, "bool"),
-        (list[Literal["a", "b"]], "list[str]"),
-        (list[Annotated[float, ">= 0"]], "list[float]"),
+        (list[Literal["a", "b"]], "list['a' or 'b']"),
+        (list[Annotated[float, ">= 0"]], "list[float, 0 or more]"),
     ],
 )
 def test_types_as_a_person_reads_them(hint, text):

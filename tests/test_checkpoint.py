@@ -342,7 +342,7 @@ def test_an_index_that_says_nothing_is_refused(copy, weight_map):
 
 def test_pickled_weights_are_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(ValueError, match="convert them to safetensors"):
+    with pytest.raises(ValueError, match="convert it to safetensors"):
         load_model(copy)
 
 

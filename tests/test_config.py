@@ -97,7 +97,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(write, content):
         ("--grpo.betta=1", "command line: unknown key grpo.betta; valid keys here: adam_beta1, "),
         ("--nonsense=1", "command line: unknown key nonsense"),
         ("--seed.x=1", "command line: seed is"),
-        ("--grpo=1", "must hold names and values, it is 1"),
+        ("--grpo=1", "grpo is 1, it must be an object with names and values"),
         ("seed=1", "'seed=1': an override has the form --section.name=value"),
         ("--seed", "'--seed': an override has the form"),
         ("other.yaml", "'other.yaml': an override has the form"),
@@ -121,7 +121,7 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("stages: {sft: 1}", "stages is {'sft': 1}, it must be of type list[str]"),
         ("dpo: {loss_weights: 1.0}", "dpo.loss_weights is 1.0, it must be of type list[float]"),
         ("dpo: {loss_weights: [high]}", "dpo.loss_weights is 'high', it must be of type float"),
-        ("grpo: {reward_clip_range: half}", "grpo.reward_clip_range is 'half', it must be of type list[float]"),
+        ("grpo: {reward_clip_range: half}", "grpo.reward_clip_range is 'half', it must be of type float"),
         ("stages: [1]", "stages is 1, it must be of type str"),
         ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float]"),
         ("rewards: {format: high}", "rewards.format is 'high', it must be of type float"),
@@ -131,8 +131,8 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("grpo: {shuffle_rewards: 1}", "grpo.shuffle_rewards is 1, it must be of type bool"),
         ("data: {task: 3}", "data.task is 3, it must be of type str"),
         ("grpo: []", "grpo"),
-        ("- seed", "the file must hold names and values, it is ['seed']"),
-        ("seed", "the file must hold names and values, it is 'seed'"),
+        ("- seed", "the file is ['seed'], it must be an object with names and values"),
+        ("seed", "the file is 'seed', it must be an object with names and values"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(write, content, message):

@@ -137,5 +137,7 @@ def test_a_random_settings_file_gives_a_processor_or_a_value_error(changes):
 
 @pytest.mark.parametrize("settings_", [None, [], "a", 3])
 def test_settings_that_are_no_object_are_refused(settings_):
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json: the file must hold names and values"):
+    with pytest.raises(
+        ValueError, match=r"preprocessor_config\.json: the file is .*, it must be an object with names and values"
+    ):
         read(settings_)

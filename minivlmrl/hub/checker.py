@@ -1,26 +1,19 @@
 """One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says what is valid."""
 
-import contextlib
 import dataclasses
 import inspect
 import operator
 import re
 import types
 import typing
+from contextlib import suppress
 from typing import Annotated, Any, Literal
-
-# bound in an Annotated -> the comparison, and how an error says it
-COMPARISONS = {">=": (operator.ge, "{} or more"), ">": (operator.gt, "over {}")}
-
-
-class InvalidValueError(ValueError):
-    """A field has a value that it must not have; `build` puts the file and the section before it."""
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Refuse a value, in the `__post_init__` of a dataclass: for what depends on more than one field."""
+    """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one field."""
     if not valid:
-        raise InvalidValueError(f"{name} is {value!r:.80}, it must be {expected}")
+        raise ValueError(f"{name} is {value!r:.80}, it must be {expected}")
 
 
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
@@ -30,7 +23,6 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        cls: the dataclass.
         values: names -> values, as parsed from YAML or JSON; a nested dataclass is a dict inside it.
         where: the file, with which each error begins.
         prefix: the section in that file, such as "grpo.".
@@ -39,29 +31,28 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     Raises:
         ValueError: the first wrong key or value: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
     """
-    if not isinstance(values, dict):
-        found = f"it is {values!r:.80}"
-        raise ValueError(f"{where}: {prefix.rstrip('.') or 'the file'} must hold names and values, {found}")
+    try:
+        return _build(cls, values, prefix, json)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _build(cls, values: Any, prefix: str, json: bool):
+    require(isinstance(values, dict), prefix.rstrip(".") or "the file", values, "an object with names and values")
     hints, found = typing.get_type_hints(cls, include_extras=True), {}
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
-            raise ValueError(f"{where}: unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}")
-    try:
-        for name, field in fields.items():
-            if name not in values:
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                    raise ValueError(f"{where}: {prefix}{name} is missing")
-            elif dataclasses.is_dataclass(hints[name]):
-                found[name] = build(hints[name], values[name], where, f"{prefix}{name}.", json)
-            else:
-                found[name] = _read(hints[name], values[name], name, json)
-    except InvalidValueError as error:
-        raise ValueError(f"{where}: {prefix}{error}") from None
+            raise ValueError(f"unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}")
+    for name, field in fields.items():
+        if name in values:
+            found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{prefix}{name} is missing")
     try:
         return cls(**found)
     except ValueError as error:  # what a __post_init__ refuses
-        raise ValueError(f"{where}: {prefix}{error}") from None
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def help_of(cls) -> dict[str, str]:
@@ -83,46 +74,36 @@ def type_text(hint) -> str:
     if origin is Annotated:
         return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
     if origin is Literal:
-        *first, last = map(repr, inside)
-        return f"{', '.join(first)} or {last}" if first else last
+        return " or ".join(", ".join(map(repr, inside)).rsplit(", ", 1))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_text, inside))
-    if hint is types.NoneType:
-        return "null"
-    if origin is None:
-        return getattr(hint, "__name__", str(hint))
-    return f"{origin.__name__}[{', '.join('...' if part is ... else _type_of(part).__name__ for part in inside)}]"
-
-
-def _type_of(hint):
-    """The type of a list's items, without bounds and choices."""
-    while typing.get_origin(hint) is Annotated:
-        hint = typing.get_args(hint)[0]
-    return type(typing.get_args(hint)[0]) if typing.get_origin(hint) is Literal else hint
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join('...' if part is ... else type_text(part) for part in inside)}]"
+    return "null" if hint is types.NoneType else hint.__name__
 
 
 def _read(hint, value, name: str, json: bool):
     """`value` as a field annotated with `hint` holds it."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    choices = inside if origin in (typing.Union, types.UnionType) else (hint,)
-    if value is None and types.NoneType in choices:
-        return None
-    choices = [choice for choice in choices if choice is not types.NoneType]
-    if len(choices) > 1:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, f"{name}.", json)
+    if origin in (typing.Union, types.UnionType):
+        choices = [choice for choice in inside if choice is not types.NoneType]
+        if value is None and len(choices) < len(inside):
+            return None
+        if len(choices) == 1:  # its error says more than that of the union
+            return _read(choices[0], value, name, json)
         for choice in choices:
-            with contextlib.suppress(InvalidValueError):
+            with suppress(ValueError):
                 return _read(choice, value, name, json)
-        require(False, name, value, f"of type {' or '.join(map(type_text, choices))}")
-    if choices[0] is not hint:
-        return _read(choices[0], value, name, json)
     if origin is Annotated:
         value, (valid, words) = _read(inside[0], value, name, json), _bound(inside[1])
-        require(value is None or valid(value), name, value, words)
+        require(valid(value), name, value, words)
         return value
     if origin is Literal:
         require(any(type(value) is type(choice) and value == choice for choice in inside), name, value, type_text(hint))
         return value
-    if origin is list and isinstance(value, str) and not json and _type_of(inside[0]) is str:
+    if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo
     if origin is list and isinstance(value, list):
         return [_read(inside[0], item, name, json) for item in value]
@@ -133,19 +114,20 @@ def _read(hint, value, name: str, json: bool):
     if origin is dict and isinstance(value, dict):
         return {key: _read(inside[1], item, f"{name}.{key}", json) for key, item in value.items()}
     if hint is float and (type(value) is int or (isinstance(value, str) and not json)):
-        with contextlib.suppress(ValueError, OverflowError):
+        with suppress(ValueError, OverflowError):
             value = float(value)
     require(origin is None and type(value) is hint, name, value, f"of type {type_text(hint)}")
     return value
 
 
 def _bound(text: str):
-    """ ">= 1" or "(0, 1]" -> a test of a number, and what an error calls it."""
-    if text[0] in "[(":
-        low, high = (float(part) for part in text[1:-1].split(","))
-        above = operator.ge if text[0] == "[" else operator.gt
-        below = operator.le if text[-1] == "]" else operator.lt
-        return (lambda value: above(value, low) and below(value, high)), f"in {text}"
-    sign, number = text.split()
-    compare, words = COMPARISONS[sign]
-    return (lambda value: compare(value, float(number))), words.format(number)
+    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it."""
+    if text[0] == ">":
+        sign, number = text.split()
+        if sign == ">":
+            return (lambda value: value > float(number)), f"over {number}"
+        return (lambda value: value >= float(number)), f"{number} or more"
+    low, high = map(float, text[1:-1].split(","))
+    above = operator.ge if text[0] == "[" else operator.gt
+    below = operator.le if text[-1] == "]" else operator.lt
+    return (lambda value: above(value, low) and below(value, high)), f"in {text}"

@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.data.template import ChatTemplate
-from minivlmrl.hub.atomic_folder import replacing
 from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_carried, read_json, weight_files, write_json
+from minivlmrl.hub.folder import (
+    INDEX,
+    find_folder,
+    image_settings,
+    read_carried,
+    read_json,
+    replacing,
+    weight_files,
+    write_json,
+)
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import checked, write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer

@@ -1,13 +1,16 @@
-"""The folder of a checkpoint: found by path or repository id, and its small files."""
+"""The folder of a checkpoint: found by path or repository id, its small files, and how it is replaced as a whole."""
 
 import json
+import os
 import re
+import shutil
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from minivlmrl.hub.atomic_folder import beside
+from safetensors import SafetensorError
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
@@ -18,31 +21,25 @@ CARRIED = re.compile(
     r"|video_preprocessor_config)\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*"
 )
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*")  # none out of inner folders
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]  # none out of inner folders
 
 
 def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder.
+    """Turn what a recipe calls a model into a folder; a repository is downloaded unless it is in the cache.
 
     Args:
         name: a folder, which wins over a repository of that name; or a repository on the Hugging Face hub,
             "Qwen/Qwen2.5-VL-3B-Instruct", of a branch, tag or commit "Qwen/Qwen2.5-VL-3B-Instruct@main".
-    Returns:
-        The folder. Of a repository it is the snapshot in huggingface_hub's cache, without asking the network when that
-        is whole; otherwise it is downloaded first. Processes that do so at once wait for each other, since
-        huggingface_hub locks every file that it downloads.
     Raises:
         ValueError: there is no such folder, and the repository cannot be downloaded.
     """
     folder = Path(name)
     if folder.is_dir():
         return folder
-    replaced = beside(folder.resolve(), "replaced")
+    replaced = _beside(folder.resolve(), "replaced")
     if replaced.is_dir():
-        warnings.warn(
-            f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it",
-            stacklevel=2,
-        )
+        killed = f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it"
+        warnings.warn(killed, stacklevel=2)
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository:
@@ -52,35 +49,25 @@ def find_folder(name: str | Path) -> Path:
     except Exception as error:  # each network library that huggingface_hub has used has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{name}: there is no such folder, no whole copy of such a repository in the Hugging Face cache, and none "
-            f"could be downloaded ({reason}); check name and network, or download it elsewhere and give its folder"
+            f"{name}: no such folder, not whole in the Hugging Face cache, and not downloaded ({reason}); check name "
+            "and network, or download it elsewhere and give its folder"
         ) from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
+    """Find or download a repository; processes that do so at once wait for each other's files."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    download = partial(
-        snapshot_download, repo_id=repo_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns="*/*"
-    )
-    with suppress(LocalEntryNotFoundError):  # nothing of it, or less than huggingface_hub knows it to have
+    download = partial(snapshot_download, repo_id, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns="*/*")
+    with suppress(LocalEntryNotFoundError, ValueError):  # nothing of it, or parts that another program has asked for
         cached = Path(download(local_files_only=True))
-        if _is_whole(cached):
+        weight_files(cached)
+        image_settings(cached)
+        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
             return cached
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)  # the download alone might wait forever
     return Path(download())
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot has what load_model and load_processor need: other programs may have asked for parts of it."""
-    names = {file.name for file in folder.iterdir() if file.is_file()}  # a link into the cache may lead nowhere
-    try:
-        weight_files(folder)
-    except ValueError:
-        return False
-    image_settings = {"preprocessor_config.json", "processor_config.json"} & names
-    return {"config.json", "tokenizer.json"} <= names and bool(image_settings)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -92,18 +79,15 @@ def weight_files(folder: Path) -> list[Path]:
     one, index = folder / ONE_FILE, folder / INDEX
     if one.is_file():
         return [one]
+    if not index.is_file() and any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"{folder}: pytorch_model.bin can run code; convert it to safetensors, e.g. with transformers")
     if not index.is_file():
-        if any(folder.glob("pytorch_model*.bin")):
-            raise ValueError(
-                f"{folder}: its weights are pytorch_model.bin, which can run code when it is opened; convert them to "
-                "safetensors, for example with transformers: from_pretrained, then save_pretrained"
-            )
         raise ValueError(f"{one}: no such file; a Hugging Face folder has its weights there")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to the file that holds it")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not SHARD.fullmatch(file):
+        if not SHARD.fullmatch(str(file)):
             raise ValueError(f"{index}: weight_map says {file!r:.80} of {tensor:.80}, it must be a .safetensors here")
     files = [folder / file for file in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
@@ -113,11 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        ValueError: it is missing, unreadable, not JSON, or not an object.
-    """
+    """Read a file that holds one JSON object (ValueError: it is missing, not JSON, or not an object)."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a Hugging Face folder has one")
     try:
@@ -148,3 +128,55 @@ def read_carried(folder: Path) -> dict[str, bytes]:
     """Read the CARRIED files of a folder, by name: into memory, because it may be gone at the next save."""
     files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
     return {file.name: file.read_bytes() for file in files}
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """Give an empty folder to write into, which replaces `folder` as a whole when the block has ended well.
+
+    The new checkpoint is written and flushed as NAME.partial; the old one is renamed to NAME.replaced and the new one
+    to NAME. If a run is killed between the two renames, find_folder and the next save find the old one.
+
+    Raises:
+        ValueError: `folder` holds something else than a checkpoint, which would be lost.
+        OSError: the disk is full or broken. The checkpoint that was there before stays.
+    """
+    folder = Path(folder).resolve()  # of a link, the folder that it leads to
+    new, replaced = _beside(folder, "partial"), _beside(folder, "replaced")
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not (folder / "config.json").is_file() and not empty:
+        raise ValueError(f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten")
+    try:
+        if replaced.is_dir() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
+            flush_file(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
+        new.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)  # a full disk does not stay full
+        if replaced.is_dir() and not folder.exists():
+            replaced.rename(folder)
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"{folder}: not saved ({error}); what was there before is untouched") from error
+        raise
+    flush_file(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+def flush_file(path: Path):
+    """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

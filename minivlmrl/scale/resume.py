@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from minivlmrl.grpo import Algorithm
-from minivlmrl.hub.atomic_folder import flush_file
+from minivlmrl.hub.folder import flush_file
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.evaluate import Answer, Evaluation
 from minivlmrl.run.metrics import MetricsLog
