@@ -72,97 +72,51 @@ class Pairs:
     ref_logps: Tensor  # (B, 2)
     u: Tensor  # log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # the same of the rejected answer
-    margin: Tensor  # d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r); u - v for the reverse KL
-    mean_margin: Tensor  # the same per token of each answer
+    z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), which is u - v for the reverse KL
+    mean_margin: Tensor  # d per token of each answer
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
 
 
-def sigmoid(p: Pairs, o: DPOLoss) -> Tensor:
-    """-log sigmoid(beta d). DPO eq. 7 (arXiv 2305.18290). With smooth_sigmoid: cDPO, as TRL had it up to 0.28."""
-    return _smoothed(o.beta * p.margin, o.label_smoothing if o.smooth_sigmoid else 0.0)
-
-
-def hinge(p: Pairs, o: DPOLoss) -> Tensor:
-    """max(0, 1 - beta d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)."""
-    return torch.relu(1 - o.beta * p.margin)
-
-
-def ipo(p: Pairs, o: DPOLoss) -> Tensor:
-    """(d - 1 / (2 beta))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its authors do."""
-    return (p.mean_margin - 1 / (2 * o.beta)).square()
-
-
-def exo_pair(p: Pairs, o: DPOLoss) -> Tensor:
-    """KL between (s(bd), s(-bd)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)."""
-    z, e = o.beta * p.margin, o.label_smoothing
-    return z.sigmoid() * (logsigmoid(z) - math.log(1 - e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
-
-
-def nca_pair(p: Pairs, o: DPOLoss) -> Tensor:
-    """-log s(bu) - log s(-bu) / 2 - log s(-bv) / 2. NCA (arXiv 2402.05369)."""
-    return -logsigmoid(o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.v)
-
-
-def robust(p: Pairs, o: DPOLoss) -> Tensor:
-    """DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)."""
-    z, e = o.beta * p.margin, o.label_smoothing
-    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
-
-
-def bco_pair(p: Pairs, o: DPOLoss) -> Tensor:
-    """-log s(bu) - log s(-bv): chosen and rejected answers apart. BCO (arXiv 2404.04656) without its running mean."""
-    return -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v)
-
-
-def sppo_hard(p: Pairs, o: DPOLoss) -> Tensor:
-    """(u - 1/(2b))^2 + (v + 1/(2b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv 2405.00675)."""
-    return (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square()
-
-
-def aot(p: Pairs, o: DPOLoss) -> Tensor:
-    """DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)."""
-    policy, ref = ((logps[:, 0] - logps[:, 1]).sort().values for logps in (p.logps, p.ref_logps))
-    return _smoothed(o.beta * (policy - ref), o.label_smoothing)
-
-
-def aot_unpaired(p: Pairs, o: DPOLoss) -> Tensor:
-    """DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)."""
-    return _smoothed(o.beta * (p.u.sort().values - p.v.sort().values), o.label_smoothing)
-
-
-def apo_zero(p: Pairs, o: DPOLoss) -> Tensor:
-    """1 - s(bu) + s(bv): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)."""
-    return 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid()
-
-
-def apo_down(p: Pairs, o: DPOLoss) -> Tensor:
-    """s(bu) + 1 - s(b(u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)."""
-    return (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid()
-
-
-def discopop(p: Pairs, o: DPOLoss) -> Tensor:
-    """Logistic and exponential loss, mixed by m = s(bd / tau). DiscoPOP eq. 5 (arXiv 2406.08414)."""
-    z = o.beta * p.margin
-    m = (z / o.discopop_tau).sigmoid()
-    return -logsigmoid(z) * (1 - m) + (-z).exp() * m
-
-
-def sft(p: Pairs, o: DPOLoss) -> Tensor:
-    """Token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO (2411.10442)."""
-    return p.sft_loss
-
-
-def sigmoid_norm(p: Pairs, o: DPOLoss) -> Tensor:
-    """-log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)."""
-    return -logsigmoid(o.beta * p.mean_margin)
-
-
+# name: (pairs, options) -> (B,); s is the sigmoid, b beta, e label_smoothing
 DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss], Tensor]] = {
-    f.__name__: f
-    for f in (
-        *(sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard),
-        *(aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm),
-    )
+    # -log s(b d). DPO eq. 7 (arXiv 2305.18290). With smooth_sigmoid: cDPO, as TRL had it up to 0.28
+    "sigmoid": lambda p, o: smoothed(p.z, o.label_smoothing if o.smooth_sigmoid else 0.0),
+    # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
+    "hinge": lambda p, o: torch.relu(1 - p.z),
+    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its authors do
+    "ipo": lambda p, o: (p.mean_margin - 1 / (2 * o.beta)).square(),
+    # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
+    "exo_pair": lambda p, o: (
+        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - o.label_smoothing))
+        + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(o.label_smoothing))
+    ),
+    # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
+    "nca_pair": lambda p, o: (
+        -logsigmoid(o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.v)
+    ),
+    # DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
+    "robust": lambda p, o: (
+        (-(1 - o.label_smoothing) * logsigmoid(p.z) + o.label_smoothing * logsigmoid(-p.z))
+        / (1 - 2 * o.label_smoothing)
+    ),
+    # -log s(b u) - log s(-b v): chosen and rejected answers apart. BCO (arXiv 2404.04656) without its running mean
+    "bco_pair": lambda p, o: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
+    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv 2405.00675)
+    "sppo_hard": lambda p, o: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
+    # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
+    "aot": lambda p, o: smoothed(o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), o.label_smoothing),
+    # DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
+    "aot_unpaired": lambda p, o: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), o.label_smoothing),
+    # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
+    "apo_zero": lambda p, o: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
+    # s(b u) + 1 - s(b (u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)
+    "apo_down": lambda p, o: (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid(),
+    # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
+    "discopop": lambda p, o: torch.lerp(-logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()),
+    # token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO (2411.10442)
+    "sft": lambda p, o: p.sft_loss,
+    # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
+    "sigmoid_norm": lambda p, o: -logsigmoid(o.beta * p.mean_margin),
 }
 
 
@@ -214,7 +168,7 @@ def dpo_loss(
     margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))
     # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / tokens
     sft_loss = (-(per_token_logps * mask)[:, 0].sum() / tokens * (num_pairs / B)).expand(B)
-    pairs = Pairs(logps, ref_logps, u, v, margin, mean_margin, sft_loss)
+    pairs = Pairs(logps, ref_logps, u, v, o.beta * margin, mean_margin, sft_loss)
     weights = o.loss_weights or [1.0] * len(o.loss_type)
     per_pair_loss = sum(weight * DPO_LOSSES[name](pairs, o) for name, weight in zip(o.loss_type, weights, strict=True))
     if o.use_weighting:
@@ -362,7 +316,13 @@ def _fade_tail(mask: Tensor, ld_alpha: float) -> Tensor:
     return torch.where(position <= shared, mask, ld_alpha * mask)
 
 
-def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
+def sorted_margins(logps: Tensor) -> Tensor:
+    """(B, 2) -> (B,)."""
+    return (logps[:, 0] - logps[:, 1]).sort().values
+
+
+def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
+    """-log s(z), for a share of flipped labels -log s(-z)."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
