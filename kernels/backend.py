@@ -9,9 +9,7 @@ interpreter, which executes a kernel with numpy, one program after the other: sl
 """
 
 import os
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,29 +27,6 @@ INSTALLED = hasattr(tl, "program_id")
 INTERPRETED = INSTALLED and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read; they compute in float32
 CAPABILITY = (8, 0)  # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
-
-
-@dataclass(frozen=True)
-class Build:
-    """A kernel at one real size, which `python -m minivlmrl kernels` compiles; each kernel file lists its builds.
-
-    Args:
-        name: in the table and the budgets, unique.
-        kernel: the @triton.jit function.
-        signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32"), for all but constexprs; pointers and i32
-            are assumed to be divisible by 16.
-        constexprs: parameter -> value; None for a pointer that this build does not use.
-        num_warps, num_stages: as at the launch.
-        elements: logits that one turn of the loop computes; if given, instructions are counted for each of them.
-    """
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 1
-    elements: int | None = None
 
 
 def backend_for(tensor: Tensor) -> str:

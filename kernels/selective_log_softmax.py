@@ -29,7 +29,7 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import Build, backend_for, tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
 
 FLOOR = -126.0  # of d', base 2
 LOG2E = 1 / math.log(2)
@@ -338,31 +338,3 @@ def selective_log_softmax(
     scored = _op(rows, ids.where(kept, 0).flatten(), temperature)
     logps, entropies = (x.view(ids.shape).where(kept, 0.0) for x in scored[:2])
     return logps, entropies if entropy else None
-
-
-# ------------------------------------------------------------------------------------------------ real sizes
-
-
-def _builds() -> list[Build]:
-    """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
-    numbers = dict.fromkeys(["stride", "width", "first_id"], "i32") | {"k": "fp32", "ids_ptr": "*i64"}
-    results = dict.fromkeys(["logps_ptr", "entropies_ptr", "tops_ptr", "totals_ptr"], "*fp32")
-    parts, sizes = {"parts_ptr": "*fp32"}, {"TURNS": TURNS, "COLUMNS": COLUMNS}
-    whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True} | sizes
-    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False} | sizes
-    builds = []
-    for dtype in ("bf16", "fp32"):
-        given = numbers | {"logits_ptr": f"*{dtype}", "rows": "i32"}
-        for name, signature, constants in (("", given | results, whole), (", middle part", given | parts, middle)):
-            name = f"log-softmax forward{name} {dtype}"
-            builds.append(Build(name, _forward, signature, constants, FORWARD_WARPS, 1, TURNS * COLUMNS))
-    given = numbers | {"logits_ptr": "*bf16", "out_ptr": "*bf16", "out_stride": "i32", "grad_logps_ptr": "*fp32"}
-    given |= {name: kind for name, kind in results.items() if name != "logps_ptr"}
-    entropy = {"grad_entropies_ptr": "*fp32"}
-    for name, signature, absent in (("", given, dict.fromkeys(entropy)), (" with entropy", given | entropy, {})):
-        name, constants = f"log-softmax backward{name} bf16", absent | {"BLOCK": BLOCK}
-        builds.append(Build(name, _backward, signature, constants, BACKWARD_WARPS, 1, BLOCK))
-    return builds
-
-
-BUILDS = _builds()

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivlmrl.kernels.backend import INTERPRETED, Build, backend_for, tl, triton
+from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, triton
 from minivlmrl.kernels.dense_attention import dense_attention
 
 # Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB a thread, and three
@@ -275,26 +275,3 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     if fits and backend_for(q) == "triton":
         return _forward(q, k, v, segments.cu_seqlens, segments.longest)
     return batched_attention(q, k, v, segments)
-
-
-# ---- what `python -m minivlmrl kernels` compiles without a GPU ---------------------------------------------------
-
-
-def _builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    L, D0, D1 = blocks(longest, head_dim)
-    sizes, about = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}, f"{dtype} {longest}x{head_dim}"
-    strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
-    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32", "log2_scale": "fp32"} | strides
-    gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
-    kernels = {"forward": (_forward_kernel, {"out": f"*{dtype}"})}
-    kernels["backward"] = (_backward_kernel, gradients | {"scale": "fp32"})
-    return [
-        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, warps(L))
-        for name, (kernel, signature) in kernels.items()
-    ]
-
-
-# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types, and the smallest and largest heads
-CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]
-CASES += [("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128)]
-BUILDS = [build for case in CASES for build in _builds(*case)]

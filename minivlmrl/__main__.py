@@ -13,7 +13,6 @@ TOOLS = {  # name: (module:function, what it does)
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
-    "kernels": ("minivlmrl.kernels.aot:main", "compile the Triton kernels without a GPU"),
 }
 
 

@@ -1,8 +1,8 @@
 """Compile every kernel at its real sizes, ahead of time and without a GPU, and count what the compiler produced.
 
-python -m minivlmrl kernels                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
-python -m minivlmrl kernels --arch 90 --only "log-softmax forward"
-python -m minivlmrl kernels --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
+python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
+python benchmarks/kernels_aot.py --arch 90 --only "log-softmax forward"
+python benchmarks/kernels_aot.py --arch gfx942     # AMD's MI300: registers, spills and shared memory alone
 
 The compiler, the assembler and the disassembler are all inside the triton package. Columns:
 
@@ -17,7 +17,7 @@ The compiler, the assembler and the disassembler are all inside the triton packa
 They depend on Triton's version: tests/recorded/kernel_budgets.json has them for two. For one that is not installed:
 
     pip install --target DIR --no-deps triton==3.6.0 'numpy<2.4'
-    PYTHONPATH=DIR python -m minivlmrl kernels --json tests/recorded/kernel_budgets.json
+    PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_budgets.json
 """
 
 import argparse
@@ -26,20 +26,101 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minivlmrl.kernels import backend as installed
-from minivlmrl.kernels import selective_log_softmax, window_attention
-from minivlmrl.kernels.backend import Build, triton
+from minivlmrl.kernels import selective_log_softmax as log_softmax
+from minivlmrl.kernels import window_attention as windows
+from minivlmrl.kernels.backend import triton
 
-BUILDS = [*selective_log_softmax.BUILDS, *window_attention.BUILDS]
+# Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types, and the smallest and largest heads
+CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]
+CASES += [("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128)]
 ARCHITECTURES = ("80", "90", "100")
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions")
 
 
+@dataclass(frozen=True)
+class Build:
+    """A kernel at one real size, which this script compiles.
+
+    Args:
+        name: in the table and the budgets, unique.
+        kernel: the @triton.jit function.
+        signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32"), for all but constexprs; pointers and i32
+            are assumed to be divisible by 16.
+        constexprs: parameter -> value; None for a pointer that this build does not use.
+        num_warps, num_stages: as at the launch.
+        elements: logits that one turn of the loop computes; if given, instructions are counted for each of them.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1
+    elements: int | None = None
+
+
+def log_softmax_builds() -> list[Build]:
+    """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
+    numbers = dict.fromkeys(["stride", "width", "first_id"], "i32") | {"k": "fp32", "ids_ptr": "*i64"}
+    results = dict.fromkeys(["logps_ptr", "entropies_ptr", "tops_ptr", "totals_ptr"], "*fp32")
+    parts, sizes = {"parts_ptr": "*fp32"}, {"TURNS": log_softmax.TURNS, "COLUMNS": log_softmax.COLUMNS}
+    whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True} | sizes
+    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False} | sizes
+    builds = []
+    for dtype in ("bf16", "fp32"):
+        given = numbers | {"logits_ptr": f"*{dtype}", "rows": "i32"}
+        for name, signature, constants in (("", given | results, whole), (", middle part", given | parts, middle)):
+            name = f"log-softmax forward{name} {dtype}"
+            builds.append(
+                Build(
+                    name,
+                    log_softmax._forward,
+                    signature,
+                    constants,
+                    log_softmax.FORWARD_WARPS,
+                    1,
+                    log_softmax.TURNS * log_softmax.COLUMNS,
+                )
+            )
+    given = numbers | {"logits_ptr": "*bf16", "out_ptr": "*bf16", "out_stride": "i32", "grad_logps_ptr": "*fp32"}
+    given |= {name: kind for name, kind in results.items() if name != "logps_ptr"}
+    entropy = {"grad_entropies_ptr": "*fp32"}
+    for name, signature, absent in (("", given, dict.fromkeys(entropy)), (" with entropy", given | entropy, {})):
+        name, constants = f"log-softmax backward{name} bf16", absent | {"BLOCK": log_softmax.BLOCK}
+        builds.append(
+            Build(name, log_softmax._backward, signature, constants, log_softmax.BACKWARD_WARPS, 1, log_softmax.BLOCK)
+        )
+    return builds
+
+
+def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
+    L, D0, D1 = windows.blocks(longest, head_dim)
+    sizes, about = {"H": 16, "D": head_dim, "L": L, "D0": D0, "D1": D1}, f"{dtype} {longest}x{head_dim}"
+    strides = dict.fromkeys([f"{x}_{y}" for x in "qkv" for y in ("row", "head")], "i32")
+    shared = dict.fromkeys("qkv", f"*{dtype}") | {"cu_seqlens": "*i32", "log2_scale": "fp32"} | strides
+    gradients = dict.fromkeys(["grad", "grad_q", "grad_k", "grad_v"], f"*{dtype}")
+    kernels = {"forward": (windows._forward_kernel, {"out": f"*{dtype}"})}
+    kernels["backward"] = (windows._backward_kernel, gradients | {"scale": "fp32"})
+    return [
+        Build(f"window_attention {name} {about}", kernel, shared | signature, sizes, windows.warps(L))
+        for name, (kernel, signature) in kernels.items()
+    ]
+
+
+def builds() -> list[Build]:
+    """All builds."""
+    return [*log_softmax_builds(), *(build for case in CASES for build in window_builds(*case))]
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 2, and a line on stderr, where nothing can be compiled."""
-    parser = argparse.ArgumentParser(prog="python -m minivlmrl kernels", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten, or gfx...")
     parser.add_argument("--only", default="", help="compile only builds with names that begin with this")
     parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
@@ -49,7 +130,7 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     rows = {}
-    for build in [build for build in BUILDS if build.name.startswith(options.only)]:
+    for build in [build for build in builds() if build.name.startswith(options.only)]:
         for arch in options.arch:
             gfx = arch.startswith("gfx")
             row = inspect_amd(build, arch) if gfx else inspect(build, arch)
@@ -124,3 +205,7 @@ def innermost_loop(code: list[tuple[int, str]]) -> range:
     loops = [range(int(target[1], 16), a + 1) for a, target in jumps if target and int(target[1], 16) < a]
     inner = [one for one in loops if not any(other != one and other[0] in one and other[-1] in one for other in loops)]
     return max(inner, key=len, default=range(0))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

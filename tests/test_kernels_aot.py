@@ -18,7 +18,7 @@ def compiled(tmp_path_factory):
     """(version of Triton, numbers of all builds), from the command, in a process that does not interpret."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("aot") / "numbers.json"
-    command = [sys.executable, "-m", "minivlmrl", "kernels", "--json", str(out)]
+    command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", "--json", str(out)]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     [(version, builds)] = json.loads(out.read_text()).items()
@@ -45,7 +45,7 @@ def test_the_installed_compiler_reaches_the_bars(compiled):
 @pytest.mark.slow
 def test_amd_compiles_the_log_softmax_too():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "minivlmrl", "kernels", "--arch", "gfx942", "--only", "log-softmax"]
+    command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", "--arch", "gfx942", "--only", "log-softmax"]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split("gfx942")[1].split() for line in result.stdout.splitlines() if "gfx942" in line]
@@ -57,7 +57,7 @@ def test_the_installed_compiler_keeps_to_its_budgets(compiled):
     """A tenth more registers than recorded may pass, and the recorded shared memory."""
     version, builds = compiled
     if version not in RECORDED:
-        pytest.skip(f"no budgets for Triton {version}: kernels/aot.py says how to record them")
+        pytest.skip(f"no budgets for Triton {version}: benchmarks/kernels_aot.py says how to record them")
     assert builds.keys() == RECORDED[version].keys()
     for name, budget in RECORDED[version].items():
         assert builds[name]["registers"] <= 1.1 * budget["registers"], name
