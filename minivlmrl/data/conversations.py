@@ -1,7 +1,6 @@
 """The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers to it."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,10 +8,10 @@ from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.media import has_source
 from minivlmrl.data.turns import render_completion
 
-PLACEHOLDER = {"image": "<image>", "video": "<video>"}  # in a prompt's text: where an image or video goes
+KINDS = ("image", "video")  # <image> and <video> in a prompt's text are where one goes
 ROLES = ("system", "user", "assistant", "tool")
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
-ANSWERS = {"completion": (str, list), "chosen": (str, list), "rejected": (str, list)}
+ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
 
 
 def read_conversation(
@@ -36,8 +35,6 @@ def read_conversation(
     Returns:
         messages: the prompt, with a part for each image and video.
         answers: completion, chosen and rejected, as far as the row has them.
-    Raises:
-        ValueError: names the column, what is wrong with it and what to do.
     """
     found = {column: row[column] for column in (*PROMPTS, *ANSWERS) if row.get(column) is not None}
     for column, value in found.items():
@@ -72,33 +69,26 @@ def conversation(
 
 
 def split_at_media(text: str, media: dict[str, int]) -> list[dict]:
-    """Split a text at its <image> and <video> placeholders into parts; without any, images and videos come first.
-
-    Raises:
-        ValueError: some placeholders, but another number than images or videos.
-    """
-    found = _placeholders(text)
-    if not found.total():
-        return [*_parts(media), {"type": "text", "text": text}]
-    _check_counts(found, "placeholder(s)", media)
-    kinds = {placeholder: kind for kind, placeholder in PLACEHOLDER.items()}
-    pieces = re.split("({image}|{video})".format(**PLACEHOLDER), text)
-    return [{"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece} for piece in pieces]
+    """Split a text at its <image> and <video> placeholders into parts; without any, images and videos come first."""
+    parts = _split_text(text)
+    if len(parts) == 1:
+        return _parts(media) + parts
+    _check_counts(parts, "<{}> placeholder(s)", media)
+    return parts
 
 
 def _place_in_turns(turns: list[dict], media: dict[str, int]) -> list[dict]:
     """Give a conversational prompt its images and videos: at its parts, else at placeholders, else before its text."""
     inside = [content_parts(turn) for turn in turns]
-    shown = [part for parts in inside for part in parts if part_kind(part) in PLACEHOLDER]
+    shown = [part for parts in inside for part in parts if part_kind(part) != "text"]
     if shown:  # then <image> is text
-        _check_counts(Counter(part_kind(part) for part in shown if not has_source(part)), "part(s)", media)
+        _check_counts([part for part in shown if not has_source(part)], "{} part(s)", media)
         return turns
-    found = sum((_placeholders(part["text"]) for parts in inside for part in parts), Counter())
-    if found:
-        _check_counts(found, "placeholder(s)", media)
-        inside = [
-            [p for part in parts for p in split_at_media(part["text"], _placeholders(part["text"]))] for parts in inside
-        ]
+    split = [[piece for part in parts for piece in _split_text(part["text"])] for parts in inside]
+    pieces = [piece for parts in split for piece in parts]
+    if any(piece["type"] != "text" for piece in pieces):
+        _check_counts(pieces, "<{}> placeholder(s)", media)
+        inside = split
     elif any(media.values()):
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
         if first is None:
@@ -109,21 +99,21 @@ def _place_in_turns(turns: list[dict], media: dict[str, int]) -> list[dict]:
 
 
 def _parts(media: dict[str, int]) -> list[dict]:
-    return [{"type": kind} for kind in PLACEHOLDER for _ in range(media.get(kind, 0))]
+    return [{"type": kind} for kind in KINDS for _ in range(media.get(kind, 0))]
 
 
-def _placeholders(text: str) -> Counter:
-    return Counter({kind: text.count(placeholder) for kind, placeholder in PLACEHOLDER.items()})
+def _split_text(text: str) -> list[dict]:
+    pieces = re.split("<(image|video)>", text)  # text, kind, text, kind, ..., text
+    return [{"type": piece} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)]
 
 
-def _check_counts(found: dict[str, int], what: str, media: dict[str, int]):
-    for kind, placeholder in PLACEHOLDER.items():
-        count = media.get(kind, 0)
-        if found[kind] != count:
-            name = f"{placeholder if what == 'placeholder(s)' else kind} {what}"
+def _check_counts(parts: list[dict], what: str, media: dict[str, int]):
+    for kind in KINDS:
+        found, count = sum(part_kind(part) == kind for part in parts), media.get(kind, 0)
+        if found != count:
             raise ValueError(
-                f"the prompt has {found[kind]} {name} but {count} {kind}(s) came with it; put one where each {kind} "
-                f"belongs and name as many {kind}s"
+                f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; put one where each "
+                f"{kind} belongs and name as many {kind}s"
             )
 
 
@@ -181,11 +171,9 @@ def _check_answer(turns: list[dict]):
         text = "".join(part["text"] for part in content_parts(turn))
         if turn["role"] == "assistant" and not text.strip():
             raise ValueError("an answer is empty or blank, and would teach to say nothing; write it or drop the row")
-        for kind, placeholder in PLACEHOLDER.items():
-            if turn["role"] != "assistant" and placeholder in text:
-                raise ValueError(
-                    f"there is {placeholder} after the assistant's first turn; {kind}s belong into the prompt"
-                )
+        for kind in KINDS:
+            if turn["role"] != "assistant" and f"<{kind}>" in text:
+                raise ValueError(f"there is <{kind}> after the assistant's first turn; {kind}s belong into the prompt")
 
 
 def _turns(answer: str | list[dict]) -> list[dict]:

@@ -153,13 +153,12 @@ class ChatTemplate:
         ):
             if needed and not known:
                 raise ValueError(f"{self.source}: this chat template has no place for {name}; use one that has")
-        messages = [_without_none(message) for message in messages]
+        messages = [_plain(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):
-                parts = [_without_none(part) for part in message["content"]]
-                knows_parts = {IMAGE, VIDEO} & written
-                message["content"] = parts if knows_parts else "".join(part["text"] for part in parts)
-        return plain(messages)
+                parts = [_plain(part) for part in message["content"]]
+                message["content"] = parts if {IMAGE, VIDEO} & written else "".join(part["text"] for part in parts)
+        return messages
 
     def _marks(self, messages: list[dict]) -> list[str]:
         """Three characters that neither the template nor the messages have.
@@ -231,8 +230,8 @@ class ChatTemplate:
             raise ValueError(f"{self.source}: chat template fails{where}: {type(error).__name__}: {reason}") from error
 
 
-def _without_none(mapping: dict) -> dict:
-    return {key: value for key, value in mapping.items() if value is not None}
+def _plain(mapping: dict) -> dict:
+    return plain({key: value for key, value in mapping.items() if value is not None})
 
 
 def _read(path: Path) -> dict:

@@ -35,11 +35,10 @@ class Video:
         if isinstance(self.frames, np.ndarray):
             if self.frames.ndim != 4 or self.frames.shape[3] != 3 or self.frames.dtype != np.uint8:
                 raise ValueError(f"frames are {self.frames.dtype} {self.frames.shape}, they must be uint8 (T, H, W, 3)")
-        else:
-            for i, frame in enumerate(self.frames):
-                if frame.size != self.frames[0].size:
-                    sizes = [f"{width} x {height}" for width, height in (frame.size, self.frames[0].size)]
-                    raise ValueError(f"frame {i} has {sizes[0]} pixels and frame 0 {sizes[1]}; make them one size")
+        for i, frame in enumerate(self.frames):
+            if not isinstance(frame, np.ndarray) and frame.size != self.frames[0].size:
+                sizes = [f"{width} x {height}" for width, height in (frame.size, self.frames[0].size)]
+                raise ValueError(f"frame {i} has {sizes[0]} pixels and frame 0 {sizes[1]}; make them one size")
         if 0 in self.size:
             raise ValueError("frames of {1} x {0} pixels have nothing to show".format(*self.size))
 
@@ -66,8 +65,6 @@ def load_video(
         source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
         sampling: see frames.sample_indices. Of a list of frames fps alone may be given, the rate at which they were
             sampled (2 if it is not): as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`.
-    Returns:
-        the frames and their rate, which is that of the file times the share of its frames that is taken.
     Raises:
         ValueError: it is missing, cut off, no video, or too large (named); an option that is wrong or does not apply.
     """
@@ -180,9 +177,8 @@ def _check_size(nframes: int, width: int, height: int):
 def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
     """Resize the frames of a video, normalise them and cut them into patches.
 
-    Frames are resized one by one with the processor's filter: "torch" gives to the bit what transformers'
-    Qwen2VLVideoProcessor makes of them, "pil" what its image processor without torchvision makes of each.
-    (qwen-vl-utils resizes the frames of a file in float32, which on noise differs by up to 24 grey levels.)
+    Frames are resized one by one: "torch" gives to the bit what transformers' Qwen2VLVideoProcessor makes of them,
+    "pil" what its image processor makes of each. (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
 
     Args:
         options: of this video alone, see frame_size.
@@ -208,9 +204,8 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
         options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by default
             115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
             resized_height and resized_width, as for an image.
-    Source: qwen-vl-utils' fetch_video of a file. Frame lists follow the same rule here: 0.0.14 resizes them twice,
-        first to multiples of 56 by a mistake (it hands 28 on as the patch size), and up to 0.0.11 it took each for
-        an image, with no bound on all of them together.
+    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14 resizes them twice, and
+        up to 0.0.11 it took each for an image, with no bound on all of them together.
     """
     total_pixels, factor = options.pop("total_pixels", None), processor.factor
     if "resized_height" in options:

@@ -81,7 +81,9 @@ class Localisation:
         image = draw([named, *others], rng)
         name, box = named
         # its own generator: pictures and true boxes are those of a row without noise
-        shown = self._demonstrated(box, random.Random(f"localisation/{self.seed}/{index}/noise"))
+        noise = random.Random(f"localisation/{self.seed}/{index}/noise")
+        shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
+        shown = jittered(shown, self.jitter // UNIT, noise)
         messages = conversation(problem(name), {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": problem(name), "solution": pixels(box)}
         columns |= {"answer_extent": (GRID, GRID), "unseen": is_unseen(box)}
@@ -101,10 +103,6 @@ class Localisation:
 
     def _size(self, rng: random.Random) -> tuple[int, int]:
         return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
-
-    def _demonstrated(self, box: Box, rng: random.Random) -> Box:
-        shown = placed(self._size(rng), rng) if rng.random() < self.wrong_boxes else box
-        return jittered(shown, self.jitter // UNIT, rng)
 
 
 def problem(name: str) -> str:
@@ -129,8 +127,7 @@ def answer(name: str, box: Box, thinking: str = "name") -> str:
 def position(box: Box) -> tuple[str, str]:
     """The third of the picture, down and across, where a box has its centre.
 
-    Example: (4, 0, 8, 3) has its centre 6 units from the left and 1.5 from the top, that is "top" and "right". Thirds
-    end at 2.67 and 5.33, which no centre hits.
+    Example: (4, 0, 8, 3) has its centre 6 units from the left and 1.5 from the top, that is "top" and "right".
     """
     left, top, right, bottom = box
     return VERTICAL[(top + bottom) * 3 // (2 * GRID)], HORIZONTAL[(left + right) * 3 // (2 * GRID)]
@@ -150,9 +147,8 @@ def pixels(box: Box) -> list[int]:
 def is_unseen(box: Box) -> bool:
     """Whether a box is held out: the CRC-32 of its numbers, written as in an answer, is a multiple of ten.
 
-    Of the 126 boxes that an object alone can have these are 15, some of each size. A picture of training has no object
-    there; a noisy demonstration may still name such a box, wrongly and for another one.
-    Examples: (0, 0, 2, 2) is unseen, (1, 0, 3, 2) is not.
+    Of the 126 boxes that an object alone can have these are 15, some of each size: (0, 0, 2, 2) is one, (1, 0, 3, 2)
+    is not. A noisy demonstration may still name such a box, wrongly and for another one.
     """
     return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
 
@@ -165,8 +161,7 @@ def overlap(a: Box, b: Box) -> bool:
 def jittered(box: Box, units: int, rng: random.Random) -> Box:
     """Move each coordinate by -units, 0 or +units, as far as the picture goes.
 
-    Left and right, or top and bottom, stay where they were if they would meet or cross: (0, 2, 2, 6) moved by
-    (1, -1, -1, 1) is (0, 1, 2, 7).
+    Two sides that would meet or cross do not move: (0, 2, 2, 6) moved by (1, -1, -1, 1) is (0, 1, 2, 7).
     """
     moved = [min(max(number + rng.choice((-units, 0, units)), 0), GRID) for number in box]
     for axis in (0, 1):
@@ -184,10 +179,9 @@ def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
 
 
 def constant_box(rows: Dataset) -> tuple[Box, float]:
-    """The best answer without looking: the box, in units, that has the greatest mean IoU with the true ones; that mean.
+    """Find the best answer without looking: the box, in units, of the greatest mean IoU with the true ones; that mean.
 
-    Example: if half of the true boxes are (0, 0, 2, 2) and half (0, 0, 2, 4), either earns (1 + 1/2) / 2 = 0.75, and
-    (0, 0, 2, 3) only (2/3 + 3/4) / 2 = 0.71.
+    Example: if half of the true boxes are (0, 0, 2, 2) and half (0, 0, 2, 4), either earns (1 + 1/2) / 2 = 0.75.
     """
     solutions = [rows[i].columns["solution"] for i in range(len(rows))]
     true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
