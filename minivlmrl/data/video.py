@@ -32,9 +32,9 @@ class Video:
         number("fps", self.fps)
         if len(self.frames) == 0:
             raise ValueError("a video without frames has nothing to show")
-        if isinstance(self.frames, np.ndarray):
-            if self.frames.ndim != 4 or self.frames.shape[3] != 3 or self.frames.dtype != np.uint8:
-                raise ValueError(f"frames are {self.frames.dtype} {self.frames.shape}, they must be uint8 (T, H, W, 3)")
+        array = self.frames if isinstance(self.frames, np.ndarray) else None
+        if array is not None and (array.ndim != 4 or array.shape[3] != 3 or array.dtype != np.uint8):
+            raise ValueError(f"frames are {array.dtype} {array.shape}, they must be uint8 (T, H, W, 3)")
         for i, frame in enumerate(self.frames):
             if not isinstance(frame, np.ndarray) and frame.size != self.frames[0].size:
                 sizes = [f"{width} x {height}" for width, height in (frame.size, self.frames[0].size)]
