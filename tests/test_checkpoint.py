@@ -237,7 +237,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path, proces
     """transformers 4 drops it and transformers 5 uses it: what the folder means, only its author knows."""
     save_model(tmp_path / "tied", tiny.model(tied=True), processor)
     edit_weights(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings true, but .* lm_head\.weight that differs .* to use it"):
+    with pytest.raises(ValueError, match=r"tie_word_embeddings true, but .* another lm_head\.weight: .* to use it"):
         load_model(tmp_path / "tied")
     head = load_file(tmp_path / "tied" / "model.safetensors")["lm_head.weight"]
     edit_json(tmp_path / "tied" / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
@@ -397,7 +397,7 @@ def test_a_cut_weight_file_is_named(copy):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"num_hidden_layers": 10**9}, "1000000002 layers, but the safetensors hold"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
         ({"vocab_size": 10**18}, "there is no model of these sizes"),
         ({"vocab_size": 10**30}, "there is no model of these sizes"),
         ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not one of"),
@@ -406,7 +406,7 @@ def test_a_cut_weight_file_is_named(copy):
 )
 def test_sizes_that_no_model_has_are_refused_at_once(copy, changes, says):
     edit_json(copy / "config.json", **changes)
-    with pytest.raises(ValueError, match=rf"config\.json: .*{says}" if "layers" not in says else says):
+    with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
         load_model(copy)
 
 

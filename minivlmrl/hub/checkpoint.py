@@ -1,8 +1,8 @@
 """A Hugging Face folder <-> a model and its processor, by the names that both share."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,11 +42,8 @@ def load_model(
 ) -> nn.Module:
     """Build the model that a folder describes and fill it with the folder's weights.
 
-    Weights go one by one from the file to where they stay: memory never holds a second copy of more than one.
-
     Args:
-        folder: it has config.json and model.safetensors, or shards with model.safetensors.index.json; or the id of a
-            repository that does, see find_folder.
+        folder: or the id of a repository, see find_folder.
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
     Raises:
@@ -57,10 +54,6 @@ def load_model(
     config, files = read_config(folder), weight_files(folder)
     if dtype is None and config.torch_dtype not in DTYPES:
         raise ValueError(f"{folder}/config.json: torch_dtype {config.torch_dtype!r} is not one of {sorted(DTYPES)}")
-    stored = sum(len(tensor_names(file)) for file in files)
-    layers = config.num_hidden_layers + config.vision_config.depth
-    if layers > stored:
-        raise ValueError(f"{folder}/config.json: {layers} layers, but the safetensors hold {stored} tensors")
     try:
         with torch.device("meta"):
             model = FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
@@ -68,8 +61,8 @@ def load_model(
         raise ValueError(f"{folder}/config.json: there is no model of these sizes ({error})") from error
     if sharding is not None:
         sharding.shard(model)
-    place = sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
-    assign(model, _read_weights(folder, files, model, place))
+    copied = sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
+    assign(model, _read_weights(folder, files, model, copied))
     return model
 
 
@@ -78,8 +71,8 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
-def _read_weights(folder: Path, files: list[Path], model: nn.Module, place: Callable) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; place(view of the file, parameter) makes it.
+def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable) -> dict[str, Tensor]:
+    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has.
 
     torch's HuggingFaceStorageReader would take every safetensors file of the folder, though the index names others, and
     would let a tensor that is there twice overwrite the first.
@@ -97,79 +90,53 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, place: Call
             if tensor.shape != like.shape:
                 shapes = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shapes[0]}, config.json asks for {shapes[1]}")
-            found[name] = place(tensor, like)
+            found[name] = copied(tensor, like)
     missing = expected.keys() - found.keys()
     if missing:
         where = f"{files[0]}{' and its other shards' if len(files) > 1 else ''}"
         raise ValueError(f"{where}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
-    if tied and HEAD in found and not torch.equal(_local(found.pop(HEAD)), _local(found[EMBEDDING])):
+    if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
         raise ValueError(
-            f"{folder}/config.json has tie_word_embeddings true, but the safetensors hold an {HEAD} that differs from "
-            f"{EMBEDDING}: set tie_word_embeddings to false to use it (as transformers 5 does), or take it out of the "
-            "file to drop it (as transformers 4 does)"
+            f"{folder}/config.json has tie_word_embeddings true, but the safetensors hold another {HEAD}: set "
+            "tie_word_embeddings to false to use it (as transformers 5), or take it out of the file (as transformers 4)"
         )
     return found
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Go through a safetensors file: pairs of a tensor's name on the hub and a view of the file, to be copied.
 
+    The file is opened anew for each: pages that were read of an open one count as memory of this process.
 
-@contextmanager
-def _opened(file: Path) -> Iterator:
-    """Open a safetensors file (ValueError: it is missing or not whole)."""
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file")
+    Raises:
+        ValueError: the file is missing, not whole, or has a tensor of integers or of numbers under 16 bits.
+    """
     try:
         with safe_open(file, framework="pt") as handle:
-            yield handle
+            names = list(handle.keys())
+        for name in names:
+            with safe_open(file, framework="pt") as handle:
+                tensor = handle.get_tensor(name)
+            if tensor.dtype not in DTYPES.values():
+                cure = "quantised checkpoints are not read, take the bfloat16 one that this was made of"
+                raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
+            yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def tensor_names(file: Path) -> list[str]:
-    """List the tensors of a safetensors file by the names in it."""
-    with _opened(file) as handle:
-        return list(handle.keys())
-
-
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Go through a safetensors file, tensor by tensor.
-
-    Yields:
-        (name on the hub, tensor) pairs. The tensor is a view of the file: copy it. The file is opened again for each:
-        pages that were read of an open one count as memory of this process.
-    Raises:
-        ValueError: the file is missing, not whole, or has a tensor of integers or of numbers under 16 bits.
-    """
-    for name in tensor_names(file):
-        with _opened(file) as handle:
-            tensor = handle.get_tensor(name)
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(
-                f"{file}: tensor {name:.80} is {tensor.dtype}; quantised checkpoints are not read, take the one in "
-                "bfloat16 that this was made of"
-            )
-        yield hub_name(name), tensor
-
-
 def hub_name(name: str) -> str:
     """Translate the name that transformers >= 4.52 gives a module in memory: model.visual.*, model.language_model.*."""
-    for prefix, ours in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if name.startswith(prefix):
-            return ours + name.removeprefix(prefix)
-    return name
+    return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
 def random_model(
     config_file: str | Path, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> tuple[nn.Module, Processor]:
-    """Build the model of a config.json with random weights, for a tokenizer of its own.
+    """Build the model of a config.json with random weights and the vocabulary of a tokenizer.
 
     Args:
-        config_file: its vocab_size and token ids are replaced by the tokenizer's.
-        seed: of the weights.
         min_pixels, max_pixels: bounds of an image's area, by default one merged token and the hub's upper bound.
     """
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
@@ -187,11 +154,9 @@ def random_model(
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights, for training from scratch.
+    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1, biases 0.
 
-    Every matrix keeps the variance of its input, N(0, 1/fan_in); projections that write into the residual stream are
-    scaled by 1/sqrt(2 * depth), so that the sum over blocks does not grow. Embeddings have a standard deviation of
-    0.02, norms are 1, biases 0.
+    Projections into the residual stream are scaled by 1/sqrt(2 * depth), so that the sum over blocks does not grow.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
@@ -205,10 +170,8 @@ def initialize(model: nn.Module, generator: torch.Generator):
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Read tokenizer, chat template and image settings of a folder or repository, see find_folder.
+    """Read tokenizer, chat template and image settings of a folder or repository; pixel bounds override the folder's.
 
-    Args:
-        min_pixels, max_pixels: bounds of an image's area; they override the folder's.
     Raises:
         ValueError: a file is missing or unreadable (named).
     """
@@ -222,13 +185,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 
 
 def check_fits(folder: str | Path, processor: Processor):
-    """Refuse a folder whose model and processor have different patches or tokens.
-
-    Args:
-        processor: as read from the folder, see load_processor.
-    Raises:
-        ValueError: names the files and everything in which they differ.
-    """
+    """Refuse a folder whose model and processor have different patches or tokens (ValueError names all of them)."""
     folder = find_folder(folder)
     config, file = read_config(folder), image_settings(folder)[0].name
     pairs = []  # (what config.json has, its value, what the other file has, its value)
@@ -247,21 +204,15 @@ def check_fits(folder: str | Path, processor: Processor):
 
 
 def save_model(
-    folder: str | Path,
-    model: nn.Module,
-    processor: Processor,
-    world=None,
-    more: Callable[[Path], None] = lambda new: None,
-    max_shard_size: int = 5 * 10**9,
+    folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
 ):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
 
-    All ranks call this, the first one writes. Files that the processor was read with are written as they were, its
-    tokenizer, chat template and generation settings among them.
+    All ranks call this, the first one writes. Files that the processor was read with are written as they were.
 
     Args:
         world: the ranks, see scale/ranks.py; None: this process alone.
-        more: writes what else belongs into the folder, given the new one.
+        more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.
     Raises:
         ValueError: `folder` is something else than a checkpoint.
@@ -283,7 +234,8 @@ def save_model(
                 if shards.is_sharded:
                     write_json(new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
                 _write_processor(new, processor)
-                more(new)
+                if more is not None:
+                    more(new)
         except (OSError, ValueError) as error:
             failure = error
     for _ in files:  # joint work: the other ranks, and the first one after a failure

@@ -7,6 +7,7 @@ from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.family import FAMILIES
 
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
+Depth = Annotated[int, "[1, 1000]"]  # more would take minutes to build, before the weights are seen to be missing
 HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp -> the hub's name
 
 
@@ -17,7 +18,7 @@ class VisionConfig:
     Defaults are transformers' class defaults, which its older versions leave out of config.json.
     """
 
-    depth: Size = 32  # transformer blocks
+    depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
     intermediate_size: Size = 3420
     num_heads: Size = 16
@@ -45,7 +46,7 @@ class ModelConfig:
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Depth
     num_attention_heads: Size
     num_key_value_heads: Size
     vision_config: VisionConfig
