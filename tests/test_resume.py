@@ -196,7 +196,7 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
 @pytest.mark.slow
 def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, tmp_path):
     draw, options, kills = random.Random(), ["--stages=[ppo]"], 0
-    while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) + 0.2 * kills) != [0]:
+    while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) * 1.3**kills) != [0]:
         kills += 1
     assert outcome(tmp_path) == straight(*options)
 
