@@ -61,7 +61,6 @@ def smart_nframes(
     Example: of 100 frames at 30 a second, 2 a second would be 6.67; 6 are taken.
 
     Args:
-        total_frames, video_fps: what there is.
         fps: frames to take of a second, 2 if not given.
         nframes: frames to take, instead of fps.
         min_frames, max_frames: bounds when fps decides, by default 4 and the smaller of 768 and total_frames. Where

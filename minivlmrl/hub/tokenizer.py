@@ -19,13 +19,24 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 
 
 class Tokenizer:
-    """Text to ids and back. special_tokens: control token -> id."""
+    """Text to ids and back. special_tokens: control token -> id.
+
+    Control tokens are what the backend calls special, and Qwen2's own in any case. Other added tokens, such as
+    <tool_call>, are words: text that spells one is that one id, as in transformers.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
-        self.backend.encode_special_tokens = True  # text that spells one is encoded as text
+        backend.encode_special_tokens = True  # text that spells one is encoded as text
+        backend.no_truncation()  # a file may come with the settings of a training run
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder().values()
+        backend.add_special_tokens([t.content for t in added if t.content in SPECIAL_TOKENS and not t.special])
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
+        for token in SPECIAL_TOKENS:
+            if token not in self.special_tokens:
+                raise ValueError(f"tokenizer.json: the control token {token} is missing")
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -37,8 +48,7 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            advice = "is no Unicode text: is half of a surrogate pair in it?"
-            raise ValueError(f"{text!r:.60} {advice}") from error
+            raise ValueError(f"{text!r:.60} is no Unicode text: is half of a surrogate pair in it?") from error
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens by their names."""
@@ -48,12 +58,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer.json of any Qwen2 family folder.
 
-    Control tokens are what the file calls special, and Qwen2's own in any case. Other added tokens, such as
-    <tool_call>, are words: text that spells one is that one id, as in transformers.
-
     Raises:
-        ValueError: the file is missing, not a tokenizer.json, lacks one of Qwen2's control tokens, or cannot encode
-            every text.
+        ValueError: the file is missing, not a tokenizer.json, lacks a control token, or cannot encode every text.
     """
     if not Path(path).is_file():
         advice = "a Qwen2-VL or Qwen2.5-VL folder has a tokenizer.json"
@@ -64,29 +70,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             )
         raise ValueError(f"{path}: no such file; {advice}")
     try:
-        tokenizer = as_qwen2(tokenizers.Tokenizer.from_file(str(path)))
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         _check(tokenizer)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
         raise ValueError(f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})") from error
-    return tokenizer
-
-
-def as_qwen2(backend: tokenizers.Tokenizer) -> Tokenizer:
-    """Wrap a tokenizer: Qwen2's control tokens are special, and nothing is truncated or padded.
-
-    Raises:
-        ValueError: it lacks one of Qwen2's control tokens (named).
-    """
-    backend.no_truncation()  # a file may come with the settings of a training run
-    backend.no_padding()
-    added = backend.get_added_tokens_decoder().values()
-    backend.add_special_tokens([t.content for t in added if t.content in SPECIAL_TOKENS and not t.special])
-    tokenizer = Tokenizer(backend)
-    for token in SPECIAL_TOKENS:
-        if token not in tokenizer.special_tokens:
-            raise ValueError(f"tokenizer.json: the control token {token} is missing")
     return tokenizer
 
 
@@ -116,4 +105,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts, trainer)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
-    return as_qwen2(backend)
+    return Tokenizer(backend)
