@@ -107,10 +107,9 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
 ) -> list[tuple[int, int]]:
-    """Pair boxes one to one so that the sum of similarities is the largest possible.
+    """Pair n and m boxes one to one so that the sum of similarities is the largest possible.
 
-    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all. (The best pair
-    first would give (0, 0) and (1, 1): .6.)
+    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
 
     Returns:
         min(n, m) pairs (index of predicted, index of truth), by the first; pairs that do not overlap included.
@@ -143,12 +142,10 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         (1, 2), (5, 6)  or several                          corners
         1 2 5 6  or  1, 2, 5, 6                             one box
 
-    A text with prose around is not read: "not [1, 2, 5, 6]" says the opposite. One group that is no box (three numbers,
-    NaN, 1e309, a word) and nothing of the text is read.
+    A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a group that is no box.
 
     Returns:
-        what is written as x1, y1, x2, y2, all finite, in the order of the text; the corners may be out of order or out
-        of the image (see Box.valid). Empty where the text says no box.
+        finite x1, y1, x2, y2 in the order of the text; the corners may be out of order or of the image: see Box.valid.
     Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
     text = text.strip()

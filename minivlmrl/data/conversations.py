@@ -30,11 +30,9 @@ def read_conversation(
         media: how many come with the row, {"image": n, "video": m}. They go to the parts of their kind that the prompt
             has (besides those that say themselves what they show), else where its text says <image> or <video>, else
             before the text of its first user turn.
-        prompt_template: the user message; {problem} is replaced.
-        system_prompt: replaces Qwen's default system message, not one that the row begins with.
+        prompt_template, system_prompt: see json_lines.RowOptions.
     Returns:
-        messages: the prompt, with a part for each image and video.
-        answers: completion, chosen and rejected, as far as the row has them.
+        the prompt, with a part for each image and video; completion, chosen and rejected, as far as the row has them.
     """
     found = {column: row[column] for column in (*PROMPTS, *ANSWERS) if row.get(column) is not None}
     for column, value in found.items():
@@ -59,11 +57,7 @@ def read_conversation(
 def conversation(
     problem: str, media: dict[str, int], prompt_template: str = "{problem}", system_prompt: str | None = None
 ) -> list[dict]:
-    """Make messages that ask about a problem; for the arguments see read_conversation.
-
-    Example: conversation("What?", {"image": 1}) is
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    """
+    """Make messages that ask about a problem; for the arguments see read_conversation."""
     user = {"role": "user", "content": split_at_media(prompt_template.replace("{problem}", problem), media)}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 

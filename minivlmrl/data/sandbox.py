@@ -16,9 +16,8 @@ def environment() -> ImmutableSandboxedEnvironment:
     It keeps a template from Python's insides, from files, and from range() over 100,000. It does not bound time or
     memory ({{ 'x' * 10**9 }} is possible): take a template from where you would take weights.
     """
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, LoopControlExtension]
-    )
+    extensions = [GenerationBlock, LoopControlExtension]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

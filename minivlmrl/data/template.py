@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -59,8 +59,8 @@ class ChatTemplate:
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
         """Find the template of a Hugging Face folder, in the first of FILES that has one; None if there is none."""
-        tokens = {}
-        for name, value in _read(Path(folder) / "tokenizer_config.json").items():
+        tokens, config = {}, Path(folder) / "tokenizer_config.json"
+        for name, value in (read_json(config) if config.is_file() else {}).items():
             value = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(value, str):
                 tokens[name] = value
@@ -125,7 +125,11 @@ class ChatTemplate:
 
         start = length(prompt, True)
         if "generation_begins" in self.variables:
-            spans = self._generation_blocks(text, lay_out(whole, False, track=True), marks)
+            blocks = re.split(f"[{marks[1]}{marks[2]}]", lay_out(whole, False, track=True))  # outside, block, outside
+            if "".join(blocks) != text:
+                raise ValueError(f"{self.source}: the {{% generation %}} blocks of this template cannot be followed")
+            ends = list(accumulate(map(len, blocks)))
+            spans = list(pairwise(ends))[::2]
         else:
             written = [i for i in range(prompt, len(whole)) if whole[i]["role"] == "assistant"]
             spans = [(length(i, True), length(i + 1, False)) for i in written]
@@ -198,14 +202,6 @@ class ChatTemplate:
         pieces = self.control.split(text)  # text, token, text, token, ..., text
         return [self.controls[p] if i % 2 else p.replace(marks[0], "") for i, p in enumerate(pieces)]
 
-    def _generation_blocks(self, text: str, tracked: str, marks: list[str]) -> list[tuple[int, int]]:
-        """Begin and end of each {% generation %} block in text."""
-        pieces = re.split(f"[{marks[1]}{marks[2]}]", tracked)  # outside, block, outside, ..., outside
-        if "".join(pieces) != text:
-            raise ValueError(f"{self.source}: the {{% generation %}} blocks of this chat template cannot be followed")
-        ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
-        return [(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2)]
-
     def _closing(self, text: str, begin: int, end: int) -> int:
         """End of the control token that closes a turn: the last one of the turn, or the next after it."""
         closing = [match for match in self.control.finditer(text, begin, end) if not text[match.end() : end].strip()]
@@ -234,18 +230,16 @@ def _plain(mapping: dict) -> dict:
     return plain({key: value for key, value in mapping.items() if value is not None})
 
 
-def _read(path: Path) -> dict:
-    return read_json(path) if path.is_file() else {}
-
-
 def _template_in(path: Path) -> str | None:
     """The template of one of FILES, the "default" of a list of named ones; None if it has none."""
+    if not path.is_file():
+        return None
     if path.suffix == ".jinja":
         try:
-            return path.read_text(encoding="utf-8") if path.is_file() else None
+            return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: a chat template must be UTF-8 text ({error})") from error
-    text, needed = _read(path).get("chat_template"), path.name == "chat_template.json" and path.is_file()
+    text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
     if isinstance(text, list):
         names = [entry.get("name") if isinstance(entry, dict) else None for entry in text]
         if "default" not in names:
