@@ -22,6 +22,7 @@ They depend on Triton's version: tests/recorded/kernel_budgets.json has them for
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -67,35 +68,24 @@ class Build:
 
 def log_softmax_builds() -> list[Build]:
     """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
-    numbers = dict.fromkeys(["stride", "width", "first_id"], "i32") | {"k": "fp32", "ids_ptr": "*i64"}
-    results = dict.fromkeys(["logps_ptr", "entropies_ptr", "tops_ptr", "totals_ptr"], "*fp32")
-    parts, sizes = {"parts_ptr": "*fp32"}, {"TURNS": log_softmax.TURNS, "COLUMNS": log_softmax.COLUMNS}
-    whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True} | sizes
-    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False} | sizes
+    numbers = dict.fromkeys(["stride", "width", "first"], "i32") | {"k": "fp32", "ids": "*i64"}
+    results = dict.fromkeys(["logps", "entropies", "tops", "totals"], "*fp32")
+    parts, elements = {"parts": "*fp32"}, math.prod(log_softmax.FORWARD_SHAPE)
+    whole = dict.fromkeys(parts) | {"FIRST": True, "LAST": True}
+    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
+    kernel, warps = log_softmax._forward, log_softmax.FORWARD_WARPS
     builds = []
     for dtype in ("bf16", "fp32"):
-        given = numbers | {"logits_ptr": f"*{dtype}", "rows": "i32"}
+        given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
         for name, signature, constants in (("", given | results, whole), (", middle part", given | parts, middle)):
             name = f"log-softmax forward{name} {dtype}"
-            builds.append(
-                Build(
-                    name,
-                    log_softmax._forward,
-                    signature,
-                    constants,
-                    log_softmax.FORWARD_WARPS,
-                    1,
-                    log_softmax.TURNS * log_softmax.COLUMNS,
-                )
-            )
-    given = numbers | {"logits_ptr": "*bf16", "out_ptr": "*bf16", "out_stride": "i32", "grad_logps_ptr": "*fp32"}
-    given |= {name: kind for name, kind in results.items() if name != "logps_ptr"}
-    entropy = {"grad_entropies_ptr": "*fp32"}
+            builds.append(Build(name, kernel, signature, constants, warps, 1, elements))
+    given = numbers | {"logits": "*bf16", "out": "*bf16", "out_stride": "i32", "grad_logps": "*fp32"}
+    given |= {name: kind for name, kind in results.items() if name != "logps"}
+    entropy, kernel, warps = {"grad_entropies": "*fp32"}, log_softmax._backward, log_softmax.BACKWARD_WARPS
     for name, signature, absent in (("", given, dict.fromkeys(entropy)), (" with entropy", given | entropy, {})):
-        name, constants = f"log-softmax backward{name} bf16", absent | {"BLOCK": log_softmax.BLOCK}
-        builds.append(
-            Build(name, log_softmax._backward, signature, constants, log_softmax.BACKWARD_WARPS, 1, log_softmax.BLOCK)
-        )
+        name = f"log-softmax backward{name} bf16"
+        builds.append(Build(name, kernel, signature, absent, warps, 1, log_softmax.BACKWARD_BLOCK))
     return builds
 
 

@@ -100,8 +100,10 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
 # One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and every column has a top,
 # an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load of bfloat16, in each of the TURNS rows), so
 # threads exchange nothing before the end of the row.
-TURNS, COLUMNS, FORWARD_WARPS = 8, 1024, 4
-BLOCK, BACKWARD_WARPS = 8192, 8
+FORWARD_SHAPE, FORWARD_WARPS = (8, 1024), 4
+BACKWARD_BLOCK, BACKWARD_WARPS = 8192, 8
+TURNS, COLUMNS, BLOCK = map(tl.constexpr, (*FORWARD_SHAPE, BACKWARD_BLOCK))
+constexpr = tl.constexpr
 LOWEST = tl.constexpr(-1e30)  # a top below all others, but finite: differences to it are not NaN
 LEAST = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -120,42 +122,40 @@ def _absorb(z, top, s, t, k):
 
 @triton.jit
 def _forward(
-    logits_ptr, ids_ptr, parts_ptr, logps_ptr, entropies_ptr, tops_ptr, totals_ptr,
-    stride, rows, width, first_id, k,
-    FIRST: tl.constexpr, LAST: tl.constexpr, TURNS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Score one row of `width` logits of the ids from first_id on: the whole vocabulary, or one part of it.
+    logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
+):
+    """Score one row of `width` logits of the ids from `first` on: the whole vocabulary, or one part of it.
 
     parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST and written unless LAST.
     """
     row = tl.program_id(0).to(tl.int64)
-    z_ptr = logits_ptr + row * stride
+    z_ptr = logits + row * stride
     offsets = tl.arange(0, TURNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tops = tl.full((COLUMNS,), LOWEST, tl.float32)
+    highest = tl.full((COLUMNS,), LOWEST, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
     t = tl.zeros((COLUMNS,), tl.float32)
     whole = width // (TURNS * COLUMNS) * (TURNS * COLUMNS)
     for start in range(0, whole, TURNS * COLUMNS):
         z = tl.load(z_ptr + start + offsets).to(tl.float32)
-        tops, s, t = _absorb(z, tops, s, t, k)
+        highest, s, t = _absorb(z, highest, s, t, k)
     if whole < width:
         inside = whole + offsets < width
         z = tl.load(z_ptr + whole + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        tops, s, t = _absorb(z, tops, s, t, k)
+        highest, s, t = _absorb(z, highest, s, t, k)
 
-    top = tl.max(tops, 0)
-    c = tops - top
+    top = tl.max(highest, 0)
+    c = highest - top
     w = tl.exp2(c)
     t = tl.sum((t + c * s) * w, 0)
     s = tl.sum(s * w, 0)
-    chosen_at = tl.load(ids_ptr + row) - first_id
+    chosen_at = tl.load(ids + row) - first
     here = (chosen_at >= 0) & (chosen_at < width)
     chosen = tl.load(z_ptr + chosen_at, mask=here, other=float("nan")).to(tl.float32) * k
     if not FIRST:
-        before = tl.load(parts_ptr + row)
-        s_before = tl.load(parts_ptr + rows + row)
-        t_before = tl.load(parts_ptr + 2 * rows + row)
-        chosen = tl.where(here, chosen, tl.load(parts_ptr + 3 * rows + row))
+        before = tl.load(parts + row)
+        s_before = tl.load(parts + rows + row)
+        t_before = tl.load(parts + 2 * rows + row)
+        chosen = tl.where(here, chosen, tl.load(parts + 3 * rows + row))
         joined = tl.maximum(before, top)
         c1, c2 = before - joined, top - joined
         w1, w2 = tl.exp2(c1), tl.exp2(c2)
@@ -165,34 +165,33 @@ def _forward(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        tl.store(logps_ptr + row, tl.where(logp > 0, 0.0, logp))  # k z - k top may round to slightly above 0
-        tl.store(entropies_ptr + row, (log_s - t / s) * LN2)
-        tl.store(tops_ptr + row, top)
-        tl.store(totals_ptr + row, s)
+        tl.store(logps + row, tl.where(logp > 0, 0.0, logp))  # k z - k top may round to slightly above 0
+        tl.store(entropies + row, (log_s - t / s) * LN2)
+        tl.store(tops + row, top)
+        tl.store(totals + row, s)
     else:
-        tl.store(parts_ptr + row, top)
-        tl.store(parts_ptr + rows + row, s)
-        tl.store(parts_ptr + 2 * rows + row, t)
-        tl.store(parts_ptr + 3 * rows + row, chosen)
+        tl.store(parts + row, top)
+        tl.store(parts + rows + row, s)
+        tl.store(parts + 2 * rows + row, t)
+        tl.store(parts + 3 * rows + row, chosen)
 
 
 @triton.jit
 def _backward(
-    logits_ptr, ids_ptr, entropies_ptr, tops_ptr, totals_ptr, grad_logps_ptr, grad_entropies_ptr, out_ptr,
-    stride, out_stride, width, first_id, k, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write dz of one row of `width` logits of the ids from first_id on; out may be the logits."""
+    logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
+):
+    """Write dz of one row of `width` logits of the ids from `first` on; out may be the logits."""
     row = tl.program_id(0).to(tl.int64)
-    top = tl.load(tops_ptr + row)
-    s = tl.load(totals_ptr + row)
-    g = tl.load(grad_logps_ptr + row)
+    top = tl.load(tops + row)
+    s = tl.load(totals + row)
+    g = tl.load(grad_logps + row)
     scale = -k * LN2 / s  # -1 / (T s)
     a = scale * g
     b = 0.0
     live = g != 0
-    if grad_entropies_ptr is not None:
-        e = tl.load(grad_entropies_ptr + row)
-        a += scale * e * (tl.load(entropies_ptr + row) - tl.log2(s) * LN2)
+    if grad_entropies is not None:
+        e = tl.load(grad_entropies + row)
+        a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         live = live | (e != 0)
     a = tl.where(live, a, 0.0)
@@ -200,16 +199,16 @@ def _backward(
     one = tl.where(live, g * k * LN2, 0.0)
     top = tl.where(live, top, 0.0)
     read = tl.where(live, width, 0)  # a row without a gradient is not read: its dz is 0
-    chosen_at = tl.load(ids_ptr + row) - first_id
-    z_ptr = logits_ptr + row * stride
-    dz_ptr = out_ptr + row * out_stride
+    chosen_at = tl.load(ids + row) - first
+    z_ptr = logits + row * stride
+    dz_ptr = out + row * out_stride
     for start in range(0, width, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         z = tl.load(z_ptr + offsets, mask=offsets < read, other=float("-inf")).to(tl.float32)
         d = tl.maximum(z * k - top, LEAST)  # a NaN among the logits is also in s, so in a and b
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(offsets == chosen_at, dz + one, dz)
-        tl.store(dz_ptr + offsets, dz.to(out_ptr.dtype.element_ty), mask=offsets < width)
+        tl.store(dz_ptr + offsets, dz.to(out.dtype.element_ty), mask=offsets < width)
 
 
 def fold_(
@@ -226,10 +225,9 @@ def fold_(
     rows, width = z.shape
     out = [z.new_empty(rows, dtype=torch.float32) if last else None for _ in range(4)]
     numbers = (z.stride(0), rows, width, first_id, LOG2E / temperature)
-    constants = {"FIRST": first_id == 0, "LAST": last, "TURNS": TURNS, "COLUMNS": COLUMNS}
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
-            _forward[(rows,)](z, ids, parts, *out, *numbers, **constants, num_warps=FORWARD_WARPS)
+            _forward[(rows,)](z, ids, parts, *out, *numbers, FIRST=first_id == 0, LAST=last, num_warps=FORWARD_WARPS)
     return out
 
 
@@ -246,7 +244,7 @@ def differentiate_part_(
     numbers = (z.stride(0), out.stride(0), width, first_id, LOG2E / temperature)
     if rows:
         with torch.cuda.device_of(z):
-            _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, BLOCK=BLOCK, num_warps=BACKWARD_WARPS)
+            _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, num_warps=BACKWARD_WARPS)
     return out
 
 

@@ -92,16 +92,18 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 # ---- the kernels: L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough ----------
 
+constexpr = tl.constexpr
+
 
 @triton.jit
-def _load(x, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr):
+def _load(x, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
     """COLUMNS columns of a segment's rows from column FIRST on, (L, COLUMNS); zeros outside of the segment."""
     rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
     return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
 
 
 @triton.jit
-def _store(x, tile, row_stride, length, D, FIRST: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr):
+def _store(x, tile, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
     rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
     tl.store(x + rows * row_stride + columns, tile.to(x.dtype.element_ty), mask=inside)
@@ -114,7 +116,7 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _softmax(scores, length, log2_scale, L: tl.constexpr):
+def _softmax(scores, length, log2_scale, L: constexpr):
     """P from q k^T. Rows outside of the segment get weights too, which are never read."""
     scores = tl.where(tl.arange(0, L)[None, :] < length, scores * log2_scale, float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -124,7 +126,7 @@ def _softmax(scores, length, log2_scale, L: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     q, k, v, out, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, log2_scale,
-    H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
 ):  # fmt: skip
     """Compute out = softmax(q k^T) v for one segment and one head."""
     segment, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -151,7 +153,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     grad, q, k, v, grad_q, grad_k, grad_v, cu_seqlens, q_row, q_head, k_row, k_head, v_row, v_head, scale, log2_scale,
-    H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    H: constexpr, D: constexpr, L: constexpr, D0: constexpr, D1: constexpr,
 ):  # fmt: skip
     """Compute the gradients for one segment and one head, as derived above."""
     segment, head = tl.program_id(0) // H, tl.program_id(0) % H
