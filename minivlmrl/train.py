@@ -56,12 +56,14 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
-    from minivlmrl.run.batches import load_datasets
+    from minivlmrl.run.batches import check_shares, load_datasets
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results
     from minivlmrl.scale.resume import Progress, States
 
+    for stage in config.stages:
+        check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
     datasets = load_datasets(config.data, needs, config.seed, *judged)

@@ -346,13 +346,13 @@ def test_own_data_needs_own_weights(run, rows):
         run("--data.task=null", f"--data.train_file={rows}")
 
 
-def test_a_step_that_the_ranks_cannot_share_is_refused(run, plain, monkeypatch):
-    """The world is asked for its size only; see test_batches.py for the numbers."""
+def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", lambda *_: World(0, 3, torch.device("cpu")))
-    monkeypatch.setattr(World, "gather_objects", lambda self, value: [value] * 3)
-    monkeypatch.setattr(World, "sum", lambda self, *values: list(values))
-    with pytest.raises(ValueError, match=r"sft\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"):
-        run("--stages=sft")
+    monkeypatch.setattr("minivlmrl.run.batches.load_datasets", None)  # calling it would fail
+    with pytest.raises(
+        ValueError, match=r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"
+    ):
+        run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
 
 
 # numbers that are no numbers

@@ -111,11 +111,7 @@ class Batches:
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
         size, seed, world = algorithm.config.prompts_per_step, algorithm.run.seed, algorithm.world
-        if size % world.size:
-            low = size // world.size * world.size
-            near = " or ".join(str(number) for number in (low, low + world.size) if number)
-            name = f"{algorithm.stage}.prompts_per_step"
-            raise ValueError(f"{name} is {size}, which {world.size} ranks cannot share equally: take {near}")
+        check_shares(algorithm.stage, size, world.size)
         self.dataset, self.world, self.draws = dataset, world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
@@ -133,6 +129,15 @@ class Batches:
     def row(self, index: int, key: str) -> Row:
         """The row of a number, with the key that its random draws depend on."""
         return replace(self.dataset[index], index=index, key=key)
+
+
+def check_shares(stage: str, prompts_per_step: int, ranks: int):
+    """Refuse a step that the ranks cannot share equally (ValueError)."""
+    if prompts_per_step % ranks:
+        low = prompts_per_step // ranks * ranks
+        near = " or ".join(str(number) for number in (low, low + ranks) if number)
+        name = f"{stage}.prompts_per_step is {prompts_per_step}"
+        raise ValueError(f"{name}, which {ranks} ranks cannot share equally: take {near}")
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
