@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
 
 
-# what a run leaves behind
+# what a run writes
 
 
 def test_a_run_writes_its_files(run, capsys):
