@@ -14,11 +14,10 @@ from record_vision import encoded, noise
 
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
-from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
+from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
-from minivlmrl.image import ImageProcessor, load_image
-from minivlmrl.rows import Processor
+from minivlmrl.image import load_image
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.tasks import shapes
 
@@ -127,9 +126,10 @@ def generation_config(folder):
 def checkpoints(name):
     def subject(folder):
         """A tiny model in two files, with everything that a folder has."""
-        model = tiny.model(tied=True)
+        (folder / "tiny.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": True}))
+        model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
         most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
-        save_model(folder / "model", model, Processor(shapes.tokenizer(), ImageProcessor()), max_shard_size=most)
+        save_model(folder / "model", model, processor, max_shard_size=most)
         load_model(folder / "model"), load_processor(folder / "model")
         shutil.copytree(folder / "model", folder / "damaged")
 

@@ -111,7 +111,7 @@ def changed(path: str, value) -> dict:
         ("vision_config.fullatt_block_indexes", [-1], "vision_config.fullatt_block_indexes is -1, it must be"),
         ("vision_config.hidden_act", "gelu", "vision_config.hidden_act is 'gelu', it must be 'silu'"),
         ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
-        ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be 4 k x num_heads"),
+        ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be a multiple of 4 x num_heads"),
     ],
 )  # fmt: skip
 def test_what_no_model_of_ours_computes_is_named(path, value, says):

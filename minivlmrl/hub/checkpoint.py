@@ -173,34 +173,27 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     """Read tokenizer, chat template and image settings of a folder or repository; pixel bounds override the folder's.
 
     Raises:
-        ValueError: a file is missing or unreadable (named).
+        ValueError: a file is missing or unreadable, or has other patches or tokens than config.json (named).
     """
     folder = find_folder(folder)
-    family = FAMILIES[read_config(folder).model_type]
-    file, settings = image_settings(folder)
+    config, (file, settings) = read_config(folder), image_settings(folder)
+    family, vision = FAMILIES[config.model_type], config.vision_config
     images = family.read_image_processor(settings, str(file), min_pixels, max_pixels)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    return Processor(tokenizer, images, template or family.template, carried=read_carried(folder))
-
-
-def check_fits(folder: str | Path, processor: Processor):
-    """Refuse a folder whose model and processor have different patches or tokens (ValueError names all of them)."""
-    folder = find_folder(folder)
-    config, file = read_config(folder), image_settings(folder)[0].name
     pairs = []  # (what config.json has, its value, what the other file has, its value)
-    for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("spatial_merge_size", "merge_size")):
-        other = getattr(processor.image_processor, theirs)
-        pairs.append((f"vision_config.{ours}", getattr(config.vision_config, ours), f"{file} has {theirs}", other))
+    for name, other in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("spatial_merge_size", "merge_size")):
+        value = getattr(images, other)
+        pairs.append((f"vision_config.{name}", getattr(vision, name), f"{file.name} has {other}", value))
     for name in ("image_token_id", "video_token_id"):
-        token = FAMILIES[config.model_type].control_tokens[name]
-        pairs.append((name, getattr(config, name), f"tokenizer.json has {token}", processor.special[token]))
+        token = family.control_tokens[name]
+        pairs.append((name, getattr(config, name), f"tokenizer.json has {token}", tokenizer.special_tokens[token]))
     wrong = [f"{name} is {ours}, but {other} {theirs}" for name, ours, other, theirs in pairs if ours != theirs]
-    tokens = len(processor.tokenizer)
-    if config.vocab_size < tokens:  # more are common: embeddings that no token uses
-        wrong.append(f"vocab_size is {config.vocab_size}, but tokenizer.json has {tokens} tokens")
+    if config.vocab_size < len(tokenizer):  # more are common: embeddings that no token uses
+        wrong.append(f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens")
     if wrong:
         raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model")
+    template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+    return Processor(tokenizer, images, template or family.template, carried=read_carried(folder))
 
 
 def save_model(
@@ -240,11 +233,10 @@ def save_model(
             failure = error
     for _ in files:  # joint work: the other ranks, and the first one after a failure
         pass
-    said = world.gather_objects(failure and str(failure))[0] if world is not None else None
+    if world is not None:
+        failure = world.gather_objects(failure)[0]
     if failure is not None:
         raise failure
-    if said is not None:
-        raise OSError(said)
 
 
 def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -69,33 +69,24 @@ class _Qwen2VLTower:
 
 def _read_qwen2_vl(vision: dict, where: str) -> dict:
     tower = build(_Qwen2VLTower, vision, where, "vision_config.", json=True)
-    return vision | {
-        "hidden_size": tower.embed_dim,
-        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
-        "out_hidden_size": tower.hidden_size,
-    }
+    sizes = {"hidden_size": tower.embed_dim, "intermediate_size": int(tower.embed_dim * tower.mlp_ratio)}
+    return vision | sizes | {"out_hidden_size": tower.hidden_size}
 
 
 def _write_qwen2_vl(vision: dict) -> dict:
-    width, ratio = vision["hidden_size"], vision["intermediate_size"] / vision["hidden_size"]
-    own = {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
-    vision = vision | {"hidden_size": vision["out_hidden_size"]} | own
-    return {name: value for name, value in vision.items() if name not in ("out_hidden_size", "intermediate_size")}
+    out = dict(vision)
+    width, ratio = out["hidden_size"], out.pop("intermediate_size") / out["hidden_size"]
+    out["hidden_size"] = out.pop("out_hidden_size")
+    return out | {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
 
 
 FAMILIES = {
-    "qwen2_5_vl": Family(
-        architecture="Qwen2_5_VLForConditionalGeneration", tower={"norm": "rms_norm", "mlp": "swiglu"}
-    ),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", tower={"norm": "rms_norm", "mlp": "swiglu"}),
     "qwen2_vl": Family(
-        architecture="Qwen2VLForConditionalGeneration",
-        tower={
-            "norm": "layer_norm",
-            "mlp": "quick_gelu",
-            "window_size": None,
-            "fullatt_block_indexes": (),
-            "tokens_per_second": None,
-        },
+        "Qwen2VLForConditionalGeneration",
+        tower=dict(
+            norm="layer_norm", mlp="quick_gelu", window_size=None, fullatt_block_indexes=(), tokens_per_second=None
+        ),
         read_vision=_read_qwen2_vl,
         write_vision=_write_qwen2_vl,
     ),

@@ -13,10 +13,7 @@ HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp 
 
 @dataclass
 class VisionConfig:
-    """The vision tower, with the names of Qwen2.5-VL's `vision_config`, for Qwen2-VL too.
-
-    Defaults are transformers' class defaults, which its older versions leave out of config.json.
-    """
+    """The vision tower, with Qwen2.5-VL's names and transformers' class defaults, which config.json may leave out."""
 
     depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
@@ -66,21 +63,16 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)  # config.json keys that we carry along but do not read
 
     def __post_init__(self):
-        vision = self.vision_config
-        for heads, size, name in (
-            (self.num_attention_heads, self.hidden_size, "hidden_size"),
-            (vision.num_heads, vision.hidden_size, "vision_config.hidden_size"),
-        ):
-            require(size % heads == 0, name, size, f"a multiple of its {heads} heads")
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        vision, heads, groups = self.vision_config, self.num_attention_heads, self.num_key_value_heads
+        require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
         require(heads % groups == 0, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
         half = f"three numbers whose sum is half of head_dim {self.head_dim} (hidden_size / num_attention_heads)"
         require(sum(self.mrope_section) * 2 == self.head_dim, "mrope_section", list(self.mrope_section), half)
-        by_four = vision.hidden_size // vision.num_heads % 4 == 0
-        require(by_four, "vision_config.hidden_size", vision.hidden_size, "4 k x num_heads, for 2-D rotary")
-        out, expected = vision.out_hidden_size, f"hidden_size ({self.hidden_size})"
-        cure = f"{expected}; Qwen2-VL calls it vision_config.hidden_size"
-        require(out == self.hidden_size, "vision_config.out_hidden_size", out, cure)
+        width, out = vision.hidden_size, vision.out_hidden_size
+        by_four = width % (4 * vision.num_heads) == 0
+        require(by_four, "vision_config.hidden_size", width, "a multiple of 4 x num_heads, for 2-D rotary")
+        same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
+        require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
 
     @property
     def head_dim(self) -> int:
@@ -88,66 +80,55 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
-        """Read a config.json: the hub's flat form or the nested one of transformers 5.
+        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and rope_parameters.
 
-        Args:
-            config: the parsed JSON; decoder keys at the top level or under `text_config`, rotary settings under
-                `rope_scaling` + `rope_theta` or under `rope_parameters`.
-            where: the file, with which each error begins.
         Raises:
-            ValueError: another model_type, a key that is missing or of a wrong type, or one that needs what this model
-                does not compute: another activation or rotary scaling, sliding windows (named).
+            ValueError: names a key that is missing or wrong, or that needs what this model does not compute: another
+                model_type, activation or rotary scaling, sliding windows.
         """
-        found = config.get("model_type") if isinstance(config, dict) else config
-        if not isinstance(found, str) or found not in FAMILIES:
-            raise ValueError(f"{where}: model_type is {found!r:.40}, this model reads {' and '.join(FAMILIES)}")
+        model_type = config.get("model_type") if isinstance(config, dict) else config
+        if model_type not in list(FAMILIES):
+            raise ValueError(f"{where}: model_type is {model_type!r:.40}, this model reads {' and '.join(FAMILIES)}")
         text = _section(config, "text_config", where)
         # rms_norm_eps: where a config does not say it, transformers takes 1e-5, which is not the hub's value
-        flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": found}
+        flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": model_type}
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
         flat["rope_theta"] = rope.get("rope_theta", flat.get("rope_theta", 1e6))
         flat["mrope_section"] = rope.get("mrope_section", (16, 24, 24))
         flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
         # transformers 5 repeats this key inside text_config with its class default; the top level decides
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", flat.get("tie_word_embeddings", False))
-        vision = _section(config, "vision_config", where)
-        tower = FAMILIES[found].tower
+        family, vision = FAMILIES[model_type], _section(config, "vision_config", where)
         for name, value, known in (
             ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
             ("hidden_act", flat.get("hidden_act"), ("silu",)),
             ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
-            ("vision_config.hidden_act", vision.get("hidden_act"), (HIDDEN_ACT[tower["mlp"]],)),
+            ("vision_config.hidden_act", vision.get("hidden_act"), (HIDDEN_ACT[family.tower["mlp"]],)),
         ):
             if value is not None and value not in known:
                 raise ValueError(f"{where}: {name} is {value!r:.80}, it must be {known[0]!r}; no other is supported")
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
-        flat["vision_config"] = FAMILIES[found].read_vision(vision, where) | tower
-        written_anew = {"text_config", "rope_parameters", "rope_scaling", "dtype", "layer_types"}
-        known = {f.name for f in fields(cls)} | written_anew | {"architectures", "transformers_version"}
-        extra = {name: value for name, value in flat.items() if name not in known}
-        return build(cls, {**flat, "extra": extra}, where, json=True)
+        flat["vision_config"] = family.read_vision(vision, where) | family.tower
+        known = {field.name for field in fields(cls)} | {"text_config", "rope_parameters", "rope_scaling", "dtype"}
+        known |= {"layer_types", "architectures", "transformers_version"}
+        flat["extra"] = {name: value for name, value in flat.items() if name not in known}
+        return build(cls, flat, where, json=True)
 
     def to_dict(self) -> dict:
         """Write the hub's flat config.json, which transformers 4.49 to 5.23 and vLLM read."""
-        out = {name: value for name, value in asdict(self).items() if name not in ("extra", "mrope_section")}
-        family, tower = FAMILIES[self.model_type], out.pop("vision_config")
-        tower["fullatt_block_indexes"] = list(tower["fullatt_block_indexes"])
-        vision = {name: value for name, value in tower.items() if name not in family.tower}
-        vision["hidden_act"] = HIDDEN_ACT[self.vision_config.mlp]
-        vision["in_chans"] = vision.pop("in_channels")
-        vision["spatial_patch_size"] = self.vision_config.patch_size
-        return {
-            **self.extra,
-            "architectures": [family.architecture],
-            "hidden_act": "silu",
-            **out,
-            "rope_scaling": {"type": "mrope", "mrope_section": list(self.mrope_section)},
-            "vision_config": {"model_type": self.model_type, **family.write_vision(vision)},
-        }
+        family, out = FAMILIES[self.model_type], asdict(self)
+        tower, extra, mrope_section = (out.pop(name) for name in ("vision_config", "extra", "mrope_section"))
+        vision = {"model_type": self.model_type}
+        vision |= {name: value for name, value in tower.items() if name not in family.tower}
+        vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
+        vision["spatial_patch_size"] = tower["patch_size"]
+        rope = {"type": "mrope", "mrope_section": mrope_section}
+        out |= {"rope_scaling": rope, "vision_config": family.write_vision(vision)}
+        return {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
 
 
 def _section(config: dict, name: str, where: str) -> dict:
-    """The object that a key holds; {} where it is missing or null."""
+    """Return the object that a key holds, {} where it is missing or null."""
     value = config.get(name) or {}
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {name} is {value!r:.80}, it must be an object")

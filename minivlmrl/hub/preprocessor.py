@@ -18,7 +18,7 @@ RESIZE_OF_TYPE = {
     "Qwen2_5_VLImageProcessor": "pil",
     "Qwen2VLImageProcessorFast": "torch",
 }
-SAME_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")  # as in ImageProcessor
+SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")  # as in ImageProcessor
 
 
 @dataclass
@@ -47,14 +47,10 @@ class Settings:
 def read_image_processor(
     content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> ImageProcessor:
-    """Make an image processor of a preprocessor_config.json.
+    """Make an image processor of a preprocessor_config.json; pixel bounds override the file's.
 
-    Pixel bounds that the file does not give are those of transformers' class, so that both make the same patches.
+    Bounds that neither gives are those of transformers' class, so that both make the same patches.
 
-    Args:
-        content: of the file; keys without meaning for us are ignored.
-        where: the file, with which errors begin.
-        min_pixels, max_pixels: bounds of an image's area, which override the file's.
     Raises:
         ValueError: a field has the wrong type or a value that is not supported (named).
     """
@@ -80,17 +76,14 @@ def checked(processor: ImageProcessor, where: str) -> ImageProcessor:
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
-    """The content of a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
+    """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
     return {
         "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
         **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
-        "rescale_factor": 1 / 255,
-        "resample": 3,
-        "image_mean": list(processor.image_mean),
-        "image_std": list(processor.image_std),
-        "min_pixels": least,
-        "max_pixels": most,
+        **{"rescale_factor": 1 / 255, "resample": 3},
+        **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
+        **{"min_pixels": least, "max_pixels": most},
         "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
-        **{name: getattr(processor, name) for name in SAME_NAMES[:3]},
+        **{name: getattr(processor, name) for name in SAME_NAMES[2:]},
     }

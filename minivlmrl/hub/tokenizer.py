@@ -62,34 +62,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ValueError: the file is missing, not a tokenizer.json, lacks a control token, or cannot encode every text.
     """
     if not Path(path).is_file():
-        advice = "a Qwen2-VL or Qwen2.5-VL folder has a tokenizer.json"
-        if Path(path).with_name("vocab.json").is_file():
-            advice = (
-                "vocab.json and merges.txt alone are not read, as they do not say which tokens were added; let "
-                "transformers write it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-        raise ValueError(f"{path}: no such file; {advice}")
+        cure = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from vocab.json and merges.txt"
+        raise ValueError(f"{path}: no such file; a Qwen2-VL or Qwen2.5-VL folder has one, and transformers' {cure}")
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
-        _check(tokenizer)
+        vocabulary = tokenizer.backend.get_vocab()
+        missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if char not in vocabulary]
+        if missing:
+            raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise ValueError("two of its tokens have the same id")
+        back = tokenizer.decode(tokenizer.encode(PROBE))
+        if back != PROBE:
+            raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
         raise ValueError(f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})") from error
     return tokenizer
-
-
-def _check(tokenizer: Tokenizer):
-    """Refuse a vocabulary that would lose text silently."""
-    missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if tokenizer.backend.token_to_id(char) is None]
-    if missing:
-        raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
-    vocabulary = tokenizer.backend.get_vocab()
-    if len(set(vocabulary.values())) < len(vocabulary):
-        raise ValueError("two of its tokens have the same id")
-    back = tokenizer.decode(tokenizer.encode(PROBE))
-    if back != PROBE:
-        raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor, random_model
+from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.rows import Processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks
@@ -22,8 +22,7 @@ def build_model(config, world: World) -> tuple[nn.Module, Processor]:
     if config.sharding.enabled:
         sharding = Sharding(config.sharding, world, dtype, recompute)
     if section.path:
-        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
-        check_fits(section.path, processor)  # before the weights: mistakes show early
+        processor = load_processor(section.path, data.min_pixels, data.max_pixels)  # before the weights: it may not fit
         model = load_model(section.path, dtype, world.device, sharding)
     elif data.task is None:
         raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")

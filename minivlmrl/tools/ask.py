@@ -16,7 +16,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checker import build, help_of
-from minivlmrl.hub.checkpoint import DTYPES, check_fits, load_model, load_processor
+from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.image import load_image
@@ -30,7 +30,6 @@ def main(arguments: list[str]):
     options = parser().parse_args(arguments)
     params, device = sampling(options), seeded_device(options.device, options.seed)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    check_fits(options.model, processor)
     images = [load_image(source, allow_url=True) for source in options.image]  # a URL on the command line is allowed
     videos = [load_video(source, allow_url=True) for source in options.video]
     media = {"image": len(images), "video": len(videos)}
