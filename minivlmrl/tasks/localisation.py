@@ -187,18 +187,12 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
     true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
     sides = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
     candidates = np.array([(left, top, right, bottom) for left, right in sides for top, bottom in sides])
-    means = _ious(candidates, true) @ counts / counts.sum()
+    a, b = candidates[:, None], true  # (n, 1, 4) and (m, 4)
+    both = (np.minimum(a[..., 2:], b[:, 2:]) - np.maximum(a[..., :2], b[:, :2])).clip(0).prod(-1)
+    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
+    means = both / (areas[0] + areas[1] - both) @ counts / counts.sum()
     best = int(means.argmax())
     return tuple(candidates[best].tolist()), float(means[best])
-
-
-def _ious(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """IoU of each box of a (n, 4) with each of b (m, 4): (n, m)."""
-    a = a[:, None]
-    sides = np.minimum(a[..., 2:], b[:, 2:]) - np.maximum(a[..., :2], b[:, :2])
-    both = sides.clip(0).prod(-1)
-    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
-    return both / (areas[0] + areas[1] - both)
 
 
 def tokenizer() -> Tokenizer:
