@@ -9,7 +9,7 @@ import sys
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 TOOLS = {  # name: (module:function, what it does)
-    "train": ("minivlmrl.scale.ranks:start", "train by a recipe, as torchrun train.py does"),
+    "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),

@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """The weight of its metrics in the step's: the number of tokens that they are means over."""
+        """The weight of its metrics in the step's: how many tokens they are means over."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:

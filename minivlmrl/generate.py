@@ -131,7 +131,7 @@ def prefill(
 def next_tokens(
     logits: Tensor, temperature: float, draw: Callable | None, filters, rows: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """A token of each running row, ids (r,), and its log-probability (r,), which no filter changes."""
+    """A token of each running row, ids (r,), and its log-probability (r,): no filter changes it."""
     logits = logits.float()
     scores = logits / (temperature or 1.0)
     logps = scores.log_softmax(-1)

@@ -122,17 +122,6 @@ def shutdown():
         dist.destroy_process_group()
 
 
-def start(arguments: list[str]):
-    """Be one rank of a training run, from beginning to end of its process."""
-    if "--help" in arguments:
-        from minivlmrl.tools.help import show
-
-        return show(*[argument for argument in arguments if argument != "--help"])
-    from minivlmrl.train import main
-
-    run_rank(main, arguments)
-
-
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
     """Call main as one rank of a run, and end the process with the exit code that it returns, or 1.
 

@@ -14,9 +14,18 @@ import yaml
 
 from minivlmrl.hub.checker import help_of, type_text
 from minivlmrl.run.config import RunConfig
+from minivlmrl.scale.ranks import run_rank
+from minivlmrl.train import main
 
 USAGE = "usage: torchrun train.py [RECIPE] [--section.name=value ...]"
 WIDTH = 110
+
+
+def start(arguments: list[str]):
+    """Be one rank of a training run from beginning to end of its process; with --help print its options instead."""
+    if "--help" in arguments:
+        return show(*[argument for argument in arguments if argument != "--help"])
+    run_rank(main, arguments)
 
 
 def show(*names: str):
