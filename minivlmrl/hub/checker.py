@@ -23,9 +23,7 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        values: names -> values, as parsed from YAML or JSON; a nested dataclass is a dict inside it.
-        where: the file, with which each error begins.
-        prefix: the section in that file, such as "grpo.".
+        where, prefix: the file and the section in it, such as "grpo.", with which errors begin.
         json: the file was written by a program: unknown keys are ignored and text is only text. A recipe may say "1e-4"
             (which YAML reads as text) for a float and a single text for a list of texts.
     Raises:

@@ -14,16 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.folder import (
-    INDEX,
-    find_folder,
-    image_settings,
-    read_carried,
-    read_json,
-    replacing,
-    weight_files,
-    write_json,
-)
+from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import checked, write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer
@@ -34,21 +25,24 @@ from minivlmrl.scale.sharding import Sharding, assign, reshard
 INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# files that belong to a model without being its weights: a checkpoint that we write keeps those it was read with
+CARRIED = re.compile(
+    r"(tokenizer|tokenizer_config|vocab|added_tokens|special_tokens_map|chat_template|generation_config"
+    r"|video_preprocessor_config)\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*"
+)
 TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 def load_model(
     folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
 ) -> nn.Module:
-    """Build the model that a folder describes and fill it with the folder's weights.
+    """Build the model of a folder or repository, with its weights.
 
     Args:
-        folder: or the id of a repository, see find_folder.
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
     Raises:
-        ValueError: a file is missing or unreadable; a tensor is missing, unexpected, there twice or of another shape
-            (named); the head is tied to the embedding, but the files have another one.
+        ValueError: names a file that is missing or unreadable, or a tensor that is missing or wrong.
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
@@ -88,13 +82,12 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
             if name in found:
                 raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out of the folder")
             if tensor.shape != like.shape:
-                shapes = tuple(tensor.shape), tuple(like.shape)
-                raise ValueError(f"{file}: tensor {name} has shape {shapes[0]}, config.json asks for {shapes[1]}")
+                shape, asked = tuple(tensor.shape), tuple(like.shape)
+                raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}")
             found[name] = copied(tensor, like)
     missing = expected.keys() - found.keys()
     if missing:
-        where = f"{files[0]}{' and its other shards' if len(files) > 1 else ''}"
-        raise ValueError(f"{where}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
+        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
         raise ValueError(
@@ -105,12 +98,9 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Go through a safetensors file: pairs of a tensor's name on the hub and a view of the file, to be copied.
+    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be copied.
 
     The file is opened anew for each: pages that were read of an open one count as memory of this process.
-
-    Raises:
-        ValueError: the file is missing, not whole, or has a tensor of integers or of numbers under 16 bits.
     """
     try:
         with safe_open(file, framework="pt") as handle:
@@ -136,8 +126,7 @@ def random_model(
 ) -> tuple[nn.Module, Processor]:
     """Build the model of a config.json with random weights and the vocabulary of a tokenizer.
 
-    Args:
-        min_pixels, max_pixels: bounds of an image's area, by default one merged token and the hub's upper bound.
+    Pixel bounds of an image are by default one merged token and the hub's upper bound.
     """
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
@@ -193,7 +182,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     if wrong:
         raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    return Processor(tokenizer, images, template or family.template, carried=read_carried(folder))
+    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
+    carried = {file.name: file.read_bytes() for file in files}  # now: the folder may be gone at the next save
+    return Processor(tokenizer, images, template or family.template, carried=carried)
 
 
 def save_model(
@@ -201,15 +192,13 @@ def save_model(
 ):
     """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
 
-    All ranks call this, the first one writes. Files that the processor was read with are written as they were.
-
     Args:
-        world: the ranks, see scale/ranks.py; None: this process alone.
+        processor: files that it was read with are written as they were.
+        world: all its ranks call this and the first one writes; None: this process alone.
         more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.
     Raises:
-        ValueError: `folder` is something else than a checkpoint.
-        OSError: the disk is full or broken; an earlier checkpoint at `folder` stays. Also on the other ranks.
+        ValueError, OSError: as replacing, on all ranks.
     """
     reshard(model)
     weights = dict(model.named_parameters())  # a tied head is there once, as in the hub's checkpoints
@@ -240,10 +229,7 @@ def save_model(
 
 
 def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Gather the weights of one file after the other. All ranks go through this; one that does not `keep` has none.
-
-    torch's get_model_state_dict would gather all files at once: a second full copy of the model on the first rank.
-    """
+    """Gather the weights of one file after the other; torch's get_model_state_dict would gather all at once."""
     for file, names in files.items():
         tensors = {}
         for name in names:

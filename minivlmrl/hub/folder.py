@@ -15,23 +15,16 @@ from safetensors import SafetensorError
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# files that belong to a model without being its weights; a checkpoint that we write keeps those it was read with
-CARRIED = re.compile(
-    r"(tokenizer|tokenizer_config|vocab|added_tokens|special_tokens_map|chat_template|generation_config"
-    r"|video_preprocessor_config)\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*"
-)
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]  # none out of inner folders
 
 
 def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder; a repository is downloaded unless it is in the cache.
+    """Turn what a recipe calls a model into a folder (ValueError: there is none, and no repository to download).
 
     Args:
         name: a folder, which wins over a repository of that name; or a repository on the Hugging Face hub,
             "Qwen/Qwen2.5-VL-3B-Instruct", of a branch, tag or commit "Qwen/Qwen2.5-VL-3B-Instruct@main".
-    Raises:
-        ValueError: there is no such folder, and the repository cannot be downloaded.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -71,25 +64,17 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files with a folder's tensors: model.safetensors if there is one, as in transformers, else the shards.
-
-    Raises:
-        ValueError: there is neither, or the index is broken or names a file that is missing.
-    """
+    """List the files with a folder's tensors: model.safetensors if there is one (as transformers), else the shards."""
     one, index = folder / ONE_FILE, folder / INDEX
     if one.is_file():
         return [one]
-    if not index.is_file() and any(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"{folder}: pytorch_model.bin can run code; convert it to safetensors, e.g. with transformers")
     if not index.is_file():
-        raise ValueError(f"{one}: no such file; a Hugging Face folder has its weights there")
+        raise ValueError(f"{one}: no such file; convert pytorch_model.bin, which can run code, with transformers")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to the file that holds it")
-    for tensor, file in weight_map.items():
-        if not SHARD.fullmatch(str(file)):
-            raise ValueError(f"{index}: weight_map says {file!r:.80} of {tensor:.80}, it must be a .safetensors here")
-    files = [folder / file for file in sorted(set(weight_map.values()))]
+    shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not shards or not all(map(SHARD.fullmatch, shards)):
+        raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to a .safetensors file here")
+    files = [folder / file for file in sorted(shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}")
@@ -124,12 +109,6 @@ def write_json(path: Path, content: dict):
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_carried(folder: Path) -> dict[str, bytes]:
-    """Read the CARRIED files of a folder, by name: into memory, because it may be gone at the next save."""
-    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
-    return {file.name: file.read_bytes() for file in files}
-
-
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Give an empty folder to write into, which replaces `folder` as a whole when the block has ended well.
@@ -138,7 +117,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     to NAME. If a run is killed between the two renames, find_folder and the next save find the old one.
 
     Raises:
-        ValueError: `folder` holds something else than a checkpoint, which would be lost.
+        ValueError: `folder` holds something else than a checkpoint.
         OSError: the disk is full or broken. The checkpoint that was there before stays.
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
