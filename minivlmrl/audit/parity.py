@@ -1,6 +1,6 @@
 """`python -m minivlmrl parity`: hold every loss and option of ours against the TRL that is installed.
 
-Prints a row for each family of cells and leaves with status 0 when every difference has a note that explains it, 1 when
+Prints a row for each family of cells and exits with status 0 when every difference has a note that explains it, 1 when
 one has none, 2 when there is no TRL to ask.
 """
 

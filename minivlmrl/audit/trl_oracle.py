@@ -31,7 +31,7 @@ NEUTRAL = {
     "f_divergence_type": "reverse_kl", "reward_clip_range": None, "importance_sampling_level": "token",
 }  # fmt: skip
 METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of the others _compute_loss
-PROMPT = 2  # tokens before an answer, whose log-probabilities count for nothing
+PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
 
 
 def one_process(num_processes: int) -> SimpleNamespace:
