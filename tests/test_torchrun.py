@@ -30,7 +30,7 @@ RECIPE = {
 SCRIPT = """
 import os, signal, sys, traceback
 import torch
-from minivlmrl import train
+from minivlmrl.tools.help import start
 
 calls, original = [], torch.Tensor.backward
 
