@@ -5,4 +5,4 @@ import sys
 from minivlmrl.__main__ import main
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    sys.exit(main(["train", *sys.argv[1:]]))

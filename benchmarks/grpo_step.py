@@ -78,7 +78,7 @@ class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
     def __init__(self, algorithm: GRPO, rows: list[Row]):
-        batches = Batches(rows, len(rows), algorithm.world, 0, "grpo")
+        batches = Batches(rows, algorithm)
         self.algorithm, self.steps, self.done = algorithm, algorithm.steps(batches), 0
         self.optimizer = build_optimizer(algorithm.trained, algorithm.config)
 
