@@ -51,8 +51,8 @@ def acc_0_5(completions: list[str], solution: list, image_sizes: Extents, answer
 def giou(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
     """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: from -1 to 1, see iou.
 
-    Example: a box of the right size next to the true one, as far away as it is wide: -1/3. A box of the whole image
-    gets the share of the true one in it: more than such a miss, so this reward alone first teaches large boxes.
+    Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The whole image earns more,
+    the share of the true box in it, so this reward alone first teaches large boxes.
     """
     rows = zip(completions, solution, image_sizes, answer_extents, strict=True)
     return [_mean(_similarities("giou", boxes.giou, -1.0, *row)) for row in rows]
@@ -116,10 +116,8 @@ def _similarities(
     except TypeError:  # no JSON
         truth = []
     if not truth or not all(box.valid for box in truth):
-        raise ValueError(
-            f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, or a "
-            "list of such"
-        )
+        cure = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, or a list of such"
+        raise ValueError(f"reward {name}: solution {solution!r} is no box; {cure}")
     predicted = [box.to(size) for box in answered_boxes(completion, extent)]
     pairs = boxes.match(predicted, truth, similarity)
     alone = max(len(predicted), len(truth)) - len(pairs)

@@ -61,7 +61,5 @@ def check_reward_model(run, stage: str):
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stages[: run.stages.index(stage)]:
-        raise ValueError(
-            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to the folder of one, "
-            "or put reward_model before it in stages"
-        )
+        cure = "set reward_model.path to the folder of one, or put reward_model before it in stages"
+        raise ValueError(f"rewards.reward_model: there is no reward model for {stage}; {cure}")

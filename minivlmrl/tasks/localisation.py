@@ -2,9 +2,8 @@
 
 A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
-Objects are snapped to 7 pixels and a box is four numbers 0..8 in that unit (left, top, right, bottom), each one digit
-and so one token: 1 2 5 6 are the pixels from 7 to 35 across and from 14 to 42 down. As in shapes.py the demonstrations
-for sft are few and often wrong; the rewards always compare with the truth.
+Objects are snapped to 7 pixels and a box is four digits 0..8 in that unit (left, top, right, bottom): 1 2 5 6 are the
+pixels from 7 to 35 across and from 14 to 42 down. As in shapes.py demonstrations are few and often wrong.
 
 Every tenth box or so is held out, see `is_unseen`: no picture of training has an object there. Rows of the seeds
 "validation" and "test" have all boxes and say in their column `unseen` which are new.
@@ -12,6 +11,7 @@ Every tenth box or so is held out, see `is_unseen`: no picture of training has a
 
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,32 +33,26 @@ GRID = SIZE // UNIT  # units a side of a picture: 8
 EVALUATION_SEEDS = ("validation", "test")
 THINKING = ("name", "position")
 VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "center", "right")
-MAX_OBJECTS = 3
 
 
 @dataclass
 class Localisation:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
-    The columns of a row are `problem`; `solution`, the true box in pixels of the picture [left, top, right, bottom];
-    `answer_extent`, the width and height of the picture in the units of an answer, here (8, 8); and `unseen`.
+    The columns of a row are `problem`; `solution`, the true box in pixels; `answer_extent`, width and height of the
+    picture in the units of an answer, (8, 8); and `unseen`.
 
     Args:
-        size: number of rows.
-        seed: rows of different seeds are drawn independently. Those of EVALUATION_SEEDS have unseen boxes too.
         objects: least and greatest number of objects in a picture, of different colours, which do not overlap. Alone,
             (1, 1), an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
-        jitter: a demonstrated box has each of its coordinates moved by -jitter, 0 or +jitter pixels; see `jittered`.
+        jitter: each coordinate of a demonstrated box is moved by -jitter, 0 or +jitter pixels; see `jittered`.
         wrong_boxes: share of rows that demonstrate, before jitter, a box drawn at random.
         thinking: what a demonstration thinks: "name" or "position"; see `answer`.
-        prompt_template, system_prompt: see conversations.conversation.
-    Raises:
-        ValueError: an argument is out of bounds.
     """
 
     size: int
     seed: int | str
-    objects: tuple[int, int] = (1, 1)
+    objects: Sequence[int] = (1, 1)
     jitter: int = 0
     wrong_boxes: float = 0.0
     thinking: str = "name"
@@ -66,20 +60,15 @@ class Localisation:
     system_prompt: str | None = None
 
     def __post_init__(self):
-        fits = 1 <= self.objects[0] <= self.objects[1] <= MAX_OBJECTS
-        require(fits, "objects", self.objects, f"[low, high] between 1 and {MAX_OBJECTS}")
-        require(self.jitter >= 0 and self.jitter % UNIT == 0, "jitter", self.jitter, f"0 or a multiple of {UNIT}")
-        require(0 <= self.wrong_boxes <= 1, "wrong_boxes", self.wrong_boxes, "in [0, 1]")
-        require(self.thinking in THINKING, "thinking", self.thinking, f"one of {THINKING}")
+        require(self.jitter % UNIT == 0, "jitter", self.jitter, f"a multiple of {UNIT}")
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
         rng = random.Random(f"localisation/{self.seed}/{index}")
-        named, *others = self._objects(rng)
-        image = draw([named, *others], rng)
-        name, box = named
+        objects = self._objects(rng)
+        image, (name, box) = draw(objects, rng), objects[0]
         # its own generator: pictures and true boxes are those of a row without noise
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
         shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
@@ -90,7 +79,7 @@ class Localisation:
         return Row(messages, [image], columns, answer(name, shown, self.thinking))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
-        """Names and boxes; the first is the one that the prompt names."""
+        """Draw names and boxes; the prompt names the first."""
         count = rng.randint(*self.objects)
         rng.sample(NAMES, count)  # unused, but the pictures of published runs were drawn after it
         names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
@@ -106,17 +95,15 @@ class Localisation:
 
 
 def problem(name: str) -> str:
-    """What is asked: "box the red circle"."""
+    """Ask for the box of an object."""
     return f"box the {name}"
 
 
 def answer(name: str, box: Box, thinking: str = "name") -> str:
-    """The text that gives a box in the demonstrated form.
+    """Write a box in the demonstrated form, with its object's name or its position as the thought.
 
-    Example: for "purple circle" and (4, 0, 8, 3) "name" and "position" are
-        <think>purple circle</think><answer>4 0 8 3</answer>
-        <think>purple top purple right</think><answer>4 0 8 3</answer>
-    The second repeats the colour right before each word, where a small decoder can look up its place.
+    Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
+    word, where a small decoder can look up its place.
     """
     color, thought = name.split()[0], name
     if thinking == "position":
@@ -125,44 +112,37 @@ def answer(name: str, box: Box, thinking: str = "name") -> str:
 
 
 def position(box: Box) -> tuple[str, str]:
-    """The third of the picture, down and across, where a box has its centre.
-
-    Example: (4, 0, 8, 3) has its centre 6 units from the left and 1.5 from the top, that is "top" and "right".
-    """
+    """Name the third of the picture, down and across, where a box has its centre: "top", "right" of (4, 0, 8, 3)."""
     left, top, right, bottom = box
     return VERTICAL[(top + bottom) * 3 // (2 * GRID)], HORIZONTAL[(left + right) * 3 // (2 * GRID)]
 
 
 def placed(size: tuple[int, int], rng: random.Random) -> Box:
-    """A box of this width and height anywhere in the picture: (5, 5) at (0..3, 0..3), as in (1, 2, 6, 7)."""
+    """Draw where in the picture a box of this width and height is."""
     left, top = (rng.randint(0, GRID - side) for side in size)
     return left, top, left + size[0], top + size[1]
 
 
 def pixels(box: Box) -> list[int]:
-    """(1, 2, 5, 6) in pixels: [7, 14, 35, 42]."""
+    """Convert a box to pixels: (1, 2, 5, 6) to [7, 14, 35, 42]."""
     return [UNIT * number for number in box]
 
 
 def is_unseen(box: Box) -> bool:
-    """Whether a box is held out: the CRC-32 of its numbers, written as in an answer, is a multiple of ten.
+    """Whether a box is held out, as (0, 0, 2, 2) is: 15 of the 126 that an object alone can have, some of each size.
 
-    Of the 126 boxes that an object alone can have these are 15, some of each size: (0, 0, 2, 2) is one, (1, 0, 3, 2)
-    is not. A noisy demonstration may still name such a box, wrongly and for another one.
+    A noisy demonstration may still name such a box, wrongly and for another one.
     """
     return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
 
 
 def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes share some area: (0, 0, 2, 2) and (1, 1, 3, 3) do, (0, 0, 2, 2) and (2, 0, 4, 2) only touch."""
+    """Whether two boxes share some area; (0, 0, 2, 2) and (2, 0, 4, 2) only touch."""
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def jittered(box: Box, units: int, rng: random.Random) -> Box:
-    """Move each coordinate by -units, 0 or +units, as far as the picture goes.
-
-    Two sides that would meet or cross do not move: (0, 2, 2, 6) moved by (1, -1, -1, 1) is (0, 1, 2, 7).
-    """
+    """Move each coordinate by -units, 0 or +units within the picture; two sides that would meet or cross stay."""
     moved = [min(max(number + rng.choice((-units, 0, units)), 0), GRID) for number in box]
     for axis in (0, 1):
         if moved[axis] >= moved[axis + 2]:
@@ -171,7 +151,7 @@ def jittered(box: Box, units: int, rng: random.Random) -> Box:
 
 
 def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
-    """Objects that fill their boxes on a light background of random colour."""
+    """Draw objects that fill their boxes, on a light background of random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     for name, box in objects:
         fill(image, *name.split(), pixels(box))
@@ -196,7 +176,7 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
 
 
 def tokenizer() -> Tokenizer:
-    """Byte-level BPE trained on everything the task says: every word and every digit is one token."""
+    """Train byte-level BPE on everything the task says: every word and every digit is one token."""
     corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
     answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
     texts = ["system\nYou are a helpful assistant.", "user\n", *map(problem, NAMES), "assistant\n", *answers]
@@ -204,14 +184,11 @@ def tokenizer() -> Tokenizer:
 
 
 def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    """Training rows by what an algorithm needs, and held-out rows; see table.Task."""
-    same = {name: getattr(data, name) for name in ("thinking", "prompt_template", "system_prompt")}
-    same["objects"] = tuple(data.objects)
+    """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
+    same = {name: getattr(data, name) for name in ("objects", "thinking", "prompt_template", "system_prompt")}
     noise = {"jitter": data.jitter, "wrong_boxes": data.wrong_demonstrations}
-    training = {
-        "demonstrations": Localisation(data.demonstrations, f"{seed}/sft", **noise, **same),
-        "prompts": Localisation(FRESH_ROWS, f"{seed}/grpo", **same),
-    }
+    demonstrations = Localisation(data.demonstrations, f"{seed}/sft", **noise, **same)
+    training = {"demonstrations": demonstrations, "prompts": Localisation(FRESH_ROWS, f"{seed}/grpo", **same)}
     return training, Localisation(data.eval_rows, "test", **same)
 
 

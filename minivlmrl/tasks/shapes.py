@@ -40,11 +40,8 @@ class Shapes:
     For preferences every row has the right answer as `chosen` and one that is worse as `rejected`, see `worse`.
 
     Args:
-        size: number of rows.
-        seed: rows of different seeds share nothing.
         wrong_labels: share of rows that demonstrate a class drawn at random (1/12 of those happen to be right);
             `solution`, which the reward sees, is right in every row.
-        prompt_template, system_prompt: see conversations.conversation.
     """
 
     size: int
@@ -84,25 +81,22 @@ class LabelledShapes:
 
 
 def answer(label: str) -> str:
-    """The text that names a label in the demonstrated form."""
+    """Name a label in the demonstrated form."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
 
 
 def worse(label: str, rng: random.Random) -> str:
-    """An answer that is worse than the right one, each kind in a quarter of the rows.
+    """Make an answer that is worse than the right one.
 
-    Another colour; the other shape; another colour in the answer than in the thought; or the right answer with up to 12
-    characters missing somewhere. A reward model that had seen wrong colours alone would look at nothing else: GRPO
-    then finds answers that name the colour and break off (docs/experiments.md).
+    In a quarter of the rows each: another colour; the other shape; another colour in the answer than in the thought;
+    the right answer with up to 12 characters missing somewhere (docs/experiments.md says why).
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
     other_shape = SHAPES[1 - SHAPES.index(shape)]
     text, kind = answer(label), rng.randrange(4)
-    if kind == 0:
-        return answer(f"{other_color} {shape}")
-    if kind == 1:
-        return answer(f"{color} {other_shape}")
+    if kind < 2:
+        return answer(f"{color} {other_shape}" if kind else f"{other_color} {shape}")
     if kind == 2:
         return text.replace(label, f"{other_color} {shape}")
     start = rng.randrange(1, len(text))
@@ -110,12 +104,11 @@ def worse(label: str, rng: random.Random) -> str:
 
 
 def draw(label: str, rng: random.Random) -> PIL.Image.Image:
-    """One object of random size at a random place on a light background of random colour."""
-    color, shape = label.split()
+    """Draw one object of random size anywhere on a light background of random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     side = rng.randint(*OBJECT_SIZES)
     left, top = rng.randint(0, SIZE - side), rng.randint(0, SIZE - side)
-    fill(image, color, shape, (left, top, left + side, top + side))
+    fill(image, *label.split(), (left, top, left + side, top + side))
     return image
 
 
@@ -123,30 +116,25 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
     """Draw an object that fills a box in pixels."""
     left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1  # PIL's last pixel is inside
     pen = PIL.ImageDraw.Draw(image)
-    if shape == "circle":
-        pen.ellipse((left, top, right, bottom), fill=COLORS[color])
-    elif shape == "square":
-        pen.rectangle((left, top, right, bottom), fill=COLORS[color])
-    else:
+    if shape == "triangle":
         pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+    else:
+        paint = pen.ellipse if shape == "circle" else pen.rectangle
+        paint((left, top, right, bottom), fill=COLORS[color])
 
 
 def tokenizer() -> Tokenizer:
-    """Byte-level BPE trained on everything the task says; some 370 tokens."""
+    """Train byte-level BPE on everything the task says; some 370 tokens."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
     return train_tokenizer(texts, vocab_size=512)
 
 
 def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    """Training rows by what an algorithm needs, and held-out rows; see table.Task."""
+    """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-    pairs = Shapes(data.pairs, f"{seed}/pairs", **wording)
-    training = {
-        "demonstrations": Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, **wording),
-        "pairs": pairs,
-        "labels": LabelledShapes(pairs),
-        "prompts": Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
-    }
+    demonstrations = Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, **wording)
+    pairs, prompts = Shapes(data.pairs, f"{seed}/pairs", **wording), Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
+    training = {"demonstrations": demonstrations, "pairs": pairs, "labels": LabelledShapes(pairs), "prompts": prompts}
     return training, Shapes(data.eval_rows, "eval", **wording)
 
 

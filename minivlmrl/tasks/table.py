@@ -15,8 +15,7 @@ FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one t
 class Task:
     """What a run asks of a task."""
 
-    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its training rows, held-out rows). The
-    # held-out rows are the same for every seed.
+    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed)
     datasets: Callable[[object, int], tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
     chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
