@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import gc
 import json
 import os
 import random
@@ -127,6 +128,7 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, after=None, r
         if child == 0:
             code = 1
             try:
+                gc.freeze()  # a process group of the parent, whose threads a fork does not have, must not be collected
                 os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 if die and rank in (None, me):
                     owner, name, moment = PLACES[die]
