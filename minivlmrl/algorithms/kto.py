@@ -81,10 +81,8 @@ class KTO(Algorithm):
     def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group, mask = batch.group, batch.loss_mask
         logps, entropies = per_token_logps(self.policy, group)
-        loss, metrics = kto_loss(
-            group.pad(logps), mask, batch.labels, self.config, ref_per_token_logps=batch.ref_per_token_logps,
-            kl=batch.kl, counts=batch.counts,
-        )  # fmt: skip
+        fixed = {"ref_per_token_logps": batch.ref_per_token_logps, "kl": batch.kl, "counts": batch.counts}
+        loss, metrics = kto_loss(group.pad(logps), mask, batch.labels, self.config, **fixed)
         good = batch.labels.float().mean()
         for name, here, in_step in zip(("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True):
             # weighed with this batch's answers these add up to the mean over all good, or bad, answers of the step

@@ -26,9 +26,9 @@ CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 class FamilyLoss(PolicyLoss):
     """Options of policy_loss: those of grpo_loss and more."""
 
-    loss_type: Literal[
-        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"
-    ] = "dapo"  # term and average  # fmt: skip
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] = (
+        "dapo"  # term and average
+    )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO, GSPO-token
     delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
     kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2

@@ -21,9 +21,12 @@ from minivlmrl.audit.compare import Cell, NotInThisVersion, Row, ask, judge
 
 INSTALL = "pip install trl==1.16.0 transformers==5.23.0"
 QUIET = {
-    "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
-    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 WORDS = {"agrees": "agree", "absent": "not in this version", "failed": "could not be asked", "differs": "differ"}
 
 

@@ -211,10 +211,14 @@ def rollout(
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
     generated = {
-        "prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n, "completions": ["x"] * n,
-        "sampling_per_token_logps_list": sampling, "extra_fields": {}, "forward_kwargs": {},
+        "prompt_ids_list": [[7]] * n,
+        "completion_ids_list": completions or [[5, 1]] * n,
+        "completions": ["x"] * n,
+        "sampling_per_token_logps_list": sampling,
+        "extra_fields": {},
+        "forward_kwargs": {},
         "num_items_in_batch": torch.tensor(2 * n),
-    }  # fmt: skip
+    }
     method = self._generate_and_score_completions
     order = _unpacked(method.__func__, "_generate")
     self._generate = lambda *_: tuple(generated.get(name) for name in order)
