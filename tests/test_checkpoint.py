@@ -405,7 +405,7 @@ def test_a_cut_weight_file_is_named(copy):
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
         ({"vocab_size": 10**18}, "there is no model of these sizes"),
         ({"vocab_size": 10**30}, "there is no model of these sizes"),
-        ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not one of"),
+        ({"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
     ],
     ids=str,
 )

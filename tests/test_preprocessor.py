@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_vision import noise
 
-from minivlmrl.hub.preprocessor import checked, read_image_processor, write_image_processor
+from minivlmrl.hub.preprocessor import read_image_processor, write_image_processor
 from minivlmrl.image import ImageProcessor
 
 
 def test_pixel_bounds_must_be_in_order():
     with pytest.raises(ValueError, match=r"recipe\.yaml: min_pixels 4000 and max_pixels 3136"):
-        checked(ImageProcessor(min_pixels=4000, max_pixels=3136), "recipe.yaml")
+        read_image_processor({}, "recipe.yaml", min_pixels=4000, max_pixels=3136)
 
 
 def read(content, **bounds):

@@ -16,7 +16,7 @@ from minivlmrl.data.template import ChatTemplate
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.hub.preprocessor import checked, write_image_processor
+from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -46,8 +46,6 @@ def load_model(
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
-    if dtype is None and config.torch_dtype not in DTYPES:
-        raise ValueError(f"{folder}/config.json: torch_dtype {config.torch_dtype!r} is not one of {sorted(DTYPES)}")
     try:
         with torch.device("meta"):
             model = FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
@@ -135,10 +133,11 @@ def random_model(
     model = family.model(config)
     initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
-    images = ImageProcessor(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-    images.min_pixels = min_pixels or images.factor**2
-    images.max_pixels = max_pixels or images.max_pixels
-    return model, Processor(tokenizer, checked(images, "data"), family.template)
+    settings = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    settings["merge_size"] = vision.spatial_merge_size
+    least = min_pixels or (vision.patch_size * vision.spatial_merge_size) ** 2
+    images = family.read_image_processor(settings, "data", least, max_pixels or ImageProcessor.max_pixels)
+    return model, Processor(tokenizer, images, family.template)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def find_folder(name: str | Path) -> Path:
     folder = Path(name)
     if folder.is_dir():
         return folder
-    replaced = _beside(folder.resolve(), "replaced")
+    replaced = Path(f"{folder.resolve()}.replaced")
     if replaced.is_dir():
         killed = f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it"
         warnings.warn(killed, stacklevel=2)
@@ -121,7 +121,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         OSError: the disk is full or broken. The checkpoint that was there before stays.
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
-    new, replaced = _beside(folder, "partial"), _beside(folder, "replaced")
+    new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten")
@@ -146,10 +146,6 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         raise
     flush_file(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}.{suffix}")
 
 
 def flush_file(path: Path):

@@ -59,7 +59,7 @@ class ModelConfig:
     vision_end_token_id: TokenId = 151653
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
-    torch_dtype: str = "float32"
+    torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # config.json keys that we carry along but do not read
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 """preprocessor_config.json <-> ImageProcessor."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, make_dataclass
 from typing import Annotated, Literal
 
 from minivlmrl.data.sizes import check_bounds
@@ -12,36 +12,28 @@ Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
 # image_processor_type -> resize. Before transformers 5 only Fast meant torchvision's kernels; since then the plain name
 # means them where torchvision is installed and Pillow's where it is not, and we read it in its older sense.
-RESIZE_OF_TYPE = {
-    "Qwen2VLImageProcessor": "pil",
-    "Qwen2VLImageProcessorPil": "pil",
-    "Qwen2_5_VLImageProcessor": "pil",
-    "Qwen2VLImageProcessorFast": "torch",
-}
+TYPES = "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor", "Qwen2VLImageProcessorFast"
+# settings that change pixels and have one value here: those that we write, and two more
+FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
+ALL_FIXED = {**FIXED, "do_center_crop": False, "do_pad": False}
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")  # as in ImageProcessor
+Fixed = make_dataclass("Fixed", [(name, Literal[value] | None, None) for name, value in ALL_FIXED.items()])
 
 
 @dataclass
-class Settings:
-    """The file. Settings that change pixels and of which we have one value allow that value alone; null is missing."""
+class Settings(Fixed):
+    """The file; null is missing."""
 
-    image_processor_type: Literal[*RESIZE_OF_TYPE] | None = None
+    image_processor_type: Literal[TYPES] | None = None
     patch_size: Count = None
     temporal_patch_size: Count = None
     merge_size: Count = None
     min_pixels: Count = None
     max_pixels: Count = None
-    size: dict | None = field(default_factory=dict)
+    size: dict | None = None
     image_mean: tuple[Mean, Mean, Mean] | None = None
     image_std: tuple[Std, Std, Std] | None = None
-    do_resize: Literal[True] | None = None
-    do_rescale: Literal[True] | None = None
-    do_normalize: Literal[True] | None = None
-    do_convert_rgb: Literal[True] | None = None
-    do_center_crop: Literal[False] | None = None
-    do_pad: Literal[False] | None = None
-    rescale_factor: Literal[1 / 255] | None = None
-    resample: Literal[3] | None = None  # bicubic
 
 
 def read_image_processor(
@@ -52,7 +44,7 @@ def read_image_processor(
     Bounds that neither gives are those of transformers' class, so that both make the same patches.
 
     Raises:
-        ValueError: a field has the wrong type or a value that is not supported (named).
+        ValueError: a field has the wrong type or a value that is not supported (named), or no image keeps the bounds.
     """
     settings = build(Settings, content, where, json=True)
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}
@@ -62,14 +54,10 @@ def read_image_processor(
     most = (max_pixels, settings.max_pixels, size.get("longest_edge"), size.get("max_pixels"), 28 * 28 * 1280)
     bounds = [next(value for value in values if value is not None) for values in (least, most)]
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
-    resize = RESIZE_OF_TYPE.get(settings.image_processor_type, "pil")
-    return checked(ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize), where)
-
-
-def checked(processor: ImageProcessor, where: str) -> ImageProcessor:
-    """Return the processor (ValueError: no image could keep its pixel bounds)."""
+    resize = "torch" if str(settings.image_processor_type).endswith("Fast") else "pil"
+    processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
     try:
-        check_bounds(processor.min_pixels, processor.max_pixels, processor.factor)
+        check_bounds(*bounds, processor.factor)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return processor
@@ -80,8 +68,7 @@ def write_image_processor(processor: ImageProcessor) -> dict:
     least, most = processor.min_pixels, processor.max_pixels
     return {
         "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
-        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
-        **{"rescale_factor": 1 / 255, "resample": 3},
+        **FIXED,
         **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
         **{"min_pixels": least, "max_pixels": most},
         "size": {"shortest_edge": least, "longest_edge": most},  # the newer name of the same
