@@ -113,12 +113,9 @@ def write_json(path: Path, content: dict):
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Give an empty folder to write into, which replaces `folder` as a whole when the block has ended well.
 
-    The new checkpoint is written and flushed as NAME.partial; the old one is renamed to NAME.replaced and the new one
-    to NAME. If a run is killed between the two renames, find_folder and the next save find the old one.
-
-    Raises:
-        ValueError: `folder` holds something else than a checkpoint.
-        OSError: the disk is full or broken. The checkpoint that was there before stays.
+    It is written and flushed as NAME.partial; the old one is renamed to NAME.replaced and the new one to NAME. If a run
+    is killed between the renames, find_folder and the next save find the old one; it stays too if the disk is full or
+    broken (OSError). What is no checkpoint is not replaced (ValueError).
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
     new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")

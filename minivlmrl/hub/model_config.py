@@ -82,9 +82,7 @@ class ModelConfig:
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and rope_parameters.
 
-        Raises:
-            ValueError: names a key that is missing or wrong, or that needs what this model does not compute: another
-                model_type, activation or rotary scaling, sliding windows.
+        ValueError names a key that is missing or wrong, or that needs what this model does not compute.
         """
         model_type = config.get("model_type") if isinstance(config, dict) else config
         if model_type not in list(FAMILIES):

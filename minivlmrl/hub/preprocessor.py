@@ -39,12 +39,9 @@ class Settings(Fixed):
 def read_image_processor(
     content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> ImageProcessor:
-    """Make an image processor of a preprocessor_config.json; pixel bounds override the file's.
+    """Make an image processor of a preprocessor_config.json (ValueError names a field that is wrong or not supported).
 
-    Bounds that neither gives are those of transformers' class, so that both make the same patches.
-
-    Raises:
-        ValueError: a field has the wrong type or a value that is not supported (named), or no image keeps the bounds.
+    Pixel bounds override the file's. Those that neither gives are those of transformers' class, for the same patches.
     """
     settings = build(Settings, content, where, json=True)
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}

@@ -56,11 +56,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer.json of any Qwen2 family folder.
-
-    Raises:
-        ValueError: the file is missing, not a tokenizer.json, lacks a control token, or cannot encode every text.
-    """
+    """Load the tokenizer.json of any Qwen2 family folder (ValueError: it is missing, unreadable or would lose text)."""
     if not Path(path).is_file():
         cure = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from vocab.json and merges.txt"
         raise ValueError(f"{path}: no such file; a Qwen2-VL or Qwen2.5-VL folder has one, and transformers' {cure}")

@@ -16,13 +16,7 @@ BATCH_SIZE = 16  # prompts that are scored together
 
 
 class RewardModelScores:
-    """Scores completions with the model of reward_model.path, by default the one that this run has trained.
-
-    Args:
-        policy: what writes the completions.
-    Raises:
-        ValueError: there is no such folder, or its model has another vocabulary.
-    """
+    """Scores completions with the model of reward_model.path, by default the one that this run has trained."""
 
     def __init__(self, run, policy: nn.Module, world):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
@@ -35,7 +29,7 @@ class RewardModelScores:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
-        """n scores, in the order of the completions; all ranks call it with equally many prompts."""
+        """Score completions, in their order; all ranks call this with equally many prompts."""
         scores, config = [], self.model.backbone.config
         with rollout_weights(self.model, self.world, self.gather_weights):
             for start in range(0, len(prompts), BATCH_SIZE):
@@ -47,7 +41,7 @@ class RewardModelScores:
 
 
 def build_reward_model(run, policy: nn.Module, world) -> RewardModelScores | None:
-    """The reward model of a run; None if no reward asks for one."""
+    """Load the reward model of a run; None if no reward asks for one."""
     return RewardModelScores(run, policy, world) if FOLDER in run.rewards else None
 
 

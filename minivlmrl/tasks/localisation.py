@@ -2,11 +2,9 @@
 
 A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
-Objects are snapped to 7 pixels and a box is four digits 0..8 in that unit (left, top, right, bottom): 1 2 5 6 are the
-pixels from 7 to 35 across and from 14 to 42 down. As in shapes.py demonstrations are few and often wrong.
-
-Every tenth box or so is held out, see `is_unseen`: no picture of training has an object there. Rows of the seeds
-"validation" and "test" have all boxes and say in their column `unseen` which are new.
+A box is left, top, right, bottom in units of 7 pixels, one digit each: 1 2 5 6 are the pixels from 7 to 35 across and
+from 14 to 42 down. As in shapes.py demonstrations are few and often wrong. Some boxes are held out, see `is_unseen`:
+only pictures of the seeds "validation" and "test" have objects there, and say so in their column `unseen`.
 """
 
 import random
@@ -28,6 +26,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and 
 
 SHAPES = ("circle", "square", "triangle")
 NAMES = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
+PROBLEM = "box the {}"
 UNIT = 7  # pixels
 GRID = SIZE // UNIT  # units a side of a picture: 8
 EVALUATION_SEEDS = ("validation", "test")
@@ -45,7 +44,7 @@ class Localisation:
     Args:
         objects: least and greatest number of objects in a picture, of different colours, which do not overlap. Alone,
             (1, 1), an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
-        jitter: each coordinate of a demonstrated box is moved by -jitter, 0 or +jitter pixels; see `jittered`.
+        jitter: pixels by which each coordinate of a demonstrated box may be moved, see `jittered`.
         wrong_boxes: share of rows that demonstrate, before jitter, a box drawn at random.
         thinking: what a demonstration thinks: "name" or "position"; see `answer`.
     """
@@ -73,8 +72,8 @@ class Localisation:
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
         shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
         shown = jittered(shown, self.jitter // UNIT, noise)
-        messages = conversation(problem(name), {"image": 1}, self.prompt_template, self.system_prompt)
-        columns = {"problem": problem(name), "solution": pixels(box)}
+        messages = conversation(PROBLEM.format(name), {"image": 1}, self.prompt_template, self.system_prompt)
+        columns = {"problem": PROBLEM.format(name), "solution": pixels(box)}
         columns |= {"answer_extent": (GRID, GRID), "unseen": is_unseen(box)}
         return Row(messages, [image], columns, answer(name, shown, self.thinking))
 
@@ -92,11 +91,6 @@ class Localisation:
 
     def _size(self, rng: random.Random) -> tuple[int, int]:
         return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
-
-
-def problem(name: str) -> str:
-    """Ask for the box of an object."""
-    return f"box the {name}"
 
 
 def answer(name: str, box: Box, thinking: str = "name") -> str:
@@ -129,10 +123,7 @@ def pixels(box: Box) -> list[int]:
 
 
 def is_unseen(box: Box) -> bool:
-    """Whether a box is held out, as (0, 0, 2, 2) is: 15 of the 126 that an object alone can have, some of each size.
-
-    A noisy demonstration may still name such a box, wrongly and for another one.
-    """
+    """Whether a box is held out, as (0, 0, 2, 2) is: 15 of the 126 that an object alone can have, some of each size."""
     return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
 
 
@@ -159,10 +150,7 @@ def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
 
 
 def constant_box(rows: Dataset) -> tuple[Box, float]:
-    """Find the best answer without looking: the box, in units, of the greatest mean IoU with the true ones; that mean.
-
-    Example: if half of the true boxes are (0, 0, 2, 2) and half (0, 0, 2, 4), either earns (1 + 1/2) / 2 = 0.75.
-    """
+    """Find the best blind answer: the box, in units, of the greatest mean IoU with the true ones; and that mean."""
     solutions = [rows[i].columns["solution"] for i in range(len(rows))]
     true, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)
     sides = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
@@ -179,7 +167,7 @@ def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says: every word and every digit is one token."""
     corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
     answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
-    texts = ["system\nYou are a helpful assistant.", "user\n", *map(problem, NAMES), "assistant\n", *answers]
+    texts = ["system\nYou are a helpful assistant.", "user\n", *map(PROBLEM.format, NAMES), "assistant\n", *answers]
     return train_tokenizer(texts, vocab_size=512)
 
 

@@ -2,8 +2,8 @@
 
 A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2 shapes):
     <think>I see green</think><answer>green square</answer>
-The demonstrations for sft are few and often wrong, so that sft teaches the form of an answer and a vague idea of the
-task. The rest is left to reinforcement learning: its reward is always right.
+Demonstrations for sft are few and often wrong: they teach the form of an answer and a vague idea of the task. The rest
+is left to reinforcement learning, with a reward that is always right.
 """
 
 import random
@@ -40,8 +40,7 @@ class Shapes:
     For preferences every row has the right answer as `chosen` and one that is worse as `rejected`, see `worse`.
 
     Args:
-        wrong_labels: share of rows that demonstrate a class drawn at random (1/12 of those happen to be right);
-            `solution`, which the reward sees, is right in every row.
+        wrong_labels: share of rows that demonstrate a class drawn at random; `solution` is right in every row.
     """
 
     size: int
