@@ -5,7 +5,7 @@ from math import log
 import pytest
 import torch
 
-from minivlmrl.algorithms.baselines import gae, leave_one_out, masked_moments, normalize_then_sum, token_rewards, whiten
+from minivlmrl.algorithms.baselines import gae, leave_one_out, normalize_then_sum, token_rewards, whiten
 
 from policy_by_hand import near, tensor
 
@@ -105,7 +105,6 @@ def test_token_rewards_by_hand():
 def test_whiten_by_hand():
     """Entries 1, 2, 3 (the 50 is padding): mean 2, variance 1."""
     x, mask = torch.tensor([[1.0, 2.0], [3.0, 50.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    assert [moment.item() for moment in masked_moments(x, mask)] == [2.0, 1.0]
     torch.testing.assert_close(whiten(x, mask), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
     torch.testing.assert_close(whiten(x, mask, shift_mean=False), torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
 

@@ -10,7 +10,6 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,) advantages.
 
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before they are added.
-
     Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation "normalize_then_sum".
     """
     columns = []
@@ -25,7 +24,6 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     """Measure each of (n,) rewards against the mean of the others of its group; `normalize` over the batch.
 
     Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no mean.
-
     Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
@@ -51,15 +49,13 @@ def token_rewards(
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
         score_index: (B,) int64, the token that earns the score, by default each row's last.
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which puts the score one position after the
-        last token where the padding has room.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, whose score is one position later if it can.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
         raise ValueError(f"kl_estimator is {kl_estimator!r}; PPO's rewards know k1 and k3")
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
-    if score_index is None:
-        score_index = mask.sum(1).long() - 1
+    score_index = mask.sum(1).long() - 1 if score_index is None else score_index
     return (-kl_coef * kl).scatter_add(1, score_index[:, None], scores[:, None].to(kl.dtype))
 
 
@@ -86,17 +82,17 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, moments: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Bring (B, T) entries inside the mask to mean 0 (shift_mean) and variance 1, by the moments of a whole rollout.
+    """Bring (B, T) entries inside the mask to mean 0 (if shift_mean) and variance 1.
+
+    Args:
+        moments: mean and variance of a whole rollout; None: of these entries.
 
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
-    mean, variance = masked_moments(x, mask) if moments is None else moments
+    if moments is None:
+        count = mask.sum()
+        mean = (x * mask).sum() / count
+        moments = mean, ((x - mean).square() * mask).sum() / (count - 1).clamp(min=1)
+    mean, variance = moments
     whitened = (x - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)
     return whitened * mask
-
-
-def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (n - 1 in its denominator, at least 1) of the real entries of (B, T), two scalars."""
-    count = mask.sum()
-    mean = (x * mask).sum() / count
-    return mean, ((x - mean).square() * mask).sum() / (count - 1).clamp(min=1)

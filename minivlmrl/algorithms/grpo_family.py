@@ -1,40 +1,33 @@
 """The rest of GRPO's family around the book's GRPO: other losses and advantages, dynamic sampling, corrections.
 
-loss_type rloo is RLOO: ratios of whole completions, advantages against the others of the group, the KL in the reward
-instead of the loss. train.py takes this class where a recipe asks for something that the book's GRPO does not have;
-with the book's options alone both compute the same.
+RLOO has ratios of whole completions, advantages against the others of the group, and the KL in the reward. train.py
+takes this class if a recipe asks for what the book's GRPO does not have; with the book's options both compute the same.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import chain
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from minivlmrl.advantages import combine, group_advantages, group_std
+from minivlmrl.algorithms import policy_losses
 from minivlmrl.algorithms.baselines import leave_one_out, normalize_then_sum
-from minivlmrl.algorithms.policy_losses import (
-    FamilyLoss,
-    PolicyInputs,
-    policy_loss,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
+from minivlmrl.algorithms.policy_losses import CorrectionMode, FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.batch import MicroBatch
 from minivlmrl.generate import random_numbers
 from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
 from minivlmrl.rows import Row
 from minivlmrl.run.metrics import policy_metrics, rollout_metrics
 
-CORRECTIONS = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
 
 @dataclass
 class FamilyConfig(GRPOConfig, FamilyLoss):
     """Options of the section `grpo`: the book's and these."""
 
-    rollout_correction: CORRECTIONS | None = None  # for the sampler's mismatch, a mode of rollout_importance_ratio
+    rollout_correction: CorrectionMode | None = None  # for the sampler's mismatch, a mode of rollout_importance_ratio
     rollout_correction_max: float | None = 3.0  # upper bound of that ratio
     rollout_correction_min: float | None = None  # lower bound of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
@@ -91,8 +84,7 @@ class Family(GRPO):
         self.rounds = 1  # draws of rows that the present rollout took
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
-        """Make a rollout. With max_num_gen_batches over 1, groups with equal rewards are replaced by groups of further
-        draws of rows, as long as there are some (DAPO's dynamic sampling, arXiv 2503.14476)."""
+        """Make a rollout; groups with equal rewards give way to further ones (DAPO's dynamic sampling, 2503.14476)."""
         rollout, self.rounds = super().roll_out(batches), 1
         if self.config.max_num_gen_batches == 1:
             return rollout
@@ -132,10 +124,10 @@ class Family(GRPO):
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), batches, self.world)
         if config.rollout_correction:
+            bounds = {"clip_max": config.rollout_correction_max, "clip_min": config.rollout_correction_min}
             for batch in batches:
-                logps = batch.old_per_token_logps, batch.sampler_logps
-                bounds = {"clip_max": config.rollout_correction_max, "clip_min": config.rollout_correction_min}
-                ratio = rollout_importance_ratio(*logps, batch.loss_mask, mode=config.rollout_correction, **bounds)
+                logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
+                ratio = policy_losses.rollout_importance_ratio(*logps, mode=config.rollout_correction, **bounds)
                 batch.importance_sampling_ratio = ratio
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
@@ -152,7 +144,8 @@ class Family(GRPO):
         """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        threshold = top_entropy_threshold(entropies, torch.ones_like(entropies), self.config.top_entropy_quantile)
+        quantile = self.config.top_entropy_quantile
+        threshold = policy_losses.top_entropy_threshold(entropies, torch.ones_like(entropies), quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
@@ -182,16 +175,12 @@ class Family(GRPO):
 
     def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]]) -> Tensor:
         """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the completion's KL."""
-        config = self.config
-        rewards = rewards if config.reward_clip_range is None else rewards.clamp(*config.reward_clip_range)
-        if not config.beta:
+        bounds, beta = self.config.reward_clip_range, self.config.beta
+        rewards = rewards if bounds is None else rewards.clamp(*bounds)
+        if not beta:
             return rewards
-        kl = [
-            ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.loss_mask).sum(1).cpu()
-            for batches in steps
-            for batch in batches
-        ]
-        return rewards - config.beta * self.world.all_gather(torch.cat(kl))
+        kl = [((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu() for b in chain(*steps)]
+        return rewards - beta * self.world.all_gather(torch.cat(kl))
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)

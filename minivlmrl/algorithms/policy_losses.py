@@ -1,17 +1,16 @@
 """The rest of the policy-gradient family, pure functions on top of losses.py; these two files can be copied out.
 
-losses.py has the ratio, the clipped term, the KL and three averages. Here are more entries of the same two tables and
-what corrects or selects terms:
+losses.py has the ratio, the clipped term, the KL and three averages. Here are more of them, and what selects terms:
 
-    term        clipped with a bound on the unclipped side too, CISPO, SAPO, VESPO                        TERMS
+    term        clipped with a bound on the unclipped side too, CISPO, SAPO, VESPO
     masks       off-policy rows and low-entropy tokens lose their term; the sampler's mismatch reweights it
-    average     LUSPO's sum over a row, BNPO's mean over a micro-batch                                    AVERAGES
+    average     LUSPO's sum over a row, BNPO's mean over a micro-batch
     entropy     - entropy_coef * mean entropy
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,24 +18,22 @@ from torch import Tensor
 from minivlmrl import losses
 from minivlmrl.losses import Counts, PolicyLoss, clipped, correct_kl, counts_of, kl_term, mean_metric, row_mean
 
-CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CORRECTION_MODES = get_args(CorrectionMode)
 
 
 @dataclass
 class FamilyLoss(PolicyLoss):
     """Options of policy_loss: those of grpo_loss and more."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] = (
-        "dapo"  # term and average
-    )
+    loss_type: LossType = "dapo"  # term and average
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO, GSPO-token
     delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
     kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # the term counts only for this upper share of entropies
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
-    off_policy_mask_threshold: float | None = (
-        None  # nats per token: rows with A < 0 that drifted further lose their term
-    )
+    off_policy_mask_threshold: float | None = None  # nats per token: rows with A < 0 that drifted further do not count
     sapo_temperature_pos: float = 1.0  # see sapo_term
     sapo_temperature_neg: float = 1.05  # for advantages below 0
     vespo_k_pos: float = 2.0  # see vespo_term
@@ -84,10 +81,8 @@ def policy_loss(
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
     log_ratio = logps - old
-    ratio = importance_ratio(
-        log_ratio, mask, "sequence_sum" if options.loss_type == "rloo" else options.importance_sampling_level
-    )
-
+    level = "sequence_sum" if options.loss_type == "rloo" else options.importance_sampling_level
+    ratio = importance_ratio(log_ratio, mask, level)
     if options.loss_type == "cispo":
         per_token_loss, metrics = cispo_term(logps, ratio, advantages, options.epsilon_high)
     elif options.loss_type == "sapo":
@@ -98,7 +93,6 @@ def policy_loss(
     else:
         bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
         per_token_loss, metrics = two_sided(ratio, bounded, advantages, options)
-
     if options.off_policy_mask_threshold is not None:
         sampler = old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
         drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)

@@ -15,19 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.advantages import combine
+from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
 from minivlmrl.algorithms.reference import check_online
-from minivlmrl.algorithms.value_model import (
-    check_value_model_folder,
-    copy_as_value_model,
-    full_weight,
-    load_value_model,
-    save_head,
-    save_value_model,
-    value_head,
-)
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
@@ -51,18 +43,10 @@ class PPOConfig(PPOLoss):
     whiten_rewards: bool = False  # scale the tokens' rewards to standard deviation 1
     missing_eos_penalty: float | None = None  # taken from the score of a completion that was cut
 
-    @property
-    def steps_per_generation(self) -> int:
-        """The name of this option in GRPO; the next two likewise."""
-        return self.num_mini_batches
-
-    @property
-    def num_iterations(self) -> int:
-        return self.num_ppo_epochs
-
-    @property
-    def beta(self) -> float:
-        return self.kl_coef
+    # what GRPO calls these options
+    steps_per_generation = property(lambda self: self.num_mini_batches)
+    num_iterations = property(lambda self: self.num_ppo_epochs)
+    beta = property(lambda self: self.kl_coef)
 
     def __post_init__(self):
         if self.critic_path is not None and self.critic != "separate":
@@ -84,7 +68,7 @@ class PPO(GRPO):
     def check(run):
         check_online("ppo", run, run.ppo.kl_coef)
         if run.ppo.critic_path is not None:
-            check_value_model_folder(run.ppo.critic_path)
+            value_model.check_value_model_folder(run.ppo.critic_path)
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -95,27 +79,27 @@ class PPO(GRPO):
     def build_critic(self) -> nn.Module:
         """A value head, or a value model."""
         if self.config.critic == "shared":
-            head = value_head(self.policy)
+            head = value_model.value_head(self.policy)
             if is_sharded(self.policy):
                 self.policy.sharding.shard_alone(head)
             return head
         if self.config.critic_path is None:
-            critic = copy_as_value_model(self.policy)
+            critic = value_model.copy_as_value_model(self.policy)
         else:
             sharding = self.policy.sharding if is_sharded(self.policy) else None
-            dtype = self.policy.lm_head.weight.dtype
-            critic = load_value_model(self.config.critic_path, dtype, self.world.device, sharding)
+            where = self.policy.lm_head.weight.dtype, self.world.device, sharding
+            critic = value_model.load_value_model(self.config.critic_path, *where)
         critic.backbone.visual.requires_grad_(not self.config.freeze_vision_tower)
         return critic
 
     def save(self, folder: Path):
         super().save(folder)
         if self.config.critic == "shared":
-            weight = full_weight(self.critic)
+            weight = value_model.full_weight(self.critic)
             if self.world.is_main:
-                save_head(folder / "value_head.safetensors", weight)
+                value_model.save_head(folder / "value_head.safetensors", weight)
         else:
-            save_value_model(folder / "critic", self.critic, self.processor, self.world)
+            value_model.save_value_model(folder / "critic", self.critic, self.processor, self.world)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}

@@ -46,14 +46,12 @@ def ppo_loss(
 
     Args:
         per_token_logps, values: (B, T), nats and reward; they carry the gradient.
-        mask: (B, T), 1 for tokens to learn from.
-        rollout: see PPORollout; anything with its fields will do.
-        options: by default PPOLoss().
+        mask: (B, T), 1 for tokens that are trained on.
+        rollout: anything with the fields of PPORollout.
         value_mask: (B, T), where values are trained, by default mask.
         counts: an object with `tokens` of the optimizer step, by default those of the masks.
     Returns:
-        loss, a scalar; and metrics: policy_loss, value_loss, approx_kl (nats per token), clip_ratio/policy,
-        clip_ratio/value (shares of tokens), ratio.
+        loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/... (shares of tokens).
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last version that had it.
     """
     o, advantages, returns = options or PPOLoss(), rollout.advantages, rollout.returns

@@ -25,8 +25,7 @@ class ReferenceConfig:
 class Reference:
     """A copy of the policy without gradients.
 
-    With num_shared_layers = k the vision tower, the embeddings (and a head that is tied to them) and the first k layers
-    are frozen in the policy and exist once for both. Sharded models copy them: a unit belongs to one model.
+    Parameters that both share are frozen in the policy. Sharded models copy them: a unit belongs to one model.
 
     Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
@@ -49,11 +48,11 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self, steps: int):
-        """Move towards the policy if the number of optimizer steps says so."""
+        """Move towards the policy after every ref_model_sync_steps optimizer steps."""
         if self.config.sync_ref_model and steps % self.config.ref_model_sync_steps == 0:
             reshard(self.model)
-            for mine, policys in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                mine.lerp_(policys, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
+            for own, moved in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+                own.lerp_(moved, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
 
 
 def build_reference(policy: nn.Module, config, weight: float) -> Reference | None:
@@ -62,7 +61,7 @@ def build_reference(policy: nn.Module, config, weight: float) -> Reference | Non
 
 
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
-    """What policy and reference have in common below decoder layer `layers`; nothing for 0."""
+    """Vision tower, embeddings (and a head tied to them) and the first `layers` layers; nothing for 0."""
     if layers > len(policy.model.layers):
         raise ValueError(f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers")
     if layers == 0:
@@ -71,14 +70,7 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
     return [parameter for module in modules for parameter in module.parameters()]
 
 
-def check_reference(stage: str, config, weight: float):
-    """Refuse reference options without a reference model (ValueError); weight: of the KL to it."""
-    for name in ("sync_ref_model", "num_shared_layers"):
-        if getattr(config, name) and not weight:
-            raise ValueError(f"{stage}.{name} needs a reference model; the weight of the KL to it is 0")
-
-
-def check_online(stage: str, run, reference_weight: float):
+def check_online(stage: str, run, kl_weight: float):
     """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
     from minivlmrl.reward_functions.reward_model_scores import check_reward_model
 
@@ -88,4 +80,6 @@ def check_online(stage: str, run, reference_weight: float):
         raise ValueError(f"rewards: {stage} needs at least one")
     if "reward_model" in run.rewards:
         check_reward_model(run, stage)
-    check_reference(stage, getattr(run, stage), reference_weight)
+    for name in ("sync_ref_model", "num_shared_layers"):
+        if getattr(getattr(run, stage), name) and not kl_weight:
+            raise ValueError(f"{stage}.{name} needs a reference model; the weight of the KL to it is 0")
