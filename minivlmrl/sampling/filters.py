@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minivlmrl.batch import GroupBatch
 from minivlmrl.generate import SamplingConfig
+from minivlmrl.hub.checker import require
 
 
 @dataclass
@@ -23,11 +24,9 @@ class SamplingOptions(SamplingConfig):
     stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
 
     def __post_init__(self):
-        if self.min_new_tokens > self.max_new_tokens:
-            bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}, it must be {bound}")
-        if not all(self.stop_strings):
-            raise ValueError(f"stop_strings is {self.stop_strings}, it must be without an empty text")
+        bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
+        require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, bound)
+        require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property
     def filtered(self) -> bool:
@@ -37,29 +36,22 @@ class SamplingOptions(SamplingConfig):
 
 
 class Filters:
-    """The filters of one call of generate, what they have to remember, and where its rows are cut.
-
-    Args:
-        batch: the packed prompts.
-        owner: (R,) prompt of each row.
-        stop: (S,) ids that are not drawn before min_new_tokens.
-    """
+    """The filters of one call of generate; owner (R,) is the prompt of each row, stop (S,) its stop tokens."""
 
     def __init__(self, sampling: SamplingOptions, batch: GroupBatch, owner: Tensor, stop: Tensor):
         self.sampling, self.stop = sampling, stop
         self.limits = row_limits(sampling, batch.layout.prompt_lengths).to(owner)[owner]  # (R,) most new tokens
-        self.prompts, self.owner, self.seen = batch.input_ids.split(batch.layout.prompt_lengths), owner, None
+        self.prompts, self.owner = batch.input_ids.split(batch.layout.prompt_lengths), owner
+        self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
         """(r, V) logits of these rows -> scores; their softmax is the distribution to draw from."""
-        seen = None
-        if self.sampling.repetition_penalty != 1:
-            if self.seen is None:  # (R, V) tokens of each row's prompt; `note` adds those of its completion
-                per_prompt = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
-                for row, ids in zip(per_prompt, self.prompts, strict=True):
-                    row[ids] = True
-                self.seen = per_prompt[self.owner]
-            seen = self.seen[rows]
+        if self.sampling.repetition_penalty != 1 and self.seen is None:
+            per_prompt = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
+            for row, ids in zip(per_prompt, self.prompts, strict=True):
+                row[ids] = True
+            self.seen = per_prompt[self.owner]
+        seen = None if self.seen is None else self.seen[rows]
         return filter_logits(logits, self.sampling, seen, self.stop if step < self.sampling.min_new_tokens else None)
 
     def note(self, rows: Tensor, ids: Tensor):
@@ -68,20 +60,15 @@ class Filters:
             self.seen[rows, ids] = True
 
 
-def filter_logits(
-    logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None, banned: Tensor | None = None
-) -> Tensor:
+def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=None) -> Tensor:
     """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
 
-    With temperature 0 only penalty and ban apply: the others never drop all of the likeliest tokens.
+    With temperature 0 only penalty and ban, as in transformers' generate, which this equals bit for bit, ties included.
 
     Args:
         logits: (r, V) float32.
         seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
         banned: (S,) ids that are not to be drawn.
-    Returns:
-        (r, V) float32.
-    Source: the logits processors of transformers' generate, bit for bit: same order, same treatment of ties.
     """
     scores = logits
     if sampling.repetition_penalty != 1:
@@ -112,8 +99,6 @@ def row_limits(sampling: SamplingOptions, prompt_lengths: list[int]) -> Tensor:
     if most is None:
         return torch.full_like(lengths, sampling.max_new_tokens)
     if lengths.max() >= most:
-        raise ValueError(
-            f"max_length is {most}, but prompt {lengths.argmax()} alone has {lengths.max()} tokens, images included; "
-            "raise max_length or lower max_pixels"
-        )
+        alone = f"prompt {lengths.argmax()} alone has {lengths.max()} tokens, images included"
+        raise ValueError(f"max_length is {most}, but {alone}; raise max_length or lower max_pixels")
     return (most - lengths).clamp(max=sampling.max_new_tokens)

@@ -15,26 +15,21 @@ NOT_SUPPORTED = {
 
 
 def from_generation_config(values: dict, **overrides) -> SamplingOptions:
-    """Read a generation_config.json.
+    """Read a generation_config.json as transformers 5.23 does (ValueError: a key that is not supported, a wrong value).
 
     Without do_sample each token is the likeliest one, whatever else the file says; with do_sample and without top_k it
     is one of the 50 likeliest. A length that the file leaves open stays ours: transformers would stop at 20 tokens.
+    What does not change the draw (use_cache, pad_token_id ...) is ignored.
 
     Args:
-        values: the file; null counts as missing. Qwen2.5-VL's samples with temperature 1e-6 and repetition_penalty
-            1.05. What does not change the draw (use_cache, pad_token_id ...) is ignored.
         overrides: fields of SamplingOptions, which win; a temperature over 0 asks for sampling.
-    Raises:
-        ValueError: a key that changes the draw and has no counterpart here, or a value out of bounds (named).
-    Source: GenerationConfig and generate of transformers 5.23.
     """
     values = {name: value for name, value in values.items() if value is not None}
     for name in values.keys() & NOT_SUPPORTED:
         if values[name] != NOT_SUPPORTED[name]:
-            raise ValueError(
-                f"generation_config: {name} = {values[name]!r} changes what is drawn and is not supported; "
-                "do without the generation_config and set what you need of it yourself"
-            )
+            cure = "do without the generation_config and set what you need of it yourself"
+            found = f"{name} = {values[name]!r} changes what is drawn and is not supported"
+            raise ValueError(f"generation_config: {found}; {cure}")
     kept = ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
     asked = {"temperature": 0.0}
     if overrides.get("temperature", values.get("do_sample")):
@@ -43,8 +38,7 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
     if "max_length" in values and "max_new_tokens" not in values | overrides:  # transformers heeds one of both
         asked["max_new_tokens"] = values["max_length"]
         kept += ["max_length"]
-    if "eos_token_id" in values:
-        stop = values["eos_token_id"]
+    if (stop := values.get("eos_token_id")) is not None:
         asked["stop_token_ids"] = stop if isinstance(stop, list) else [stop]
     asked |= {name: values[name] for name in kept if name in values}
     return build(SamplingOptions, asked | overrides, "generation_config")

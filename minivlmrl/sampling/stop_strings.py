@@ -1,6 +1,7 @@
 """Texts that end a completion, found byte by byte: they may begin and end inside tokens, even inside characters."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,14 +15,11 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - s
 NO_TEXT = b"\xff"  # for an id without a token; it is nowhere in UTF-8, so no text is found across it
 
 
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:
-    """What a token adds to the text, which may be a part of a character; None: the tokenizer has no such token.
-
-    Example: Ġcat gives b" cat", Ã© the two bytes of one é, and Ã alone the first of them.
-    """
+def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = None) -> bytes | None:
+    """What a token adds to the text: Ġcat gives b" cat", Ã© the two bytes of one é, and Ã alone the first of them."""
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
-        return None
+        return missing
     return bytes(BYTES[char] for char in token) if BYTES.keys() >= set(token) else token.encode()
 
 
@@ -34,35 +32,24 @@ def watch_stop_strings(sampling, tokenizer, prompts: Sequence, num_generations: 
 
 
 class StopStrings:
-    """Which rows have just completed one of the texts.
+    """Which rows have just completed one of the texts, as StopStringCriteria of transformers 5.23.
 
     A text is complete with the token that has its last byte, whatever else that token says: "</answ" and "er>." end
-    with </answer> too, and the point stays. The text may begin in the prompt, but not end there.
-
-    Args:
-        strings: the texts, none of them empty.
-        prompts: R tensors of ids (P,), one for each row.
-    Source: StopStringCriteria of transformers (5.23, which compares bytes).
+    with </answer> too, and the point stays. The text may begin in the row's prompt, but not end there.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, prompts: Sequence[Tensor]):
-        self.strings, self.tokenizer = [string.encode() for string in strings], tokenizer
-        self.longest = max(len(string) for string in self.strings)
-        self.known: dict[int, bytes] = {}  # bytes of the tokens met so far
-        self.before = [b"".join(map(self._bytes, ids[-self.longest :].tolist())) for ids in prompts]
+        self.strings = [string.encode() for string in strings]
+        self.longest = max(map(len, self.strings))
+        self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
+        self.before = [b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Note that each of these rows drew a token, (r,) numbers of rows and (r,) ids; (r,) bool: that ends it."""
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
-            before, token = self.before[row], self._bytes(token_id)
+            before, token = self.before[row], self.bytes_of(token_id)
             # so little of what comes before that a match needs the token
             ends.append(any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings))
             self.before[row] = (before + token)[-self.longest :]
         return torch.tensor(ends, device=ids.device)
-
-    def _bytes(self, token_id: int) -> bytes:
-        if token_id not in self.known:
-            text = token_bytes(self.tokenizer, token_id)
-            self.known[token_id] = NO_TEXT if text is None else text
-        return self.known[token_id]
