@@ -34,8 +34,7 @@ def iou(completions: list[str], solution: list, image_sizes: Extents, answer_ext
     Raises:
         ValueError: a solution is no box (named).
     """
-    rows = zip(completions, solution, image_sizes, answer_extents, strict=True)
-    return [_mean(_similarities("iou", boxes.iou, 0.0, *row)) for row in rows]
+    return _means("iou", boxes.iou, 0.0, completions, solution, image_sizes, answer_extents)
 
 
 def acc_0_5(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -43,9 +42,8 @@ def acc_0_5(completions: list[str], solution: list, image_sizes: Extents, answer
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
-    rows = zip(completions, solution, image_sizes, answer_extents, strict=True)
-    found = [_similarities("acc_0_5", boxes.iou, 0.0, *row) for row in rows]
-    return [_mean(values and [float(value >= 0.5) for value in values]) for values in found]
+    given = completions, solution, image_sizes, answer_extents
+    return _means("acc_0_5", boxes.iou, 0.0, *given, of=lambda value: value >= 0.5)
 
 
 def giou(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -54,8 +52,7 @@ def giou(completions: list[str], solution: list, image_sizes: Extents, answer_ex
     Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The whole image earns more,
     the share of the true box in it, so this reward alone first teaches large boxes.
     """
-    rows = zip(completions, solution, image_sizes, answer_extents, strict=True)
-    return [_mean(_similarities("giou", boxes.giou, -1.0, *row)) for row in rows]
+    return _means("giou", boxes.giou, -1.0, completions, solution, image_sizes, answer_extents)
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -105,6 +102,11 @@ def answer(completion: str) -> str:
     return answers[-1] if answers and "<think>" not in after else ""
 
 
+def _means(name: str, similarity: Callable, nothing: float, *columns: list, of: Callable = float) -> list[float | None]:
+    found = [_similarities(name, similarity, nothing, *row) for row in zip(*columns, strict=True)]
+    return [None if values is None else sum(map(of, values)) / len(values) for values in found]
+
+
 def _similarities(
     name: str, similarity: Callable[[Box, Box], float], nothing: float, completion: str, solution, size, extent
 ) -> list[float] | None:
@@ -122,7 +124,3 @@ def _similarities(
     pairs = boxes.match(predicted, truth, similarity)
     alone = max(len(predicted), len(truth)) - len(pairs)
     return [similarity(predicted[p], truth[t]) for p, t in pairs] + [nothing] * alone
-
-
-def _mean(values: list[float] | None) -> float | None:
-    return None if values is None else sum(values) / len(values)
