@@ -5,7 +5,7 @@ import re
 import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
-from minivlmrl.data.conversations import split_at_media
+from minivlmrl.data.conversations import conversation
 from minivlmrl.data.json_lines import JsonLines
 
 
@@ -201,7 +201,7 @@ MISTAKES = [
     ({"prompt": [HI, {"role": "user"}]}, "column 'prompt': message 1 needs a role, and content that is text or a li"),
     ({"prompt": [{"content": "hi"}]}, "column 'prompt': message 0 needs a role, and content that is text or a list"),
     ({"prompt": [user(3)]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts"),
-    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio'; text, image"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio', not text, image"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but 0 video(s) came"),
     ({"messages": [HI, {"role": "assistant"}]}, "column 'messages': message 1 needs a role, and content that is"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
@@ -247,11 +247,8 @@ MISTAKES = [
     ({"problem": "a", "images": ["a", {"max_pixels": 9}]}, "column 'images': each image must be a path, URL or data"),
     ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
-    (
-        {"problem": "a", "images": [{"image": "a", "fps": 1}]},
-        "column 'images': 'fps' is not an option of images; known",
-    ),
-    ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels is '9', it must be a n"),
+    ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': option 'fps' is not one of min_pixels"),
+    ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels '9': need a whole numb"),
     ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
     ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
     ({"prompt": [user([{"type": "image", "image": 3}])]}, "message 0: each image must be a path, URL or data URI; one"),
@@ -284,7 +281,7 @@ MISTAKES += [
 ]
 
 MISTAKES += [
-    ({"problem": "a", "margin": margin}, "column 'margin' must be a number, by how much chosen is better; it is")
+    ({"problem": "a", "margin": margin}, f"column 'margin' is {margin!r}, it must be a number, by how much chosen")
     for margin in ("1", True, [1])
 ]
 
@@ -305,5 +302,5 @@ def test_an_answer_may_speak_of_images(write_rows):
 
 
 def test_splitting_at_images_keeps_the_text_around():
-    assert split_at_media("a<image>", {"image": 1}) == [text("a"), IMAGE_PART, text("")]
-    assert split_at_media("", {}) == [text("")]
+    assert conversation("a<image>", {"image": 1})[0]["content"] == [text("a"), IMAGE_PART, text("")]
+    assert conversation("", {})[0]["content"] == [text("")]

@@ -60,7 +60,7 @@ def test_a_line_that_is_no_json_is_named(write_rows):
 
 @pytest.mark.parametrize("line", ["[1, 2]", '"text"', "3", "null"])
 def test_a_line_that_is_no_object_is_named(write_rows, line):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: a row must be an object"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: a row is .*, it must be an object"):
         JsonLines(write_rows(line))
 
 
@@ -84,7 +84,7 @@ HI, YES = user("hi"), assistant("yes")
 def test_a_label_is_true_or_false(write_rows, label):
     """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
     row = {"prompt": "a", "completion": "b", "label": label}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' must be true or false, .* it is "):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be true or false"):
         JsonLines(write_rows(row), ("problem", "completion", "label"))
     assert JsonLines(write_rows(row))[0].columns["label"] == label
     for label in (True, False):

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 SPACES = ("original", "resized", "thousandths", "unit")
 LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
 
@@ -23,12 +25,10 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return width and height of a whole image in the units of a space.
+    """Return width and height of a whole image in the units of a space; original and resized are in pixels.
 
-    Args:
-        space: "original" (pixels of the file), "resized" (pixels of the image that the model sees: what Qwen2.5-VL
-            writes), "thousandths" (0 to 1000: what Qwen2-VL and Qwen3-VL write) or "unit" (0 to 1).
-        original, resized: width and height in pixels (smart_resize says height first).
+    "original": pixels of the file; "resized": pixels of the image that the model sees, as Qwen2.5-VL writes;
+    "thousandths": 0 to 1000, as Qwen2-VL and Qwen3-VL write; "unit": 0 to 1.
     """
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
@@ -47,7 +47,7 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Convert to other units. A coordinate of whole pixels gets the float nearest to the exact quotient.
+        """Convert to other units, whole pixels to the float nearest to the exact quotient.
 
         Example: (10, 10, 20, 20) of (100, 50) is (20, 40, 40, 80) of (200, 200).
         """
@@ -58,12 +58,12 @@ class Box:
 
     @property
     def area(self) -> float:
-        """Width times height, in squared units."""
+        """Return width times height."""
         return (self.x2 - self.x1) * (self.y2 - self.y1)
 
     @property
     def valid(self) -> bool:
-        """Finite, corners in order, some area."""
+        """Whether the corners are finite and in order, with some area between them."""
         finite = all(abs(c) < LIMIT for c in (self.x1, self.y1, self.x2, self.y2))  # False for NaN
         return finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
 
@@ -97,7 +97,7 @@ def giou(a: Box, b: Box) -> float:
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Area that both cover, and that one or both cover: summed in this order it is never less than the first."""
+    """Return intersection and union, summed in an order that never makes the union the smaller."""
     assert a.extent == b.extent, "boxes of different spaces: use to()"
     width, height = min(a.x2, b.x2) - max(a.x1, b.x1), min(a.y2, b.y2) - max(a.y1, b.y1)
     both = max(0.0, width) * max(0.0, height)
@@ -112,29 +112,22 @@ def match(
     Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
 
     Returns:
-        min(n, m) pairs (index of predicted, index of truth), by the first; pairs that do not overlap included.
-    Raises:
-        ValueError: there are several of both and scipy is not installed.
+        min(n, m) pairs (index of predicted, index of truth), also of boxes that do not overlap.
     """
     if not predicted or not truth:
         return []
-    table = [[similarity(p, t) for t in truth] for p in predicted]
-    if len(truth) == 1:
-        return [(max(range(len(predicted)), key=lambda p: table[p][0]), 0)]
-    if len(predicted) == 1:
-        return [(0, max(range(len(truth)), key=table[0].__getitem__))]
+    table = np.array([[similarity(p, t) for t in truth] for p in predicted])
+    if 1 in table.shape:
+        return [divmod(int(table.argmax()), len(truth))]
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
         raise ValueError("matching several boxes needs scipy: pip install -c constraints.txt -e '.[boxes]'") from error
-    pairs = linear_sum_assignment(table, maximize=True)
-    return list(zip(*(indices.tolist() for indices in pairs), strict=True))
+    return list(zip(*(indices.tolist() for indices in linear_sum_assignment(table, maximize=True)), strict=True))
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Read the boxes that a text consists of.
-
-    One of these, and nothing but white space, a code fence or a final full stop around it:
+    """Read the boxes that a text consists of: one of these, in white space, a code fence or before a full stop.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four
@@ -143,9 +136,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         1 2 5 6  or  1, 2, 5, 6                             one box
 
     A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a group that is no box.
-
-    Returns:
-        finite x1, y1, x2, y2 in the order of the text; the corners may be out of order or of the image: see Box.valid.
+    The numbers are finite; corners may be out of order or of the image, see Box.valid.
     Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
     text = text.strip()
@@ -162,14 +153,14 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def _group(item: object) -> tuple[float, ...] | None:
-    """The four numbers of {"bbox_2d": [...]} or [...], else None."""
+    """Return the four numbers of {"bbox_2d": [...]} or [...], else None."""
     numbers = item.get("bbox_2d") if isinstance(item, dict) else item
     good = isinstance(numbers, list) and len(numbers) == 4 and all(isinstance(n, float) for n in numbers)
     return tuple(numbers) if good else None
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; one with the same key twice says two things at once."""
+    """Make a JSON object; one with the same key twice says two things at once."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("the same key twice")
     return dict(pairs)

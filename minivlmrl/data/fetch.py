@@ -25,8 +25,7 @@ def open_image(
     source: Source | PIL.Image.Image, folder: str | Path | None = None, allow_url: bool = False
 ) -> Iterator[PIL.Image.Image]:
     """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
-    in_memory = isinstance(source, PIL.Image.Image)
-    if in_memory:
+    if in_memory := isinstance(source, PIL.Image.Image):
         name = f"image of {source.width} x {source.height} pixels"
     else:
         name, file = open_source(source, folder, allow_url)
@@ -48,14 +47,7 @@ def open_image(
 
 
 def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> tuple[str, Path | io.BytesIO]:
-    """Find the bytes of an image or video.
-
-    Args:
-        source: path, file:// URL, data URI (base64), http(s) URL, or the bytes of a file.
-        folder, allow_url: where a relative path starts; whether http(s) URLs are downloaded.
-    Returns:
-        a name for messages; a path, or the bytes if they are in no file.
-    """
+    """Find a path, file:// URL, base64 data URI, http(s) URL or bytes: a name for errors; the path or the bytes."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
@@ -75,7 +67,7 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
 
 
 def _decode_data_uri(name: str, uri: str) -> bytes:
-    """The bytes of a data URI. urllib's own handler skips letters that are not base64; these are refused here."""
+    """Decode a data URI; letters that are not base64, which urllib's own handler skips, are refused."""
     header, comma, data = uri.partition(",")
     if not comma or not header.endswith(";base64"):
         raise ValueError(f"{name}: a data URI must look like data:image/png;base64,...")

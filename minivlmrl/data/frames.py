@@ -12,15 +12,9 @@ MIN_FRAMES, MAX_FRAMES = 4, 768
 def sample_indices(
     total_frames: int, video_fps: float, *, video_start=None, video_end=None, **sampling: float | None
 ) -> tuple[list[int], float]:
-    """Choose the frames that the model sees: evenly spread, the first and the last among them.
+    """Choose frames of a file, evenly spread, the first and the last among them; also return their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
-
-    Args:
-        total_frames, video_fps: of the file.
-        video_start, video_end, sampling: see frame_range and smart_nframes.
-    Returns:
-        numbers of the frames; how many of them a second holds.
     Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
     """
     first, last = frame_range(total_frames, video_fps, video_start, video_end)
@@ -32,10 +26,8 @@ def sample_indices(
 def frame_range(
     total_frames: int, video_fps: float, video_start: float | None = None, video_end: float | None = None
 ) -> tuple[int, int]:
-    """First and last frame between two times in seconds; those outside the video are moved to its ends.
+    """Return the first and last frame between two times in seconds; those outside the video are moved to its ends.
 
-    Raises:
-        ValueError: the video has no frames or no rate, or fewer than two frames lie between the times.
     Source: qwen-vl-utils' calculate_video_frame_range.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
@@ -46,10 +38,8 @@ def frame_range(
     if video_end is not None:
         last = min(math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last)
     if first >= last and (video_start, video_end) != (None, None):
-        raise ValueError(
-            f"no two frames lie between video_start {video_start} and video_end {video_end}; "
-            f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
-        )
+        video = f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        raise ValueError(f"no two frames lie between video_start {video_start} and video_end {video_end}; {video}")
     return first, last
 
 
@@ -65,8 +55,6 @@ def smart_nframes(
         nframes: frames to take, instead of fps.
         min_frames, max_frames: bounds when fps decides, by default 4 and the smaller of 768 and total_frames. Where
             they contradict each other, max_frames holds.
-    Raises:
-        ValueError: both fps and nframes, or fewer than two frames, or more than there are.
     Source: qwen-vl-utils' smart_nframes.
     """
     if nframes is not None:
@@ -86,10 +74,10 @@ def smart_nframes(
 
 
 def number(name: str, value: float, zero: bool = False) -> float:
-    """Check that an option is a number above 0, or 0 if that is allowed too (ValueError)."""
+    """Check that an option is a number above 0, or 0 if that is allowed too."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and value < 1e9
     if not known or not (value > 0 or (zero and value == 0)):
-        raise ValueError(f"{name} {value!r}: need a number {'from 0 on' if zero else 'above 0'}, below 1e9")
+        raise ValueError(f"{name} {value!r:.40}: need a number {'from 0 on' if zero else 'above 0'}, below 1e9")
     return value
 
 

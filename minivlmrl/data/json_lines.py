@@ -18,6 +18,7 @@ from pathlib import Path
 
 from minivlmrl.data.conversations import read_conversation
 from minivlmrl.data.media import Media, check_columns, load_media, place_media, read_media
+from minivlmrl.hub.checker import naming, require
 from minivlmrl.rows import Row
 
 
@@ -36,12 +37,9 @@ class JsonLines:
     """Rows of a JSON lines file. Images are read when a row is used.
 
     Args:
-        path: the file; paths of images are relative to it.
         required: columns that every row must have; "problem" means a prompt and "completion" an answer, in any form.
         limit: read no more rows than this.
         options: see RowOptions.
-    Raises:
-        ValueError: the file or a row cannot be read (names file, line and column).
     """
 
     def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):
@@ -49,16 +47,12 @@ class JsonLines:
         self.rows = []  # line number, the row without its images, what these are
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
-        try:
+        with naming(path):  # for what is not UTF-8
             lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 ({error})") from error
         for number, line in enumerate(lines, start=1):
             if line.strip() and (limit is None or len(self.rows) < limit):
-                try:
+                with naming(f"{path}:{number}"):
                     self.rows.append((number, *read_row(line, required, self.options)))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from error
         if not self.rows:
             raise ValueError(f"{path}: has no rows")
         self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
@@ -69,25 +63,25 @@ class JsonLines:
     def __getitem__(self, index: int) -> Row:
         number, row, media = self.rows[index]
         where = f"{self.path}:{number}"
-        images, videos = load_media(media, self.path.parent, self.options.allow_urls, where)
+        with naming(where):
+            images, videos = load_media(media, self.path.parent, self.options.allow_urls)
         columns = {name: row.columns.get(name) for name in self.columns}
         return replace(row, images=images, videos=videos, columns=columns, where=where)
 
 
 def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
-    """Read one row without its images and videos, and list these in order of appearance (ValueError: see JsonLines)."""
+    """Read one row without its images and videos, and list these in order of appearance."""
     try:
         columns = json.loads(line)
         json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(columns, dict):
-        raise ValueError(f"a row must be an object with columns, it is {columns!r:.40}")
+    require(isinstance(columns, dict), "a row", columns, "an object with columns")
     margin, label = columns.get("margin"), columns.get("label")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise ValueError(f"column 'margin' must be a number, by how much chosen is better; it is {margin!r:.40}")
-    if "label" in required and label is not None and not isinstance(label, bool):
-        raise ValueError(f"column 'label' must be true or false, whether the completion is good; it is {label!r:.40}")
+    good = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))
+    require(good, "column 'margin'", margin, "a number, by how much chosen is better")
+    good = "label" not in required or label is None or isinstance(label, bool)
+    require(good, "column 'label'", label, "true or false, whether the completion is good")
     listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
     counts = {kind: len(media) for kind, media in listed.items()}
     messages, answers = read_conversation(columns, counts, options.prompt_template, options.system_prompt)

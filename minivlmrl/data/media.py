@@ -1,6 +1,6 @@
 """Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import PIL.Image
 from minivlmrl.chat import IMAGE, VIDEO, content_parts, part_kind
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import Video, load_video
+from minivlmrl.hub.checker import naming
 from minivlmrl.image import load_image
 
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
@@ -37,8 +38,8 @@ def read_media(columns: dict, kind: str) -> list[Media]:
     listed = columns[given[0]]
     if given == ["video"] or not isinstance(listed, list):  # a list under `video` is one of frames
         listed = [listed]
-    where = f"column {given[0]!r}"
-    return [_media(entry if isinstance(entry, dict) else {kind: entry}, kind, where) for entry in listed]
+    with naming(f"column {given[0]!r}"):
+        return [_media(entry if isinstance(entry, dict) else {kind: entry}, kind) for entry in listed]
 
 
 def place_media(
@@ -47,8 +48,7 @@ def place_media(
     """Give each image or video part of a prompt what it shows.
 
     Args:
-        messages: a part with a source of its own shows that, the others what the columns list.
-        listed: by kind, as many as there are parts without a source. The options of a part win over those listed.
+        listed: by kind, the media of the parts without a source. The options of a part win over those listed here.
         video_options: of every video, unless it has its own; which frames to take only of files without nframes.
     Returns:
         messages, with kind and size options in their parts but no sources; all media in order of appearance.
@@ -56,63 +56,48 @@ def place_media(
     waiting = {kind: iter(media) for kind, media in listed.items()}
     placed, used = [], []
     for number, message in enumerate(messages):
-        parts, where = [], f"message {number}"
+        parts = []
         for part in content_parts(message):
             kind = part_kind(part)
             if kind in OPTIONS:
-                if has_source(part):
-                    media = _media(part, kind, where)
-                else:
-                    media = next(waiting[kind])
-                    media = replace(media, options=media.options | _options(part, kind, where))
+                with naming(f"message {number}"):
+                    media = _media(part, kind) if has_source(part) else next(waiting[kind])
+                    options = media.options | _options(part, kind)
                 common = video_options if kind == "video" else {}
-                if isinstance(media.source, list) or "nframes" in media.options:
+                if isinstance(media.source, list) or "nframes" in options:
                     common = _without(common, SAMPLING_OPTIONS)
-                media = replace(media, options=common | media.options)
-                used.append(media)
-                part = {"type": kind, **_without(media.options, SAMPLING_OPTIONS)}
+                used.append(replace(media, options=common | options))
+                part = {"type": kind, **_without(used[-1].options, SAMPLING_OPTIONS)}
             parts.append(part)
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
     return placed, used
 
 
-def load_media(
-    media: list[Media], folder: Path, allow_urls: bool, where: str
-) -> tuple[list[PIL.Image.Image], list[Video]]:
-    """Read the images and videos of a row (ValueError: begins with `where`, the row's file and line)."""
+def load_media(media: list[Media], folder: Path, allow_urls: bool) -> tuple[list[PIL.Image.Image], list[Video]]:
+    """Read the images and videos of a row."""
     images, videos = [], []
     for one in media:
-        try:
-            if one.kind == "image":
-                images.append(load_image(one.source, folder, allow_urls))
-            else:
-                sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
-                videos.append(load_video(one.source, folder, allow_urls, **sampling))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        if one.kind == "image":
+            images.append(load_image(one.source, folder, allow_urls))
+        else:
+            sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
+            videos.append(load_video(one.source, folder, allow_urls, **sampling))
     return images, videos
 
 
 def shown_parts(
     pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
 ) -> list[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
-    """Find what each image and video part of a prompt shows.
+    """List what the parts of a prompt show: "image" or "video", the image or video, and its size options.
 
     Args:
         pieces: the messages as a chat template laid them out.
-        images, videos: one for each part of its kind, in order (ValueError: another number of them).
-    Returns:
-        for each part: "image" or "video", the image or video, and its size options, see sizes.py.
+        images, videos: one for each part of its kind, in order.
     """
     parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
     parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
     kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}
-    for kind, items in given.items():
-        if kinds.count(kind) != len(items):
-            raise ValueError(
-                f"the prompt has {kinds.count(kind)} {kind} placeholder(s) but {len(items)} {kind}(s) came with it; "
-                f"put one placeholder where each {kind} belongs"
-            )
+    check_counts(kinds, "{} placeholder(s)", {kind: len(items) for kind, items in given.items()})
     # by identity: text may spell the same
     shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
     if shown != kinds:
@@ -122,15 +107,23 @@ def shown_parts(
     return [(kind, next(waiting[kind]), _without(part, other)) for kind, part in parts]
 
 
+def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):
+    """Refuse another number of parts of a kind than of images or videos that came with the prompt."""
+    for kind in OPTIONS:
+        found, count = kinds.count(kind), media.get(kind, 0)
+        if found != count:
+            cure = f"put one where each {kind} belongs and name as many {kind}s"
+            raise ValueError(f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; {cure}")
+
+
 def check_columns(columns: dict, media: list[Media]):
-    """Refuse columns that look like options of the row's images or videos, where they would do nothing (ValueError)."""
+    """Refuse columns that look like options of the row's images or videos, where they would do nothing."""
     for kind in dict.fromkeys(one.kind for one in media):
         for name in OPTIONS[kind]:
             if columns.get(name) is not None and name not in COLUMNS_TOO:
-                raise ValueError(
-                    f"column {name!r} does nothing; as an option of the {kind} it belongs beside the source, "
-                    f'{{"{kind}": ..., "{name}": ...}}, and anything else needs another name'
-                )
+                cure = f'{{"{kind}": ..., "{name}": ...}}, and anything else needs another name'
+                reason = f"as an option of the {kind} it belongs beside the source"
+                raise ValueError(f"column {name!r} does nothing; {reason}, {cure}")
 
 
 def has_source(part: dict) -> bool:
@@ -138,34 +131,23 @@ def has_source(part: dict) -> bool:
     return any(part.get(name) is not None for names in SOURCES.values() for name in names)
 
 
-def _media(entry: dict, kind: str, where: str) -> Media:
+def _media(entry: dict, kind: str) -> Media:
     given = [entry[name] for name in SOURCES[kind] if entry.get(name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{where}: it has {kind!r} and '{kind}_url'; give one of them")
+        raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
     source = given[0] if given else None
     if isinstance(source, dict):  # {"image_url": {"url": ...}}
         source = source.get("url")
     frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
     if not isinstance(source, str) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(f"{where}: each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
-    return Media(kind, source, _options(entry, kind, where))
+        raise ValueError(f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
+    return Media(kind, source, _options(entry, kind))
 
 
-def _options(entry: dict, kind: str, where: str) -> dict[str, float]:
-    options = {name: value for name, value in entry.items() if value is not None}
-    options = _without(options, ("type", "text", "index", *SOURCES[kind]))
-    for name, value in options.items():
-        if name not in OPTIONS[kind]:
-            raise ValueError(f"{where}: {name!r} is not an option of {kind}s; known are {', '.join(OPTIONS[kind])}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{where}: {name} is {value!r:.40}, it must be a number")
-    try:
-        check_options(_without(options, SAMPLING_OPTIONS), OPTIONS[kind])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return options
+def _options(entry: dict, kind: str) -> dict[str, float]:
+    return check_options(_without(entry, ("type", "text", "index", *SOURCES[kind])), OPTIONS[kind])
 
 
-def _without(options: dict, names: Sequence[str]) -> dict:
+def _without(options: dict, names: Collection[str]) -> dict:
     return {name: value for name, value in options.items() if name not in names}

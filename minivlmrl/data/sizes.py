@@ -8,6 +8,7 @@ bounds hold. A video part may have total_pixels, a bound of all its frames toget
 from collections.abc import Collection
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS
+from minivlmrl.data.frames import number
 from minivlmrl.image import ImageProcessor
 
 BOUNDS = ("min_pixels", "max_pixels")
@@ -20,16 +21,7 @@ OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 def read_options(
     processor: ImageProcessor, height: int, width: int, options: dict[str, int | None]
 ) -> tuple[int, int, tuple[int, int]]:
-    """Apply the options of one image.
-
-    Args:
-        height, width: of the image, in pixels.
-        options: see IMAGE_OPTIONS; None counts as not given.
-    Returns:
-        height, width, (min_pixels, max_pixels): what smart_resize is given.
-    Raises:
-        ValueError: an option is unknown, of the wrong type or out of bounds (named).
-    """
+    """Apply the IMAGE_OPTIONS of one image: height, width, (min_pixels, max_pixels) that smart_resize is given."""
     options = check_options(options, IMAGE_OPTIONS)
     if "resized_height" in options:
         height, width, options = options["resized_height"], options["resized_width"], {}
@@ -38,27 +30,31 @@ def read_options(
     return height, width, bounds
 
 
-def check_options(options: dict[str, int | None], known: Collection[str]) -> dict[str, int]:
-    """Size options of one image or video without those that are None (ValueError names the wrong one)."""
-    for name in options:
+def check_options(options: dict[str, float | None], known: Collection[str]) -> dict[str, float]:
+    """Return the options of one image or video without those that are None (ValueError names the wrong one)."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
         if name not in known:
             raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
-    given = {name: value for name, value in options.items() if value is not None}
-    _check_positive(given)
+        if name in SAMPLING_OPTIONS:
+            number(name, value, zero=True)
+        else:
+            _check_positive(name, value)
     if ("resized_height" in given) != ("resized_width" in given):
         raise ValueError("resized_height and resized_width belong together: give both or neither")
     return given
 
 
 def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collection[str] = BOUNDS):
-    """Raise ValueError for bounds that no image could keep.
+    """Refuse bounds that no image could keep.
 
     Args:
         min_pixels, max_pixels: areas in pixels.
         factor: side of a decoder token, in pixels.
-        given: which of the bounds the image asks for itself; another is a default, and the error says so.
+        given: the bounds that the image asks for itself; the error calls the other the default.
     """
-    _check_positive({"min_pixels": min_pixels, "max_pixels": max_pixels})
+    _check_positive("min_pixels", min_pixels)
+    _check_positive("max_pixels", max_pixels)
     if min_pixels > max_pixels:
         names = [name if name in given else f"the default {name}" for name in BOUNDS]
         cure = "".join(f"; give {name} too" for name in BOUNDS if name not in given)
@@ -69,7 +65,6 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")
 
 
-def _check_positive(options: dict[str, int]):
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"{name} {value!r}: need a whole number above 0")
+def _check_positive(name: str, value: int):
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} {value!r:.40}: need a whole number above 0")

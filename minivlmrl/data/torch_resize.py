@@ -1,4 +1,4 @@
-"""Images resized by torch's kernel, for comparing with a server that uses transformers' torchvision processor.
+"""Images resized by torch's kernel, to compare with a server that uses transformers' torchvision processor.
 
 `resize: pil`, the default, is Pillow's bicubic filter: what transformers without torchvision and qwen-vl-utils make, so
 what the checkpoints were trained with. `resize: torch` gives to the bit what transformers' torchvision processor makes.
@@ -16,13 +16,7 @@ import torch
 def resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Resize RGB frames to one size in pixels, and tell what each grey level becomes.
-
-    Args:
-        mean, std: (3, 1) float32, of RGB values from 0 to 1.
-    Returns:
-        the frames (T, height, width, 3) uint8; the normalised levels (3, 256) float32, rounded as there.
-    """
+    """Resize RGB frames to (T, height, width, 3) uint8; also return the normalised grey levels (3, 256) float32."""
     resized = []
     for frame in frames:
         # uint8 in and out: the kernel rounds between its two passes, so resizing in float32 would give other values

@@ -8,20 +8,13 @@ from minivlmrl.rows import ENDS, Processor
 
 
 def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
-    """Turn an answer into tokens, as the model has to write them after a prompt.
+    """Turn an answer to a prompt (messages) into tokens, as the model has to write them.
 
-    Args:
-        messages: the prompt.
-        completion: text, or turns that begin and end with the assistant's.
     Returns:
         ids (C,) int64: the text, then <|im_end|>; of several turns also what is between them.
         loss_mask (C,) bool: written by the assistant; all True if the completion is one turn.
-    Raises:
-        ValueError: see render_completion; or no completion stops at the template's end.
     """
-    turns, template = completion, processor.template
-    if isinstance(completion, str):
-        turns = [{"role": "assistant", "content": completion}]
+    turns, template = as_turns(completion), processor.template
     if template is None:
         pieces = render_completion(turns)
     else:
@@ -33,6 +26,11 @@ def encode_completion(processor: Processor, messages: list[dict], completion: st
     return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
 
 
+def as_turns(answer: str | list[dict]) -> list[dict]:
+    """Return the turns of an answer, also where it is text."""
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+
+
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
@@ -42,8 +40,6 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     Returns:
         Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of its turns and the
         <|im_end|> that closes each. The last piece is where generation stops.
-    Raises:
-        ValueError: turns that check_messages or check_ends refuses.
     """
     check_messages(turns)
     check_ends(turns)
@@ -56,21 +52,16 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def check_messages(messages: list[dict]):
-    """Refuse what Qwen's default template cannot show: see check_message; tool_calls, which it would leave out."""
+    """Refuse what Qwen's default template cannot show."""
     for number, message in enumerate(messages):
         check_message(number, message)
         if message.get("tool_calls"):
-            raise ValueError(
-                f"message {number} has tool_calls, which Qwen's default template leaves out; put a template that lays "
-                "them out into the model's folder as chat_template.jinja"
-            )
+            cure = "put a template that lays them out into the model's folder as chat_template.jinja"
+            raise ValueError(f"message {number} has tool_calls, which Qwen's default template leaves out; {cure}")
 
 
 def check_message(number: int, message: dict):
-    """Refuse a message without role or content, or with a part that is neither text nor image nor video.
-
-    A message that calls tools may do without content.
-    """
+    """Refuse a message without role or content (unless it calls tools), or with a part of an unknown kind."""
     role = inside = None
     if isinstance(message, dict):
         role, inside = message.get("role"), content_parts(message)
@@ -80,8 +71,7 @@ def check_message(number: int, message: dict):
     for part in inside:
         if part_kind(part) is None:
             shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-            supported = "text, image and video are supported"
-            raise ValueError(f"message {number} has a part of type {shown!r}; {supported}: {part!r:.80}")
+            raise ValueError(f"message {number} has a part of type {shown!r}, not text, image or video: {part!r:.80}")
 
 
 def check_ends(turns: list[dict]):

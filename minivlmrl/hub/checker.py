@@ -6,7 +6,8 @@ import operator
 import re
 import types
 import typing
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal
 
 
@@ -14,6 +15,15 @@ def require(valid: bool, name: str, value: Any, expected: str):
     """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one field."""
     if not valid:
         raise ValueError(f"{name} is {value!r:.80}, it must be {expected}")
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """Begin the errors of a block with the file, row or field that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
@@ -29,10 +39,8 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     Raises:
         ValueError: the first wrong key or value: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
     """
-    try:
+    with naming(where):
         return _build(cls, values, prefix, json)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def _build(cls, values: Any, prefix: str, json: bool):
