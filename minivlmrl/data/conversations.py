@@ -35,9 +35,8 @@ def read_conversation(
     for column, value in found.items():
         with naming(f"column {column!r}"):
             _check_form(value, {**PROMPTS, **ANSWERS}[column])
-    if {"chosen", "rejected"} <= set(found) and render(as_turns(found["chosen"])) == render(
-        as_turns(found["rejected"])
-    ):
+    chosen, rejected = (as_turns(found.get(column)) for column in ("chosen", "rejected"))
+    if chosen and rejected and render(chosen) == render(rejected):
         raise ValueError("column 'rejected' equals column 'chosen': there is no preference to learn; drop the row")
     column, prompt, answers = _split(found, sorted(row))
     for name, answer in answers.items():
