@@ -1,11 +1,7 @@
 """The rest of the policy-gradient family, pure functions on top of losses.py; these two files can be copied out.
 
-losses.py has the ratio, the clipped term, the KL and three averages. Here are more of them, and what selects terms:
-
-    term        clipped with a bound on the unclipped side too, CISPO, SAPO, VESPO
-    masks       off-policy rows and low-entropy tokens lose their term; the sampler's mismatch reweights it
-    average     LUSPO's sum over a row, BNPO's mean over a micro-batch
-    entropy     - entropy_coef * mean entropy
+More terms (a bound on the unclipped ratio, CISPO, SAPO, VESPO) and averages (LUSPO, BNPO), masks of off-policy rows and
+of low-entropy tokens, weights for the sampler's mismatch, and an entropy bonus.
 """
 
 import math
@@ -53,25 +49,20 @@ class PolicyInputs:
     sampling_per_token_logps: Tensor | None = None  # (B, T) as the sampler recorded them; None: the old ones
     importance_sampling_ratio: Tensor | None = None  # (B, T) or (B, 1), see rollout_importance_ratio
     entropy_threshold: float | Tensor | None = None  # of the whole step; None: this batch's quantile
-    num_entropy_tokens: float | Tensor | None = None  # tokens that the entropy's mean is over; None: see entropy_bonus
+    num_entropy_tokens: float | Tensor | None = None  # tokens that the entropy's mean is over; None: see mean_entropy
 
 
 def policy_loss(
-    inputs: PolicyInputs,
-    advantages: Tensor,
-    mask: Tensor,
-    options: FamilyLoss | None = None,
-    counts: Counts | None = None,
+    inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss | None = None, counts=None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of the whole family; with options that PolicyLoss has too it equals grpo_loss.
 
     Args:
         advantages: (B,) or (B, T).
         mask: (B, T), 1 for tokens that count.
+        counts: losses.Counts of the whole step; None: this batch is the step.
     Returns:
         loss, a scalar; and metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
-    Raises:
-        ValueError: what an option needs is missing.
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask: arXiv 2506.01939;
         off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
@@ -91,8 +82,7 @@ def policy_loss(
         log_weight = vespo_log_weight(log_ratio.detach(), inputs.importance_sampling_ratio, mask)
         per_token_loss, metrics = vespo_term(logps, log_weight, advantages, options)
     else:
-        bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
-        per_token_loss, metrics = two_sided(ratio, bounded, advantages, options)
+        per_token_loss, metrics = two_sided(ratio, advantages, options)
     if options.off_policy_mask_threshold is not None:
         sampler = old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
         drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)
@@ -107,9 +97,8 @@ def policy_loss(
     if inputs.importance_sampling_ratio is not None and options.loss_type != "vespo":
         per_token_loss = per_token_loss * inputs.importance_sampling_ratio
     if options.beta:
-        kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
+        metrics["kl"] = kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl
-        metrics["kl"] = kl
     loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
     if options.entropy_coef:
         loss = loss - options.entropy_coef * mean_entropy(inputs, kept, counts)
@@ -125,8 +114,9 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return losses.importance_ratio(log_ratio, mask, level)
 
 
-def two_sided(ratio: Tensor, bounded: Tensor, advantages: Tensor, options: PolicyLoss) -> tuple[Tensor, dict]:
+def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
     """losses.clipped, with the unclipped ratio bounded too (delta of INTELLECT-2, arXiv 2505.07291)."""
+    bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
     _, metrics = clipped(bounded, advantages, options)
     within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     return -torch.min(bounded * advantages, within * advantages), metrics
@@ -178,22 +168,17 @@ def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
 
 
 AVERAGES = losses.AVERAGES | {
-    "sapo": losses.AVERAGES["grpo"],
-    "rloo": losses.AVERAGES["grpo"],
-    "cispo": losses.AVERAGES["dapo"],
-    "vespo": losses.AVERAGES["dapo"],
-    # mean over rows of each row's sum: a long row weighs more (arXiv 2602.05261)
-    "luspo": lambda x, mask, n: x.sum() / n.sequences,
+    "luspo": lambda x, mask, n: x.sum() / n.sequences,  # rows' sums: a long row weighs more (arXiv 2602.05261)
     # token mean of this micro-batch, weighted by its share of rows: depends on how the step is split, in TRL too
     "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
 }
+AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"]) | dict.fromkeys(("cispo", "vespo"), AVERAGES["dapo"])
 
 
 def rollout_importance_ratio(
     old_per_token_logps: Tensor,
     sampling_per_token_logps: Tensor,
     mask: Tensor,
-    *,
     mode: str = "sequence_mask",
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
@@ -211,10 +196,9 @@ def rollout_importance_ratio(
         raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
     ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
-    low, high = -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max
-    if mode.endswith("truncate"):
-        return ratio.clamp(low, high)
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    low, high = clip_min or 0.0, math.inf if clip_max is None else clip_max
+    outside = (ratio < low) | (ratio > high)
+    return ratio.clamp(low, high) if mode.endswith("truncate") else ratio.masked_fill(outside, 0.0)
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
