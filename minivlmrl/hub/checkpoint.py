@@ -66,8 +66,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable) -> dict[str, Tensor]:
     """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has.
 
-    torch's HuggingFaceStorageReader would take every safetensors file of the folder, though the index names others, and
-    would let a tensor that is there twice overwrite the first.
+    torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names.
     """
     expected = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
     tied = model.config.tie_word_embeddings

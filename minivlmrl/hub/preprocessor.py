@@ -10,8 +10,7 @@ from minivlmrl.image import ImageProcessor
 Count = Annotated[int, ">= 1"] | None
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
-# image_processor_type -> resize. Before transformers 5 only Fast meant torchvision's kernels; since then the plain name
-# means them where torchvision is installed and Pillow's where it is not, and we read it in its older sense.
+# Fast resizes with torch. In transformers 5 the plain name does so too where torchvision is installed; not here.
 TYPES = "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor", "Qwen2VLImageProcessorFast"
 # settings that change pixels and have one value here: those that we write, and two more
 FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
@@ -36,9 +35,7 @@ class Settings(Fixed):
     image_std: tuple[Std, Std, Std] | None = None
 
 
-def read_image_processor(
-    content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
-) -> ImageProcessor:
+def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):
     """Make an image processor of a preprocessor_config.json (ValueError names a field that is wrong or not supported).
 
     Pixel bounds override the file's. Those that neither gives are those of transformers' class, for the same patches.

@@ -85,10 +85,9 @@ def answer(label: str) -> str:
 
 
 def worse(label: str, rng: random.Random) -> str:
-    """Make an answer that is worse than the right one.
+    """Make a worse answer: another colour, shape, or colour than in the thought, or up to 12 characters missing.
 
-    In a quarter of the rows each: another colour; the other shape; another colour in the answer than in the thought;
-    the right answer with up to 12 characters missing somewhere (docs/experiments.md says why).
+    docs/experiments.md says why there are four kinds, each in a quarter of the rows.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
