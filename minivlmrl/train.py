@@ -94,6 +94,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
     from minivlmrl.run.optimizer import build_optimizer
 
     stage, config, folder = algorithm.stage, algorithm.config, Path(algorithm.run.output_dir)
+    progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config)
     if state is None:

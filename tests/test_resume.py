@@ -29,6 +29,7 @@ from minivlmrl.run.batches import shuffled
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.scale import resume as resume_file
 from minivlmrl.scale import signals
+from minivlmrl.scale.resume import Progress
 from minivlmrl.scale.signals import PREEMPTED
 
 from tiny import RUN_MODEL
@@ -420,3 +421,13 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     assert not any(key.startswith("optimizer.visual.") for key in keys)
     assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [0]
     assert outcome(tmp_path / "run") == straight(*options)
+
+
+def test_another_number_of_rows_is_refused():
+    progress = Progress(["sft", "grpo"])
+    progress.check_rows(8)
+    progress.check_rows(8)
+    with pytest.raises(ValueError, match="the state is of a run with 8 rows, this one has 9"):
+        progress.check_rows(9)
+    progress.begin_stage(1)
+    progress.check_rows(9)

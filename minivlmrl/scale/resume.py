@@ -46,14 +46,21 @@ class Progress:
     stage: int = 0  # the index of the present one
     step: int = 0  # its optimizer steps so far ...
     steps: int = 0  # ... and those of all stages
-    draws: int = 0  # how often the present stage has drawn rows
+    draws: int = 0  # how often the present stage has drawn rows ...
+    rows: int = 0  # ... and of how many; 0: it has not begun
     results: dict[str, Evaluation] = field(default_factory=dict)  # evaluations so far
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
     logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl and timings.jsonl so far
 
     def begin_stage(self, number: int):
         """The stage of this number is next."""
-        self.stage, self.step, self.draws = number, 0, 0
+        self.stage, self.step, self.draws, self.rows = number, 0, 0, 0
+
+    def check_rows(self, rows: int):
+        """Refuse to go on with another number of rows: they would come in another order."""
+        if self.rows not in (0, rows):
+            raise ValueError(f"resume: the state is of a run with {self.rows} rows, this one has {rows}")
+        self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
         """One more optimizer step of a stage is done."""
