@@ -4,7 +4,7 @@ from dataclasses import dataclass, make_dataclass
 from typing import Annotated, Literal
 
 from minivlmrl.data.sizes import check_bounds
-from minivlmrl.hub.checker import build
+from minivlmrl.hub.checker import build, naming
 from minivlmrl.image import ImageProcessor
 
 Count = Annotated[int, ">= 1"] | None
@@ -50,10 +50,8 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
     resize = "torch" if str(settings.image_processor_type).endswith("Fast") else "pil"
     processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
-    try:
+    with naming(where):
         check_bounds(*bounds, processor.factor)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     return processor
 
 

@@ -9,7 +9,6 @@ only pictures of the seeds "validation" and "test" have objects there, and say s
 
 import random
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +29,6 @@ PROBLEM = "box the {}"
 UNIT = 7  # pixels
 GRID = SIZE // UNIT  # units a side of a picture: 8
 EVALUATION_SEEDS = ("validation", "test")
-THINKING = ("name", "position")
 VERTICAL, HORIZONTAL = ("top", "middle", "bottom"), ("left", "center", "right")
 
 
@@ -51,7 +49,7 @@ class Localisation:
 
     size: int
     seed: int | str
-    objects: Sequence[int] = (1, 1)
+    objects: tuple[int, int] = (1, 1)
     jitter: int = 0
     wrong_boxes: float = 0.0
     thinking: str = "name"
@@ -166,7 +164,7 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says: every word and every digit is one token."""
     corners = [(left, top, left + 2, top + 2) for left in (0, 3, 6) for top in (0, 3, 6)]  # one in each position
-    answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in THINKING]
+    answers = [answer(name, box, thinking) for name in NAMES for box in corners for thinking in ("name", "position")]
     texts = ["system\nYou are a helpful assistant.", "user\n", *map(PROBLEM.format, NAMES), "assistant\n", *answers]
     return train_tokenizer(texts, vocab_size=512)
 
