@@ -11,12 +11,8 @@ from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import get_task
 
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
-NEEDS = {
-    "prompts": (),
-    "demonstrations": ("completion",),
-    "pairs": ("chosen", "rejected"),
-    "labels": ("completion", "label"),
-}
+NEEDS = {"prompts": (), "demonstrations": ("completion",)}
+NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
 
 
 @dataclass
@@ -70,10 +66,9 @@ def load_datasets(config, stages: dict[str, str], seed: int, reward_columns=(), 
     """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
 
     Args:
-        config: the section `data`.
         stages: for each stage what its rows must have, a key of NEEDS.
-        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
         seed: of an embedded task's training rows; its held-out rows are the same for every seed.
+        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
     """
     if (config.task is None) == (config.train_file is None):
         raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
@@ -104,9 +99,7 @@ class Batches:
     """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new order.
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
-    draws depend on, "seed/stage/draw/position", and its index in the dataset: any number of ranks does the same.
-
-    `draws` were made before a resume. Ranks that cannot share prompts_per_step equally are refused.
+    draws depend on, "seed/stage/draw/position": any number of ranks does the same. `draws` were made before a resume.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):

@@ -1,15 +1,14 @@
 """Held-out rows: what a policy answers and what that earns, sampled at temperature 1 and greedily."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivlmrl.generate import SamplingConfig, sample_completions
 from minivlmrl.rewards import required_columns, reward_columns, score
-from minivlmrl.rows import Dataset, Processor, Row
+from minivlmrl.rows import Dataset, Row
 from minivlmrl.scale.ranks import World
 
 BATCH_SIZE = 64  # rows generated together
@@ -37,22 +36,15 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module,
-    processor: Processor,
-    rows: Dataset,
-    sampling: SamplingConfig,
-    world: World,
-    rewards: Sequence[str] = ("accuracy", "format"),
-    gather_weights: bool = True,
+    model, processor, rows: Dataset, sampling: SamplingConfig, world: World, rewards=("accuracy", "format"), gather=True
 ) -> Evaluation:
-    """Answer held-out rows, once sampled and once greedily.
+    """Answer held-out rows, once sampled and once greedily; rank r answers rows r, r + size, ...
 
     Args:
-        rows: any number; rank r answers rows r, r + size, ...
         sampling: says where answers end. Temperature, filters and penalty are the evaluation's own: results of runs
             that sample differently stay comparable.
         rewards: what counts, the form, and what else is to be reported.
-        gather_weights: see scale/sharding.rollout_weights.
+        gather: see scale/sharding.rollout_weights.
     """
     judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
@@ -64,7 +56,7 @@ def evaluate(
         for numbers in equal_batches(len(rows), world):
             batch = [replace(rows[i], key=f"evaluation/{i}") for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            results += answer(model, processor, batch, drawn, world, rewards, gather_weights)
+            results += answer(model, processor, batch, drawn, world, rewards, gather)
         everything = world.gather_objects(results)  # ranks have equally many; the last rows may be there twice
         in_order = [everything[i % world.size][i // world.size] for i in range(len(rows))]
         values = torch.stack([value for value, _, _ in in_order])  # (rows, K)
@@ -87,11 +79,11 @@ def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list
     return [numbers[start : start + size] for start in range(0, each, size)]
 
 
-def answer(model, processor, rows: list[Row], sampling, world, rewards, gather_weights) -> list[tuple]:
+def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) -> list[tuple]:
     """Rewards (K,), whether it is marked unseen, and the Answer of each row."""
     prompts = [row.prompt(processor) for row in rows]
     keys = [row.key for row in rows]
-    completions = sample_completions(model, processor, prompts, 1, sampling, keys, world, gather_weights)
+    completions = sample_completions(model, processor, prompts, 1, sampling, keys, world, gather)
     texts = [processor.decode(completion.ids) for [completion] in completions]
     columns = reward_columns(rows, prompts, completions, processor)
     values = score(list(rewards), texts, columns)  # (rows, K)

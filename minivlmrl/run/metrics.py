@@ -17,12 +17,7 @@ SUMS = {"loss"}  # ... of shares of a step the sum, of all other metrics the mea
 
 
 class MetricsLog:
-    """Writes one line per optimizer step. Ranks other than the first stay silent.
-
-    Args:
-        folder: gets metrics.jsonl and timings.jsonl (seconds, which differ from run to run).
-        written: what a resumed run had in them, by name; later lines are made again.
-    """
+    """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had."""
 
     def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None):
         self.silent = not world.is_main
@@ -51,7 +46,8 @@ class MetricsLog:
         if self.silent:
             return
         line = {"stage": self.name, "step": step}
-        print(json.dumps(line | {k: _json(v) for k, v in metrics.items()}), file=self.files[METRICS], flush=True)
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
         print(json.dumps(line | {"seconds": self.seconds}), file=self.files[TIMINGS], flush=True)
         shown = [name for name in ("reward", "rewards/accuracy", "kl", "loss") if name in metrics]
         self.bar.set_postfix({name.rpartition("/")[2]: f"{metrics[name]:.3f}" for name in shown[:3]}, refresh=False)
@@ -63,22 +59,18 @@ class MetricsLog:
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine the metrics of micro-batches, or of ranks.
+    """Combine (metrics, weight) of micro-batches, or of ranks: weighted means, and the total weight.
 
-    Args:
-        parts: (metrics, their weight: the number of tokens or pairs that they are means over).
-    Returns:
-        Weighted means (for PEAKS the maximum, for SUMS the sum), and the total weight.
+    A weight is the number of tokens or pairs that the metrics are means over.
     """
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
-        values = [(metrics[name], weight) for metrics, weight in parts]
         if name in PEAKS:
-            merged[name] = max(value for value, _ in values)
+            merged[name] = max(metrics[name] for metrics, _ in parts)
         elif name in SUMS:
-            merged[name] = sum(value for value, _ in values)
+            merged[name] = sum(metrics[name] for metrics, _ in parts)
         else:
-            merged[name] = sum(value * weight for value, weight in values) / (total or 1)
+            merged[name] = sum(metrics[name] * weight for metrics, weight in parts) / (total or 1)
     return merged, total
 
 
@@ -105,8 +97,3 @@ def policy_metrics(batch, logps: Tensor, entropies: Tensor, fresh: bool) -> dict
         gap = batch.group.pad(logps.detach()) - batch.sampler_logps
         metrics["rollout/logp_mismatch"] = gap.abs().max()
     return metrics
-
-
-def _json(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
