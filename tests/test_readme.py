@@ -9,10 +9,12 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import yaml
+from hub_configs import real_config
 
 from benchmarks import house, learning
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
+from minivlmrl.__main__ import main as start
 from minivlmrl.audit.cells import families
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.run.config import load_config
@@ -138,6 +140,21 @@ def test_every_run_of_the_learning_table_is_shown():
     shown = [row[0] for row in rows_of(RESULTS, "Every algorithm, three seeds")]
     assert shown == [entry.name for entry in learning.PLAN]
     assert {f"after_{stage}" for stage in train.ALGORITHMS} >= {"after_sft", "after_kto", "after_ppo"}
+
+
+@pytest.mark.slow
+def test_the_table_of_the_memory_plan(tmp_path, capsys):
+    """docs/memory.md: its command with the model, GPUs and options of each row of its table."""
+    page = PAGES["docs/memory.md"]
+    [command] = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    rows = re.findall(r"\| (Qwen\S+), (\d+) GPUs(?:, `(\S+)`)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page)
+    assert len(rows) == 3
+    for model, gpus, option, *expected in rows:
+        (tmp_path / "config.json").write_text(json.dumps(real_config(model)))
+        words = shlex.split(command.replace("FOLDER", str(tmp_path)).replace("--gpus 8", f"--gpus {gpus}"))[3:]
+        assert start([*words, *filter(None, [option])]) == 0
+        [total] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| all |")]
+        assert re.findall(r"[\d.]+", total) == expected, model
 
 
 # ---- the three snippets --------------------------------------------------------------------------------------------
