@@ -16,6 +16,7 @@ from jinja2 import meta
 from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
 from minivlmrl.data.sandbox import environment, plain
 from minivlmrl.data.turns import check_ends, check_message
+from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
@@ -26,10 +27,10 @@ FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "
 class ChatTemplate:
     """A Jinja template; see sandbox.py for what it can do and cannot.
 
-    A control token counts as one if the template wrote it, wholly or at least its first character. So a user's text
-    may spell one, also over several parts or with spaces that the template strips, and stays text. (Not so in a
-    template that cuts something out of the middle of a text and so joins "<" and "|im_end|>".) To tell them apart, the
-    template is rendered with a mark inside whatever in the user's text could begin a control token.
+    A control token counts as one if the template wrote it, wholly or at least its first character: a user's text that
+    spells one stays text. (Not so in a template that cuts something out of the middle of a text and so joins "<" and
+    "|im_end|>".) To tell them apart, the template is rendered with a mark inside whatever in the user's text could
+    begin a control token.
 
     Args:
         text, source: the Jinja source; its file, for errors.
@@ -37,14 +38,8 @@ class ChatTemplate:
         token_names: variables such as eos_token that the template may read.
     """
 
-    def __init__(
-        self,
-        text: str,
-        source: str | Path,
-        special_tokens: Iterable[str] = SPECIAL_TOKENS,
-        token_names: dict[str, str] | None = None,
-    ):
-        self.text, self.source, self.token_names = text, source, dict(token_names or {})
+    def __init__(self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()):
+        self.text, self.source, self.token_names = text, source, dict(token_names)
         # Longer ones first, since one may begin with another. One of a single character no text could do without.
         names = sorted({IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}, key=len, reverse=True)
         self.controls = {name: Control(name) for name in names} | {str(piece): piece for piece in (IMAGE, VIDEO)}
@@ -58,53 +53,33 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Find the template of a Hugging Face folder, in the first of FILES that has one; None if there is none."""
+        """Find the template of a Hugging Face folder, in the first of FILES that has one."""
         tokens, config = {}, Path(folder) / "tokenizer_config.json"
         for name, value in (read_json(config) if config.is_file() else {}).items():
             value = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(value, str):
                 tokens[name] = value
-        for path in (Path(folder) / name for name in FILES):
-            text = _template_in(path)
-            if text is not None:
-                return cls(text, path, special_tokens, tokens)
-        return None
+        found = ((path, _template_in(path)) for path in (Path(folder) / name for name in FILES))
+        return next((cls(text, path, special_tokens, tokens) for path, text in found if text is not None), None)
 
-    def render(
-        self, messages: list[dict], *, add_generation_prompt: bool = True, add_vision_id: bool = False
-    ) -> list[str]:
+    def render(self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
         """Lay out a conversation: pieces as of chat.render, joined what transformers' apply_chat_template renders.
 
         Args:
             messages: see chat.render; an assistant's may have tool_calls, and then no content. A template that writes
                 no <|image_pad|> knows content as text only, and gets the parts of a message joined.
-            add_generation_prompt: end with what begins an assistant's turn.
-            add_vision_id: number images and videos.
-        Raises:
-            ValueError: what is no message, a template that fails (file and line), that leaves out images, videos or
-                tool_calls, or that reads something into a text that spells a control token.
         """
         messages = self._checked(messages, add_vision_id)
         marks = self._marks(messages)
         text = self._lay_out(messages, add_generation_prompt, marks, add_vision_id)
         return [piece for piece, _ in join_text([(piece, False) for piece in self._cut(text, marks)])]
 
-    def render_completion(
-        self, messages: list[dict], turns: list[dict], *, add_vision_id: bool = False
-    ) -> list[tuple[str, bool]]:
-        """Lay out what follows a rendered prompt: an answer, or an answer and further turns.
+    def render_completion(self, messages: list[dict], turns: list[dict], *, add_vision_id=False):
+        """Lay out what follows a prompt (messages): pieces and flags as of turns.render_completion.
 
-        Args:
-            messages, add_vision_id: the prompt.
-            turns: see turns.render_completion; they may have tool_calls.
-        Returns:
-            Pieces as of turns.render_completion, each with a flag: the assistant writes it. That is the template's
-            {% generation %} blocks; without these what each assistant turn adds to the conversation before it with
-            its generation prompt. A turn ends with the control token that closes it, flagged in any case, and what
-            follows that (mostly a newline) is not, since no generation ever writes it.
-        Raises:
-            ValueError: a template that lays the prompt out in another way when turns follow, or closes an assistant
-                turn with no control token; else see `render` and data/turns.py.
+        The assistant writes the template's {% generation %} blocks; without these what each assistant turn adds to the
+        conversation before it with its generation prompt. A turn ends with the control token that closes it, flagged
+        in any case, and what follows that (mostly a newline) is not, since no generation ever writes it.
         """
         prompt = len(messages)
         whole = self._checked([*messages, *turns], add_vision_id)
@@ -116,26 +91,22 @@ class ChatTemplate:
         def length(count: int, add_generation_prompt: bool) -> int:
             beginning = lay_out(whole[:count], add_generation_prompt)
             if not text.startswith(beginning):
-                raise ValueError(
-                    f"{self.source}: with this chat template the first {count} messages are laid out in another way "
-                    f"when {len(whole) - count} more follow, so no completion can be trained after them; "
-                    "use a template that only ever appends"
-                )
+                what = f"the first {count} messages are laid out in another way when {len(whole) - count} more follow"
+                raise self._error(f"with this chat template {what}; use one that only ever appends")
             return len(beginning)
 
         start = length(prompt, True)
         if "generation_begins" in self.variables:
             blocks = re.split(f"[{marks[1]}{marks[2]}]", lay_out(whole, False, track=True))  # outside, block, outside
             if "".join(blocks) != text:
-                raise ValueError(f"{self.source}: the {{% generation %}} blocks of this template cannot be followed")
-            ends = list(accumulate(map(len, blocks)))
-            spans = list(pairwise(ends))[::2]
+                raise self._error("the {% generation %} blocks of this template cannot be followed")
+            spans = list(pairwise(accumulate(map(len, blocks))))[::2]
         else:
             written = [i for i in range(prompt, len(whole)) if whole[i]["role"] == "assistant"]
             spans = [(length(i, True), length(i + 1, False)) for i in written]
         spans = [(max(begin, start), self._closing(text, begin, end)) for begin, end in spans if end > start]
         if not spans or text[spans[-1][1] :].strip():
-            raise ValueError(f"{self.source}: the last turn of the assistant is in no {{% generation %}} block")
+            raise self._error("the last turn of the assistant is in no {% generation %} block")
         pieces, position = [], start
         for begin, end in spans:
             pieces += [(piece, False) for piece in self._cut(text[position:begin], marks)]
@@ -156,7 +127,7 @@ class ChatTemplate:
             ("videos", "video" in kinds, VIDEO in written),
         ):
             if needed and not known:
-                raise ValueError(f"{self.source}: this chat template has no place for {name}; use one that has")
+                raise self._error(f"this chat template has no place for {name}; use one that has")
         messages = [_plain(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):
@@ -165,17 +136,12 @@ class ChatTemplate:
         return messages
 
     def _marks(self, messages: list[dict]) -> list[str]:
-        """Three characters that neither the template nor the messages have.
-
-        They mark a user's character that could begin a control token, and begin and end of {% generation %}.
-        """
+        """Find three unused characters: after what could begin a control token, for begin and end of a generation."""
         used = set(json.dumps([messages, self.token_names], ensure_ascii=False)) | set(self.text)
         return list(islice((chr(c) for c in range(0xE000, 0x10FFFE) if chr(c) not in used), 3))
 
-    def _lay_out(
-        self, messages: list[dict], prompt: bool, marks: list[str], add_vision_id: bool, track: bool = False
-    ) -> str:
-        """Render with marks in what users wrote and, if it is to be tracked, around what is generated."""
+    def _lay_out(self, messages: list[dict], prompt: bool, marks: list[str], add_vision_id: bool, track=False) -> str:
+        """Render with marks in what users wrote and, to track it, around what is generated."""
         mark, begins, ends = marks if track else (marks[0], "", "")
         options = {"add_generation_prompt": prompt, "add_vision_id": add_vision_id, "tools": None, "documents": None}
         options |= {"generation_begins": begins, "generation_ends": ends, **self.token_names}
@@ -184,10 +150,8 @@ class ChatTemplate:
             text = self.template.render(messages=marked, **options)
             unmarked = text if marked == messages else self.template.render(messages=messages, **options)
         if text.replace(mark, "") != unmarked.replace(mark, ""):
-            raise ValueError(
-                f"{self.source}: this chat template reads something into a text of the conversation that spells (the "
-                "beginning of) a control token; take that out of the text"
-            )
+            what = "a text of the conversation that spells (the beginning of) a control token"
+            raise self._error(f"this chat template reads something into {what}; take that out of the text")
         return text
 
     def _marked(self, value: Any, mark: str) -> Any:
@@ -203,15 +167,16 @@ class ChatTemplate:
         return [self.controls[p] if i % 2 else p.replace(marks[0], "") for i, p in enumerate(pieces)]
 
     def _closing(self, text: str, begin: int, end: int) -> int:
-        """End of the control token that closes a turn: the last one of the turn, or the next after it."""
+        """Find the end of the control token that closes a turn: its last one, or the next after it."""
         closing = [match for match in self.control.finditer(text, begin, end) if not text[match.end() : end].strip()]
         closing = closing[-1] if closing else self.control.match(text, end)
         if closing is None:
-            raise ValueError(
-                f"{self.source}: this chat template closes an assistant turn with no control token, so nothing would "
-                "teach the model to stop"
-            )
+            what = "closes an assistant turn with no control token, so nothing would teach the model to stop"
+            raise self._error(f"this chat template {what}; use one that does")
         return closing.end()
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.source}: {reason}")
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -231,14 +196,12 @@ def _plain(mapping: dict) -> dict:
 
 
 def _template_in(path: Path) -> str | None:
-    """The template of one of FILES, the "default" of a list of named ones; None if it has none."""
+    """Return the template of one of FILES, the "default" of a list of named ones; None if it has none."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
-        try:
+        with naming(path):
             return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: a chat template must be UTF-8 text ({error})") from error
     text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
     if isinstance(text, list):
         names = [entry.get("name") if isinstance(entry, dict) else None for entry in text]
