@@ -67,7 +67,7 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
 
 
 def _decode_data_uri(name: str, uri: str) -> bytes:
-    """Decode a data URI; letters that are not base64, which urllib's own handler skips, are refused."""
+    """Decode a data URI, strictly: urllib's own handler skips letters that are not base64."""
     header, comma, data = uri.partition(",")
     if not comma or not header.endswith(";base64"):
         raise ValueError(f"{name}: a data URI must look like data:image/png;base64,...")

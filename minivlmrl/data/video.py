@@ -30,25 +30,25 @@ class Video:
 
     def __post_init__(self):
         number("fps", self.fps)
-        if len(self.frames) == 0:
+        frames = self.frames
+        if len(frames) == 0:
             raise ValueError("a video without frames has nothing to show")
-        array = self.frames if isinstance(self.frames, np.ndarray) else None
-        if array is not None and (array.ndim != 4 or array.shape[3] != 3 or array.dtype != np.uint8):
-            raise ValueError(f"frames are {array.dtype} {array.shape}, they must be uint8 (T, H, W, 3)")
-        for i, frame in enumerate(self.frames):
-            if not isinstance(frame, np.ndarray) and frame.size != self.frames[0].size:
-                sizes = [f"{width} x {height}" for width, height in (frame.size, self.frames[0].size)]
-                raise ValueError(f"frame {i} has {sizes[0]} pixels and frame 0 {sizes[1]}; make them one size")
+        if isinstance(frames, np.ndarray):
+            if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+                raise ValueError(f"frames are {frames.dtype} {frames.shape}, they must be uint8 (T, H, W, 3)")
+        elif other := [i for i, frame in enumerate(frames) if frame.size != frames[0].size]:
+            sizes = "{} x {} pixels and frame 0 {} x {}".format(*frames[other[0]].size, *frames[0].size)
+            raise ValueError(f"frame {other[0]} has {sizes}; make them one size")
         if 0 in self.size:
             raise ValueError("frames of {1} x {0} pixels have nothing to show".format(*self.size))
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of a frame in pixels."""
+        """Return height and width of a frame in pixels."""
         return self.frames.shape[1:3] if isinstance(self.frames, np.ndarray) else self.frames[0].size[::-1]
 
     def images(self) -> Iterator[PIL.Image.Image]:
-        """The frames as RGB images, one after the other: together they could fill the memory."""
+        """Yield the frames as RGB images, one after the other: together they could fill the memory."""
         for frame in self.frames:
             yield to_rgb(PIL.Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame)
 
@@ -63,10 +63,8 @@ def load_video(
 
     Args:
         source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
-        sampling: see frames.sample_indices. Of a list of frames fps alone may be given, the rate at which they were
-            sampled (2 if it is not): as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`.
-    Raises:
-        ValueError: it is missing, cut off, no video, or too large (named); an option that is wrong or does not apply.
+        sampling: see frames.py. Of a list of frames fps alone may be given, the rate at which they were sampled (2 if
+            it is not): as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`.
     """
     if isinstance(source, list | tuple):
         for name, value in sampling.items():
@@ -104,7 +102,7 @@ def _sample(file: Path | IO[bytes], sampling: dict) -> Video:
 
 
 def _count_frames(container, stream) -> int:
-    """Packets of a stream, which are frames (ValueError: the file is cut off)."""
+    """Count the packets of a stream, which are frames; refuse a file that is cut off."""
     total, end = 0, 0.0
     for packet in container.demux():
         if packet.is_corrupt:
@@ -122,15 +120,14 @@ def _count_frames(container, stream) -> int:
 
 @contextlib.contextmanager
 def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
-    """PyAV's container and its video stream."""
+    """Open a file: PyAV's container and its video stream."""
     import av
 
     with contextlib.ExitStack() as stack:
         if isinstance(file, Path):  # opened by us: FFmpeg would take names like concat:a|b for more than a file
             file = stack.enter_context(open(file, "rb"))
         file.seek(0)
-        # playlists would make FFmpeg open other files and URLs: no protocol is allowed
-        options = {"protocol_whitelist": "none"}
+        options = {"protocol_whitelist": "none"}  # a playlist would make FFmpeg open other files and URLs
         container = stack.enter_context(av.open(file, container_options=options, metadata_errors="replace"))
         stream = container.streams.best("video")
         if stream is None:
@@ -143,7 +140,7 @@ def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
 
 
 def _decode(file: Path | IO[bytes], indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The frames of these numbers (in order), as (H, W, 3) uint8, and the number of frames decoded for them."""
+    """Return the frames of these numbers, as (H, W, 3) uint8, and how many were decoded for them."""
     frames, seen, waiting = [], 0, iter(indices)
     following = next(waiting)
     with _opened(file) as (container, stream):
@@ -154,8 +151,7 @@ def _decode(file: Path | IO[bytes], indices: Sequence[int]) -> tuple[list[np.nda
                 _check_size(len(indices), frame.width, frame.height)
                 turns = round(frame.rotation / 90)  # phones store what their sensor saw, and how to turn it
                 if abs(frame.rotation - 90 * turns) > 1:
-                    turn = f"turned by {frame.rotation} degrees"
-                    raise ValueError(f"is to be shown {turn}; only quarter turns are supported")
+                    raise ValueError(f"is turned by {frame.rotation} degrees; only quarter turns are supported")
                 frames.append(np.rot90(frame.to_ndarray(format="rgb24"), turns))
                 if frames[-1].shape != frames[0].shape:
                     raise ValueError(f"frame {seen} has another size than the first")
@@ -170,21 +166,15 @@ def _check_size(nframes: int, width: int, height: int):
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(f"frames of {width} x {height} pixels are over {MAX_IMAGE_PIXELS}")
     if nframes * width * height > MAX_VIDEO_PIXELS:
-        asked = f"{nframes} frames of {width} x {height} pixels"
-        raise ValueError(f"{asked} are over {MAX_VIDEO_PIXELS} together; take fewer or smaller frames")
+        cure = f"{MAX_VIDEO_PIXELS} together; take fewer or smaller frames"
+        raise ValueError(f"{nframes} frames of {width} x {height} pixels are over {cure}")
 
 
 def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
-    """Resize the frames of a video, normalise them and cut them into patches.
+    """Make pixel_values and image_grid_thw of a video, see image.patchify; and the seconds from one t to the next.
 
     Frames are resized one by one: "torch" gives to the bit what transformers' Qwen2VLVideoProcessor makes of them,
     "pil" what its image processor makes of each. (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
-
-    Args:
-        options: of this video alone, see frame_size.
-    Returns:
-        pixel_values (patches, patch_dim) float32 and image_grid_thw: see image.patchify; second_per_grid_ts, the
-        seconds from one patch in time to the next.
     """
     options = check_options(options, VIDEO_OPTIONS)
     depth = processor.temporal_patch_size
@@ -196,16 +186,14 @@ def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[
 
 
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
-    """Choose the height and width of each frame, in pixels.
+    """Choose the height and width that each frame of a video is seen with, in pixels.
 
     Args:
         nframes: of the video, rounded up to whole patches in time.
-        height, width: of a frame in pixels.
         options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by default
             115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
             resized_height and resized_width, as for an image.
-    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14 resizes them twice, and
-        up to 0.0.11 it took each for an image, with no bound on all of them together.
+    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14 resizes them twice.
     """
     total_pixels, factor = options.pop("total_pixels", None), processor.factor
     if "resized_height" in options:
