@@ -1,0 +1,169 @@
+"""The house: a book in reading order, shelves around it, budgets that hold. benchmarks/house.py counts the lines."""
+
+import ast
+import re
+import sys
+import tomllib
+from functools import cache
+
+import pytest
+
+from benchmarks import house
+
+ROOT = house.ROOT
+FILES = {  # minivlmrl.hub.checkpoint: its path
+    ".".join(path.relative_to(house.PACKAGE.parent).with_suffix("").parts): path
+    for path in house.source_files(house.PACKAGE)
+    if path.name != "__init__.py"
+} | {f"minivlmrl.kernels.{path.stem}": path for path in house.source_files(ROOT / "kernels")}
+PROSE = [*FILES.values(), ROOT / "train.py", ROOT / "README.md"]
+PROSE += [path for pattern in ("docs/*.md", "recipes/*.yaml", "benchmarks/*.py") for path in ROOT.glob(pattern)]
+BOOK = [f"minivlmrl.{name}" for name in house.READING_ORDER]
+SHELVES = {  # shelf: the other shelves that it may import; every shelf but kernels may also import the book
+    "kernels": "",
+    "sampling": "hub",
+    "data": "hub",
+    "hub": "data scale",
+    "tasks": "data hub",
+    "reward_functions": "algorithms data scale",
+    "scale": "hub run",
+    "algorithms": "data hub reward_functions run scale",
+    "run": "algorithms data hub sampling scale tasks tools",
+    "audit": "algorithms",
+    "tools": "algorithms data hub reward_functions run sampling scale",
+}
+LIBRARIES = {"torch", "numpy", "PIL", "tokenizers", "minivlmrl"}  # of the book, besides the standard library
+BANNED = "everyones|everyone's|places|pace|spare|figures|learnt|behind|stand|stands|aside"
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+def imports(name: str, inside_functions: bool = True) -> set[str]:
+    """Modules that a file imports, a.b for `from a import b` too."""
+    node, found = tree(name), set()
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: write the full name instead of a relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def ours(name: str, **options) -> set[str]:
+    return imports(name, **options) & set(FILES)
+
+
+def shelf(name: str) -> str | None:
+    """minivlmrl.hub.checkpoint -> hub; None for a file that is in no folder."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 2 else None
+
+
+def functions(name: str):
+    return [node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_the_book_is_short():
+    assert set(BOOK) | {"minivlmrl.__main__"} == {name for name in FILES if shelf(name) is None}
+    assert len(BOOK) == 15 and sum(house.book().values()) <= house.BOOK_LINES == 2000
+    assert {name: count for name, count in house.book().items() if count > 200} == {}
+    assert house.total() <= house.TOTAL_LINES
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_a_file_of_the_book_is_easy_to_read(name):
+    text = FILES[name].read_text()
+    assert [line for line in text.splitlines() if len(line) > 100 or "# noqa" in line] == []
+    for function in functions(name):
+        lines = function.end_lineno - function.lineno + 1
+        arguments = function.args
+        parameters = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+        assert lines <= 60 and parameters <= 8, f"{function.name}: {lines} lines, {parameters} parameters"
+    for node in tree(name).body:
+        public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        is_module = isinstance(node, ast.ClassDef) and "nn.Module" in map(ast.unparse, node.bases)
+        assert not public or is_module or ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_a_file_of_the_book_imports_earlier_ones(name):
+    earlier = set(BOOK[: BOOK.index(name)])
+    at_the_top = {other for other in ours(name, inside_functions=False) if shelf(other) != "kernels"}
+    assert at_the_top <= earlier, "a shelf is imported inside a function, where the book hands over to it"
+    assert {other for other in ours(name) if shelf(other) is None} <= earlier
+    assert {other.partition(".")[0] for other in imports(name)} <= LIBRARIES | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("loss") or "losses" in name])
+def test_losses_can_be_copied_out(name):
+    """They import torch alone; a shelf of losses may also import the book's."""
+    found = {other.partition(".")[0] for other in imports(name) if not other.startswith("minivlmrl.losses")}
+    allowed = {"torch", "math", "dataclasses", "collections", "typing"}
+    assert found <= (allowed if name == "minivlmrl.losses" else allowed | {"minivlmrl"})
+    assert ours(name) <= {"minivlmrl.losses"}
+
+
+def test_a_shelf_imports_the_shelves_of_the_table():
+    assert set(SHELVES) == set(house.shelves()) == {shelf(name) for name in FILES} - {None}
+    found = {name: set() for name in SHELVES}
+    for name in FILES:
+        if shelf(name):
+            found[shelf(name)] |= {shelf(other) for other in ours(name)} - {None, shelf(name), "kernels"}
+    beyond = {name: sorted(others - set(SHELVES[name].split())) for name, others in found.items()}
+    assert {name: others for name, others in beyond.items() if others} == {}
+
+
+def test_files_import_each_other_in_no_circle():
+    """Where the book hands over to a shelf, inside a function, the shelf imports the book: that is no circle."""
+    graph = {name: ours(name, inside_functions=name not in BOOK) - {name} for name in FILES}
+    while free := [name for name, others in graph.items() if not others & set(graph)]:
+        graph = {name: others for name, others in graph.items() if name not in free}
+    assert {name: sorted(others & set(graph)) for name, others in graph.items()} == {}
+
+
+def test_shelves_keep_to_the_readmes_budgets():
+    budgets = house.budgets()
+    assert set(budgets) == set(SHELVES)
+    assert {name: count for name, count in house.shelves().items() if count > budgets[name]} == {}
+
+
+def test_every_module_has_a_test():
+    """tests/test_<module>.py, or a test that the README's row of its shelf names."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| [")]
+    proved = {row.split("/")[0].removeprefix("| [") for row in rows if "/]" in row and "](tests/test_" in row}
+    own = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert [name for name, path in FILES.items() if path.stem.strip("_") not in own and shelf(name) not in proved] == []
+    stems = [path.stem for path in FILES.values()]
+    assert sorted(stems) == sorted(set(stems)), "two modules of one name would share a test file"
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_plain_words(path):
+    """In names, comments, errors and prose; the table of house words is in docs/find.md."""
+    word = re.compile(rf"(?<![a-zA-Z])({BANNED})(?![a-zA-Z])", re.IGNORECASE)
+    lines = enumerate(path.read_text().splitlines(), start=1)
+    assert [f"{number}: {line.strip()}" for number, line in lines if word.search(line)] == []
+
+
+def test_formatting_is_left_to_ruff():
+    sources = "".join(path.read_text() for path in FILES.values())
+    assert sources.count("# fmt: skip") <= 10
+    excluded = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["format"]["exclude"]
+    assert sorted(excluded) == sorted(f"minivlmrl/{name}.py" for name in house.READING_ORDER)
+
+
+def test_every_folder_is_installed():
+    """The wheel has what pyproject.toml lists. A top-level package `kernels` would shadow Hugging Face's."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in house.source_files(house.PACKAGE)}
+    assert listed == folders | {"minivlmrl.recipes"}
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not [path for path in (ROOT / "tests").rglob("__init__.py")]
