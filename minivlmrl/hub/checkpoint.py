@@ -188,15 +188,13 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 def save_model(
     folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
 ):
-    """Write a folder that load_model, transformers and vLLM read; all of it or nothing, see replacing.
+    """Write a folder that load_model, transformers and vLLM read; all or nothing (errors: see replacing, on all ranks).
 
     Args:
         processor: files that it was read with are written as they were.
         world: all its ranks call this and the first one writes; None: this process alone.
         more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.
-    Raises:
-        ValueError, OSError: as replacing, on all ranks.
     """
     reshard(model)
     weights = dict(model.named_parameters())  # a tied head is there once, as in the hub's checkpoints

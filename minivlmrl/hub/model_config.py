@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
-from minivlmrl.hub.checker import build, require
+from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import FAMILIES
 
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
@@ -103,8 +103,8 @@ class ModelConfig:
             ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
             ("vision_config.hidden_act", vision.get("hidden_act"), (HIDDEN_ACT[family.tower["mlp"]],)),
         ):
-            if value is not None and value not in known:
-                raise ValueError(f"{where}: {name} is {value!r:.80}, it must be {known[0]!r}; no other is supported")
+            with naming(where):
+                require(value in (None, *known), name, value, f"{known[0]!r}; no other is supported")
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
         flat["vision_config"] = family.read_vision(vision, where) | family.tower
         known = {field.name for field in fields(cls)} | {"text_config", "rope_parameters", "rope_scaling", "dtype"}
@@ -128,6 +128,6 @@ class ModelConfig:
 def _section(config: dict, name: str, where: str) -> dict:
     """Return the object that a key holds, {} where it is missing or null."""
     value = config.get(name) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {name} is {value!r:.80}, it must be an object")
+    with naming(where):
+        require(isinstance(value, dict), name, value, "an object")
     return value
