@@ -1,7 +1,7 @@
 """Boxes: which space they are in, how they overlap, and what a text says about them.
 
-A box is two corners, (x1, y1) at the top left and (x2, y2) at the bottom right, in continuous coordinates: an image
-begins at 0 and ends at its width. So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
+A box is two corners, top left and bottom right, in continuous coordinates: an image begins at 0 and ends at its width.
+So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
 """
 
 import json

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import PIL.Image
 
+from minivlmrl.hub.checker import naming
+
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
@@ -55,7 +57,8 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if isinstance(source, str) and text.startswith("data:"):
-        return name, io.BytesIO(_decode_data_uri(name, text))
+        with naming(name):
+            return name, io.BytesIO(_decode_data_uri(text))
     if isinstance(source, str) and text.startswith(("http://", "https://")):
         if not allow_url:
             raise ValueError(f"{name}: URLs are not downloaded unless data.allow_urls: true")
@@ -66,15 +69,13 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
     return str(path) if len(str(path)) <= 400 else name, path
 
 
-def _decode_data_uri(name: str, uri: str) -> bytes:
+def _decode_data_uri(uri: str) -> bytes:
     """Decode a data URI, strictly: urllib's own handler skips letters that are not base64."""
     header, comma, data = uri.partition(",")
     if not comma or not header.endswith(";base64"):
-        raise ValueError(f"{name}: a data URI must look like data:image/png;base64,...")
-    try:
+        raise ValueError("a data URI must look like data:image/png;base64,...")
+    with naming("not base64"):
         return base64.b64decode("".join(data.split()), validate=True)
-    except ValueError as error:
-        raise ValueError(f"{name}: not base64 ({error})") from error
 
 
 def _download(name: str, url: str) -> bytes:

@@ -53,8 +53,7 @@ def smart_nframes(
     Args:
         fps: frames to take of a second, 2 if not given.
         nframes: frames to take, instead of fps.
-        min_frames, max_frames: bounds when fps decides, by default 4 and the smaller of 768 and total_frames. Where
-            they contradict each other, max_frames holds.
+        min_frames, max_frames: bounds when fps decides, 4 and 768 if not given; max_frames wins over min_frames.
     Source: qwen-vl-utils' smart_nframes.
     """
     if nframes is not None:

@@ -2,13 +2,8 @@
 
 A row has a prompt and answers in one of the forms of conversations.read_conversation (`completion` for sft, `chosen`
 and `rejected` for preferences, `completion` and `label` for kto), `image` or `images` (a path, relative to the file, a
-list of paths, or what else media.read_media knows), `video` or `videos`, and columns that rewards ask for:
-
-    {"image": "cat.jpg", "problem": "How many?", "solution": "2", "completion": "Two."}
-    {"image": "cat.jpg", "prompt": [{"role": "user", "content": "How many?"}], "chosen": "Two.", "rejected": "One."}
-    {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "Two."}]}
-    {"video": {"video": "cat.mp4", "fps": 1}, "problem": "How often does it blink?", "solution": "3"}
-    {"prompt": "1 + 1?", "completion": "Three.", "label": false}
+list of paths, or what else media.read_media knows), `video` or `videos`, and columns that rewards ask for. docs/data.md
+has examples.
 """
 
 import json

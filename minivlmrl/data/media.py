@@ -121,9 +121,8 @@ def check_columns(columns: dict, media: list[Media]):
     for kind in dict.fromkeys(one.kind for one in media):
         for name in OPTIONS[kind]:
             if columns.get(name) is not None and name not in COLUMNS_TOO:
-                cure = f'{{"{kind}": ..., "{name}": ...}}, and anything else needs another name'
-                reason = f"as an option of the {kind} it belongs beside the source"
-                raise ValueError(f"column {name!r} does nothing; {reason}, {cure}")
+                cure = f'as an option of the {kind} it belongs beside the source, {{"{kind}": ..., "{name}": ...}}'
+                raise ValueError(f"column {name!r} does nothing; {cure}, and anything else needs another name")
 
 
 def has_source(part: dict) -> bool:

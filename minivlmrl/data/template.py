@@ -15,7 +15,7 @@ from jinja2 import meta
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
 from minivlmrl.data.sandbox import environment, plain
-from minivlmrl.data.turns import check_ends, check_message
+from minivlmrl.data.turns import check_ends, check_messages
 from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
@@ -33,7 +33,7 @@ class ChatTemplate:
     begin a control token.
 
     Args:
-        text, source: the Jinja source; its file, for errors.
+        source: the file, for errors.
         special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
         token_names: variables such as eos_token that the template may read.
     """
@@ -81,8 +81,7 @@ class ChatTemplate:
         conversation before it with its generation prompt. A turn ends with the control token that closes it, flagged
         in any case, and what follows that (mostly a newline) is not, since no generation ever writes it.
         """
-        prompt = len(messages)
-        whole = self._checked([*messages, *turns], add_vision_id)
+        prompt, whole = len(messages), self._checked([*messages, *turns], add_vision_id)
         check_ends(turns)
         marks = self._marks(whole)
         lay_out = partial(self._lay_out, marks=marks, add_vision_id=add_vision_id)
@@ -116,18 +115,17 @@ class ChatTemplate:
 
     def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop; turn the rest into plain data, and None into what is missing."""
-        for i, message in enumerate(messages):
-            check_message(i, message)
+        check_messages(messages, tool_calls=True)
         kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
         written = set(self.control.findall(self.text))
-        for name, needed, known in (
-            ("add_vision_id", add_vision_id, "add_vision_id" in self.variables),
-            ("tool_calls", any(message.get("tool_calls") for message in messages), "tool_calls" in self.text),
-            ("images", "image" in kinds, IMAGE in written),
-            ("videos", "video" in kinds, VIDEO in written),
-        ):
-            if needed and not known:
-                raise self._error(f"this chat template has no place for {name}; use one that has")
+        left_out = {
+            "add_vision_id": add_vision_id and "add_vision_id" not in self.variables,
+            "tool_calls": any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.text,
+            "images": "image" in kinds and IMAGE not in written,
+            "videos": "video" in kinds and VIDEO not in written,
+        }
+        if name := next((name for name, missing in left_out.items() if missing), None):
+            raise self._error(f"this chat template has no place for {name}; use one that has")
         messages = [_plain(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):

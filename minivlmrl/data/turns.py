@@ -51,27 +51,27 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
-def check_messages(messages: list[dict]):
-    """Refuse what Qwen's default template cannot show."""
+def check_messages(messages: list[dict], tool_calls: bool = False):
+    """Refuse a message without role or content (unless it calls tools), or with a part of an unknown kind.
+
+    Args:
+        tool_calls: whether the chat template can lay them out, unlike Qwen's default one.
+    """
     for number, message in enumerate(messages):
-        check_message(number, message)
-        if message.get("tool_calls"):
+        role, calls, inside = None, False, None
+        if isinstance(message, dict):
+            role, calls, inside = message.get("role"), bool(message.get("tool_calls")), content_parts(message)
+        if not isinstance(role, str) or not (isinstance(inside, list) or (inside is None and calls)):
+            needed = "a role, and content that is text or a list of parts"
+            raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
+        for part in inside or ():
+            if part_kind(part) is None:
+                shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+                needed = "not text, image or video"
+                raise ValueError(f"message {number} has a part of type {shown!r}, {needed}: {part!r:.80}")
+        if calls and not tool_calls:
             cure = "put a template that lays them out into the model's folder as chat_template.jinja"
             raise ValueError(f"message {number} has tool_calls, which Qwen's default template leaves out; {cure}")
-
-
-def check_message(number: int, message: dict):
-    """Refuse a message without role or content (unless it calls tools), or with a part of an unknown kind."""
-    role = inside = None
-    if isinstance(message, dict):
-        role, inside = message.get("role"), content_parts(message)
-        inside = [] if inside is None and message.get("tool_calls") else inside
-    if not isinstance(role, str) or not isinstance(inside, list):
-        raise ValueError(f"message {number} needs a role, and content that is text or a list of parts: {message!r:.80}")
-    for part in inside:
-        if part_kind(part) is None:
-            shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"message {number} has a part of type {shown!r}, not text, image or video: {part!r:.80}")
 
 
 def check_ends(turns: list[dict]):
