@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.answers import equal_share, pair_accuracy, pieces, with_pairs
+from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, pieces, with_pairs
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.shapes import Shapes
 
@@ -35,8 +35,9 @@ class Rank(World):
         return [value + 1 for value in values]
 
 
-def judge(world):
-    return SimpleNamespace(world=world, trained=torch.nn.Linear(1, 1))
+def pair_accuracy(world, rows, margins, size=64):
+    algorithm = SimpleNamespace(world=world, trained=torch.nn.Linear(1, 1), margins=margins)
+    return PairAlgorithm.pair_accuracy(algorithm, rows, size)
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
@@ -44,11 +45,11 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
     """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
     rows, asked = Rows(Shapes(5, "x")[i] for i in range(5)), []
 
-    def margins(indices):
-        asked.extend(indices)
-        return torch.tensor([1.0 if index == 0 else -1.0 for index in indices])
+    def margins(rows):
+        asked.extend(row.index for row in rows)
+        return torch.tensor([1.0 if row.index == 0 else -1.0 for row in rows])
 
-    accuracy = pair_accuracy(judge(Rank(rank, 2, torch.device("cpu"))), rows, margins, size=1)
+    accuracy = pair_accuracy(Rank(rank, 2, torch.device("cpu")), rows, margins, size=1)
     assert asked == seen
     assert accuracy == ((1 if rank == 0 else 0) + 1) / 3  # the other rank's sum is 1
 
@@ -57,7 +58,7 @@ def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
     assert with_pairs(rows, ONE) == [2]
-    assert pair_accuracy(judge(ONE), Rows(rows[:2]), None) is None and pair_accuracy(judge(ONE), Rows(), None) is None
+    assert pair_accuracy(ONE, Rows(rows[:2]), None) is None and pair_accuracy(ONE, Rows(), None) is None
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])

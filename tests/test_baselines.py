@@ -105,8 +105,8 @@ def test_token_rewards_by_hand():
 def test_whiten_by_hand():
     """Entries 1, 2, 3 (the 50 is padding): mean 2, variance 1."""
     x, mask = torch.tensor([[1.0, 2.0], [3.0, 50.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    torch.testing.assert_close(whiten(x, mask), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
-    torch.testing.assert_close(whiten(x, mask, shift_mean=False), torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    torch.testing.assert_close(whiten([x], [mask])[0], torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+    torch.testing.assert_close(whiten([x], [mask], shift_mean=False)[0], torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
 
 
 def test_an_unknown_estimator_is_refused():

@@ -267,7 +267,7 @@ def test_kto_loss(loss_type):
 
 @pytest.mark.parametrize("center", [None, 0.1])
 def test_reward_loss(center):
-    names = ("chosen_rewards", "rejected_rewards", "margin")
+    names = ("chosen", "rejected", "margin")
     batch = {name: noise(ROWS, seed=seed) for seed, name in enumerate(names)}
     counts = SimpleNamespace(sequences=2 * ROWS)
     call = lambda batch: reward_loss(**batch, options=RewardLoss(center), counts=counts)[0]  # noqa: E731

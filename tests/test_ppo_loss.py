@@ -36,9 +36,9 @@ def trl_step(case):
         torch.where(last + 1 < T, last + 1, last),
     )  # fmt: skip
     if config["whiten_rewards"]:
-        rewards = whiten(rewards, value_mask, shift_mean=False)
+        [rewards] = whiten([rewards], [value_mask], shift_mean=False)
     advantages, returns = gae(rewards, values, config["gamma"], config["lam"])
-    advantages = whiten(advantages, mask)
+    [advantages] = whiten([advantages], [mask])
     logps, new_values = inputs["new_logprobs"].requires_grad_(), inputs["new_values"].requires_grad_()
     rollout = PPORollout(old, values, advantages, returns)
     loss, metrics = ppo_loss(logps, new_values * value_mask, mask, rollout, value_mask=value_mask)

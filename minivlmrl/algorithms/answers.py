@@ -1,61 +1,88 @@
-"""Micro-batches of rows that come with answers; SFT, DPO, KTO and the reward model share them.
+"""Rows that come with answers: what SFT, DPO, KTO and the reward model have in common.
 
 A row is a group: its prompt and images are computed once for all of its answers.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
+from minivlmrl.grpo import Algorithm
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Dataset, Prompt, Row
 from minivlmrl.scale.sharding import reshard
 
-PAIR = ("chosen", "rejected")
-
 
 @dataclass
-class PairBatch(MicroBatch):
-    """R = 2B completions: chosen, rejected, chosen, rejected, ..."""
+class AnswerBatch(MicroBatch):
+    """R completions; of pairs chosen, rejected, chosen, rejected, ..."""
 
-    margin: Tensor | None = None  # (B,)
+    margin: Tensor | None = None  # (R / 2,), of the reward model's pairs
 
     @property
     def weight(self) -> float:
-        """Its metrics are means over pairs."""
-        return len(self.loss_mask) / 2
+        """Its metrics are means over answers, or over pairs of them."""
+        return len(self.loss_mask)
 
 
-def encode(rows: Sequence[Row], names: Sequence[str], processor) -> tuple[list[Prompt], list[list]]:
-    """Turn rows and their answers of these names ("completion", or "chosen" and "rejected") into tensors.
+class AnswerAlgorithm(Algorithm):
+    """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
 
-    Returns:
-        the prompts; and for each row a list of answers: ids (C,) int64, and a loss mask (C,) bool, False for what
-        another than the assistant says in it.
-    """
-    answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
-    return [row.prompt(processor) for row in rows], answers
+    batch_type, answers = AnswerBatch, ("completion",)  # names of a row's answers
+    counted = slice(None)  # completions with tokens that count
+
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        for rows in batches:
+            yield self.step([self.micro_batch(part) for part in pieces(rows, self.config.micro_batch_size)])
+
+    def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
+        """Encode rows and lay them end to end."""
+        return self.batch_type(*self.pack(*self.encode(rows)), None)
+
+    def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list]]:
+        """The prompts; and for each row its answers: ids (C,) int64, and a loss mask (C,) bool of the assistant's."""
+        encode = functools.partial(encode_completion, self.processor)
+        answers = [[encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows]
+        return [row.prompt(self.processor) for row in rows], answers
+
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list]) -> tuple[GroupBatch, Tensor]:
+        """The batch, with R answers in order; and its loss mask, (R, T) float32."""
+        ids, device = [[ids for ids, _ in row] for row in answers], self.world.device
+        group = pack(prompts, ids, self.policy.config, device)
+        loss_mask = torch.cat([mask for row in answers for _, mask in row])
+        return group, group.pad(loss_mask.float().to(device))
+
+    def step(self, batches: list[MicroBatch]) -> Step:
+        """Make an optimizer step of micro-batches, with the counts of all ranks."""
+        tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
+        counts = Counts(*self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens))
+        for batch in batches:
+            batch.counts = counts
+        return Step(batches)
 
 
-def pack_encoded(prompts: Sequence[Prompt], answers: Sequence[list], algorithm) -> tuple[GroupBatch, Tensor]:
-    """Lay rows end to end: the batch, R answers in order; and its loss mask, (R, T) float32."""
-    ids, device = [[ids for ids, _ in row] for row in answers], algorithm.world.device
-    group = pack(prompts, ids, algorithm.policy.config, device)
-    loss_mask = torch.cat([mask for row in answers for _, mask in row])
-    return group, group.pad(loss_mask.float().to(device))
+class PairAlgorithm(AnswerAlgorithm):
+    """Trained on pairs of answers; margins(rows) -> (B,) is over 0 where the chosen answer is ahead."""
 
+    needs, answers = "pairs", ("chosen", "rejected")
 
-def one_step(batches: list[MicroBatch], world, counted: slice = slice(None)) -> Step:
-    """Make an optimizer step of micro-batches, with the counts of all ranks; `counted` selects completions."""
-    tokens = sum(batch.loss_mask[counted].sum().item() for batch in batches)
-    counts = Counts(*world.sum(sum(len(batch.loss_mask) for batch in batches), tokens))
-    for batch in batches:
-        batch.counts = counts
-    return Step(batches)
+    @torch.no_grad()
+    def pair_accuracy(self, rows: Dataset, size: int = 64) -> float | None:
+        """Compute the share of pairs with the chosen answer ahead, `size` pairs at a time; None: there are no pairs."""
+        world = self.world
+        indices = with_pairs(rows, world)
+        if not indices:
+            return None
+        parts = pieces(equal_share(indices, world), size)
+        margin = torch.cat([self.margins([replace(rows[i], index=i) for i in part]) for part in parts])
+        reshard(self.trained)
+        ahead = margin[: len(indices[world.rank :: world.size])] > 0  # not those that another rank has too
+        return world.sum(ahead.sum().item())[0] / len(indices)
 
 
 def pieces(items: Sequence, size: int) -> list[Sequence]:
@@ -74,27 +101,6 @@ def equal_share(items: Sequence, world) -> Sequence:
 
 def with_pairs(rows: Dataset, world) -> list[int]:
     """Indices of the rows that have both answers."""
-
-    def has_both(row: Row) -> bool:
-        return row.chosen is not None and row.rejected is not None
-
-    found = [index for index in range(world.rank, len(rows), world.size) if has_both(rows[index])]
+    own = ((index, rows[index]) for index in range(world.rank, len(rows), world.size))
+    found = [index for index, row in own if row.chosen is not None and row.rejected is not None]
     return sorted(index for part in world.gather_objects(found) for index in part)
-
-
-@torch.no_grad()
-def pair_accuracy(algorithm, rows: Dataset, margins: Callable[[Sequence[int]], Tensor], size: int = 64) -> float | None:
-    """Compute the share of pairs with the chosen answer ahead; None: there are no pairs.
-
-    Args:
-        margins: indices of rows -> (B,), over 0 where the chosen answer is ahead.
-        size: pairs in one call of it.
-    """
-    world = algorithm.world
-    indices = with_pairs(rows, world)
-    if not indices:
-        return None
-    margin = torch.cat([margins(piece) for piece in pieces(equal_share(indices, world), size)])
-    reshard(algorithm.trained)
-    ahead = margin[: len(indices[world.rank :: world.size])] > 0  # not those that another rank has too
-    return world.sum(ahead.sum().item())[0] / len(indices)

@@ -81,18 +81,18 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     return advantages, advantages + values
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, moments: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Bring (B, T) entries inside the mask to mean 0 (if shift_mean) and variance 1.
+def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
+    """Bring the tokens of a rollout to mean 0 (if shift_mean) and variance 1.
 
     Args:
-        moments: mean and variance of a whole rollout; None: of these entries.
-
+        parts, masks: of the micro-batches, (B, T) each.
+        all_ranks: World.sum, which adds numbers over the ranks; None: there is one.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
-    if moments is None:
-        count = mask.sum()
-        mean = (x * mask).sum() / count
-        moments = mean, ((x - mean).square() * mask).sum() / (count - 1).clamp(min=1)
-    mean, variance = moments
-    whitened = (x - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)
-    return whitened * mask
+    add, pairs = all_ranks or (lambda *values: values), list(zip(parts, masks, strict=True))
+    totals = [sum(x.double().sum().item() for x in xs) for xs in ([p * m for p, m in pairs], masks)]
+    total, count = add(*totals)
+    mean = total / max(count, 1)
+    [squares] = add(sum(((p.double() - mean).square() * m).sum().item() for p, m in pairs))
+    mean, variance = (parts[0].new_tensor(value) for value in (mean, squares / max(count - 1, 1)))
+    return [((p - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)) * m for p, m in pairs]

@@ -1,21 +1,19 @@
 """Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its loss types."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.algorithms import answers
-from minivlmrl.algorithms.answers import PAIR, PairBatch, equal_share, pieces, with_pairs
+from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_pairs
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
-from minivlmrl.batch import Step
-from minivlmrl.grpo import Algorithm
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
+from minivlmrl.losses import row_mean
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.run.batches import shuffled
 
@@ -27,14 +25,14 @@ class DPOConfig(DPOLoss):
     precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
 
 
-class DPO(Algorithm):
+class DPO(PairAlgorithm):
     """Both answers are in one group: their prompt and its images are computed once.
 
     With precompute_ref_log_probs the policy, which is still equal to the reference, scores all rows of the stage before
     its first step: no second model is kept.
     """
 
-    stage, needs = "dpo", "pairs"
+    stage, counted = "dpo", slice(0, None, 2)  # chosen tokens
 
     @staticmethod
     def check(run):
@@ -66,25 +64,17 @@ class DPO(Algorithm):
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
-            encoded = answers.encode([rows[index] for index in piece], PAIR, self.processor)  # images of one piece
-            group, _ = answers.pack_encoded(*encoded, self)
+            group, _ = self.pack(*self.encode([rows[index] for index in piece]))  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
             own |= {index: torch.cat(logps[2 * i : 2 * i + 2]) for i, index in enumerate(piece)}
         return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
 
-    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        for rows in batches:
-            parts = pieces(rows, self.config.micro_batch_size)
-            packed = [self.micro_batch(part, [row.index for row in part]) for part in parts]
-            yield answers.one_step(packed, self.world, counted=slice(0, None, 2))  # chosen tokens
-
-    def micro_batch(self, rows: Sequence[Row], indices: Sequence[int], dataset: str = "train") -> PairBatch:
-        """Pack rows and add the reference's log-probabilities; indices are the rows' numbers in the dataset."""
-        batch = PairBatch(*answers.pack_encoded(*answers.encode(rows, PAIR, self.processor), self), None)
+    def micro_batch(self, rows: Sequence[Row], dataset: str = "train") -> AnswerBatch:
+        batch = super().micro_batch(rows)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(batch.group)
         elif self.config.precompute_ref_log_probs:
-            known = [self.precomputed[dataset].get(index) for index in indices]
+            known = [self.precomputed[dataset].get(row.index) for row in rows]
             if any(logps is None for logps in known):
                 raise ValueError(
                     "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
@@ -93,42 +83,31 @@ class DPO(Algorithm):
             batch.ref_per_token_logps = batch.group.pad(torch.cat(known).to(self.world.device))
         return batch
 
-    def loss(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group, mask = batch.group, batch.loss_mask
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
         weighting = None
         if self.config.use_weighting:
             weighting = by_pair(group.pad(linear_log_sum_sq_probs(states, self.policy.lm_head.weight)))
-        loss, metrics = dpo_loss(
-            by_pair(group.pad(logps)),
-            by_pair(mask),
-            self.config,
-            ref_per_token_logps=by_pair(batch.ref_per_token_logps),
-            log_sum_sq_probs=weighting,
-            counts=batch.counts,
-        )
-        per_answer = (group.pad(entropies.detach()) * mask).sum(1) / mask.sum(1)
-        return loss, metrics | {"entropy": per_answer.mean()}
+        fixed = {"ref_per_token_logps": by_pair(batch.ref_per_token_logps), "counts": batch.counts}
+        of_pairs = by_pair(group.pad(logps)), by_pair(mask)
+        loss, metrics = dpo_loss(*of_pairs, self.config, log_sum_sq_probs=weighting, **fixed)
+        return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
 
-    def pair_accuracy(self, rows: Dataset) -> float | None:
-        """Count a pair if the policy has moved further towards the chosen answer than towards the rejected one."""
-
-        def margins(indices: Sequence[int]) -> Tensor:
-            batch = self.micro_batch([rows[index] for index in indices], indices, "held_out")
-            moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
-            if batch.ref_per_token_logps is not None:
-                moved = moved - batch.ref_per_token_logps
-            u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
-            return u - v
-
-        return answers.pair_accuracy(self, rows, margins)
+    def margins(self, rows: Sequence[Row]) -> Tensor:
+        """How much further the policy has moved towards the chosen answers than towards the rejected ones."""
+        batch = self.micro_batch(rows, "held_out")
+        moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
+        if batch.ref_per_token_logps is not None:
+            moved = moved - batch.ref_per_token_logps
+        u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
+        return u - v
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"precomputed": self.precomputed}
+        return {"precomputed": self.precomputed}
 
     def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
         self.precomputed = state["precomputed"]
 
 

@@ -6,33 +6,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import encode, one_step, pack_encoded, pieces
-from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
+from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
+from minivlmrl.algorithms.preference_losses import kto_kl, kto_loss
 from minivlmrl.algorithms.reference import Reference
-from minivlmrl.batch import MicroBatch, Step
-from minivlmrl.grpo import Algorithm
+from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.losses import row_mean
 from minivlmrl.rows import Prompt, Row
 
 
 @dataclass
-class KTOConfig(KTOLoss):
-    """Options of KTO."""
-
-
-@dataclass
-class KTOBatch(MicroBatch):
+class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) bool, True for good
     shares: tuple[float, float] = (1.0, 1.0)  # of good and of bad answers in the whole step
     kl: Tensor | None = None  # of the whole step
 
-    @property
-    def weight(self) -> float:
-        """Its metrics are means over answers."""
-        return len(self.loss_mask)
 
-
-class KTO(Algorithm):
+class KTO(AnswerAlgorithm):
     """Rows with a completion and a boolean column `label`. At the first step the loss of all is 1/2: nothing has moved.
 
     The KL of kto_loss is measured as in TRL, on each prompt with the answer of the next row; but over the whole
@@ -54,16 +44,16 @@ class KTO(Algorithm):
         for rows in batches:
             labels, packed = torch.tensor([row.columns["label"] for row in rows]), []
             total, good = self.world.sum(len(rows), int(labels.sum()))
-            prompts, answers = encode(rows, ["completion"], self.processor)
+            prompts, answers = self.encode(rows)
             kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
             fixed = {"kl": kl, "shares": (good / total, 1 - good / total)}
             for part in pieces(range(len(rows)), self.config.micro_batch_size):
                 part = slice(part.start, part.stop)
-                batch = KTOBatch(*pack_encoded(prompts[part], answers[part], self), None, **fixed)
+                batch = KTOBatch(*self.pack(prompts[part], answers[part]), None, **fixed)
                 batch.labels = labels[part].to(self.world.device)
                 batch.ref_per_token_logps = self.reference.logps(batch.group)
                 packed.append(batch)
-            yield one_step(packed, self.world)
+            yield self.step(packed)
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
@@ -72,7 +62,7 @@ class KTO(Algorithm):
         following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
         for part in zip(pieces(prompts, size), pieces(following, size), strict=True):
-            group, mask = pack_encoded(*part, self)
+            group, mask = self.pack(*part)
             policy, ref = group.pad(per_token_logps(self.policy, group)[0]), self.reference.logps(group)
             logps.append(torch.stack([(policy * mask).sum(1), (ref * mask).sum(1)], 1))
         policy, ref = self.world.all_gather(torch.cat(logps)).split(1, 1)  # (N, 1) each
@@ -88,5 +78,4 @@ class KTO(Algorithm):
             # weighed with this batch's answers these add up to the mean over all good, or bad, answers of the step
             mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
             metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
-        per_answer = (group.pad(entropies.detach()) * mask).sum(1) / mask.sum(1)
-        return loss, metrics | {"entropy": per_answer.mean()}
+        return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}

@@ -62,7 +62,7 @@ def policy_loss(
         mask: (B, T), 1 for tokens that count.
         counts: losses.Counts of the whole step; None: this batch is the step.
     Returns:
-        loss, a scalar; and metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
+        loss; metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask: arXiv 2506.01939;
         off-policy mask: DeepSeek-V3.2 (2512.02556).
     """

@@ -127,10 +127,10 @@ class PPO(GRPO):
         masks = [batch.loss_mask for batch in batches]
         rewards = [self.token_rewards(batch, scores[batch.rows]) for batch in batches]
         if config.whiten_rewards:
-            rewards = self.whiten_all(rewards, masks, shift_mean=False)
+            rewards = whiten(rewards, masks, shift_mean=False, all_ranks=self.world.sum)
         values = [batch.old_values for batch in batches]
         pairs = [gae(*pair, config.gamma, config.lam) for pair in zip(rewards, values, strict=True)]
-        whitened = self.whiten_all([advantages for advantages, _ in pairs], masks)
+        whitened = whiten([advantages for advantages, _ in pairs], masks, all_ranks=self.world.sum)
         for batch, advantages, (_, returns) in zip(batches, whitened, pairs, strict=True):
             batch.advantages, batch.returns = advantages, returns
         every = self.world.all_gather(rollout.rewards)
@@ -141,17 +141,6 @@ class PPO(GRPO):
         ref = batch.old_per_token_logps if self.reference is None else batch.ref_per_token_logps
         mask, kl = batch.group.completion_mask, (self.config.kl_coef, self.config.kl_estimator)
         return token_rewards(scores.to(mask.device), batch.old_per_token_logps, ref, mask, *kl)
-
-    def whiten_all(self, parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True) -> list[Tensor]:
-        """Whiten with the moments of all micro-batches of all ranks."""
-        pairs = list(zip(parts, masks, strict=True))
-        totals = [sum(x.double().sum().item() for x in xs) for xs in ([p * m for p, m in pairs], masks)]
-        total, count = self.world.sum(*totals)
-        mean = total / max(count, 1)
-        squares = sum(((p.double() - mean).square() * m).sum().item() for p, m in pairs)
-        variance = self.world.sum(squares)[0] / max(count - 1, 1)
-        moments = tuple(parts[0].new_tensor(value) for value in (mean, variance))
-        return [whiten(part, mask, shift_mean, moments) for part, mask in pairs]
 
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (M,)."""

@@ -1,12 +1,9 @@
 """Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch alone: copy it out.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected. `per_token_logps`
-carries the gradient; log-probabilities of the reference are constants.
-
-Each loss divides by `counts`, an object with `sequences` (answers: two for each pair) and `tokens` of the optimizer
-step, by default the batch's own. With those of the whole step the gradients of its micro-batches add up to the gradient
-of the step. (Exceptions: aot and aot_unpaired sort the pairs of a micro-batch, as in TRL; and the weights of WPO
-multiply the micro-batch's mean of sft.)
+carries the gradient. Each loss divides by `counts`, an object with `sequences` (answers: two for each pair) and
+`tokens` of the whole optimizer step, by default the batch's own: gradients of micro-batches add up to the step's.
+(Exceptions: aot and aot_unpaired sort the pairs of a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
 """
 
 import math
@@ -26,11 +23,7 @@ ANY_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust
 
 @dataclass
 class DPOLoss:
-    """Options of dpo_loss, and of the section `dpo` of a recipe.
-
-    Raises:
-        ValueError: a name is unknown, or options do not go together.
-    """
+    """Options of dpo_loss, and of the section `dpo` of a recipe."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
     loss_weights: list[float] | None = None  # ... with weights [0.8, 0.2, 1.0]; None: 1 each
@@ -54,8 +47,8 @@ class DPOLoss:
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
             if divergence != "reverse_kl" and name not in ANY_DIVERGENCE:
-                others = ", ".join(ANY_DIVERGENCE)
-                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence} goes with {others}")
+                known = ", ".join(ANY_DIVERGENCE)
+                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence} goes with {known}")
             if self.use_weighting and name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type {name} sorts the pairs; weights of pairs (WPO) have no meaning for it")
         if "exo_pair" in names and not self.label_smoothing:
@@ -136,16 +129,12 @@ def dpo_loss(
     Args:
         per_token_logps: (B, 2, T) float, nats.
         mask: (B, 2, T), 1 for tokens of the answers.
-        options: by default DPOLoss().
-        ref_per_token_logps: (B, 2, T), of the reference; needed unless options.reference_free.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant for the gradient; needed
-            with options.use_weighting.
-        counts: of the optimizer step; `tokens` are the chosen ones, for sft.
+        ref_per_token_logps: (B, 2, T), a constant; needed unless options.reference_free.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for use_weighting.
+        counts: `tokens` are the chosen ones, for sft.
     Returns:
-        loss, a scalar; and metrics, scalars: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
-        rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen, logps/rejected.
-    Raises:
-        ValueError: an answer has no tokens, or something that an option needs is missing.
+        loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats), rewards/margins,
+        rewards/accuracies (share of pairs with a positive margin), logps/chosen, logps/rejected.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
         DPOTrainer._compute_loss of TRL 1.16.
     """
@@ -157,7 +146,6 @@ def dpo_loss(
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less")
-
     B = len(mask)
     num_pairs, tokens = (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
     counted = mask if o.ld_alpha is None else _fade_tail(mask, o.ld_alpha)
@@ -227,23 +215,17 @@ def kto_loss(
     Args:
         per_token_logps, mask: (B, T), nats, and 1 for tokens of the answers.
         labels: (B,) bool, True for good.
-        options: by default KTOLoss().
-        ref_per_token_logps: (B, T), of the reference.
+        ref_per_token_logps: (B, T), a constant.
         kl: a scalar without gradient, see kto_kl; needed for kto.
-        counts: of the optimizer step.
     Returns:
-        loss, a scalar; and metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN where
-        there are none), kl.
-    Raises:
-        ValueError: kto without kl.
+        loss; metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN: there are none), kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
     o = options or KTOLoss()
     if o.loss_type == "kto" and kl is None:
         raise ValueError("loss_type kto needs kl; see kto_kl")
-    u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
     point = kl if o.loss_type == "kto" else 0.0
-    good = labels.bool()
+    u, good = ((per_token_logps - ref_per_token_logps) * mask).sum(-1), labels.bool()  # (B,)
     z = o.beta * torch.where(good, u - point, point - u)
     weight = torch.where(good, u.new_tensor(o.desirable_weight), u.new_tensor(o.undesirable_weight))
     per_answer_loss = weight * (1 - z.sigmoid())
@@ -255,13 +237,9 @@ def kto_loss(
 
 
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
-    """Estimate how far the policy has moved on answers to *other* prompts.
+    """Estimate how far the policy has moved, in nats: a scalar, never negative, without gradient.
 
-    Args:
-        per_token_logps, ref_per_token_logps, mask: (B, T), of prompts with answers that belong to other prompts.
-    Returns:
-        a scalar in nats, never negative, without gradient.
-    Source: z_0 of KTO; TRL's KTOTrainer, which pairs each prompt with the next row's answer.
+    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL's KTOTrainer takes the next row's.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
@@ -275,33 +253,26 @@ class RewardLoss:
 
 
 def reward_loss(
-    chosen_rewards: Tensor,
-    rejected_rewards: Tensor,
-    options: RewardLoss | None = None,
-    *,
-    margin: Tensor | None = None,
-    counts=None,
+    chosen: Tensor, rejected: Tensor, options: RewardLoss | None = None, *, margin: Tensor | None = None, counts=None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of the preferences.
 
     Example: rewards 2 and 1: log(1 + e^-1) = 0.313.
 
     Args:
-        chosen_rewards, rejected_rewards: (B,).
-        options: by default RewardLoss().
+        chosen, rejected: (B,) rewards.
         margin: (B,), by how much the chosen answer is to win.
-        counts: of the optimizer step.
     Returns:
-        loss, a scalar; and metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
+        loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244; TRL's RewardTrainer.
     """
     center = None if options is None else options.center_rewards_coefficient
-    difference = chosen_rewards - rejected_rewards
+    difference = chosen - rejected
     per_pair_loss = -logsigmoid(difference if margin is None else difference - margin)
     if center is not None:
-        per_pair_loss = per_pair_loss + center * (chosen_rewards + rejected_rewards).square()
+        per_pair_loss = per_pair_loss + center * (chosen + rejected).square()
     loss = per_pair_loss.sum() / (len(difference) if counts is None else counts.sequences / 2)
-    return loss, _reward_metrics(chosen_rewards.detach(), rejected_rewards.detach())
+    return loss, _reward_metrics(chosen.detach(), rejected.detach())
 
 
 def _check_known(name: str, value: str, known):

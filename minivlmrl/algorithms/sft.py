@@ -1,16 +1,13 @@
 """Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import encode, one_step, pack_encoded, pieces
+from minivlmrl.algorithms.answers import AnswerAlgorithm
 from minivlmrl.algorithms.sft_loss import SFTType, sft_loss
-from minivlmrl.batch import MicroBatch, Step
-from minivlmrl.grpo import Algorithm
+from minivlmrl.batch import MicroBatch
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Row
 
 
 @dataclass
@@ -20,16 +17,10 @@ class SFTConfig:
     loss_type: SFTType = "nll"  # or "dft", see sft_loss
 
 
-class SFT(Algorithm):
+class SFT(AnswerAlgorithm):
     """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
 
-    stage, needs = "sft", "demonstrations"
-
-    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        for rows in batches:
-            parts = pieces(rows, self.config.micro_batch_size)
-            packed = [pack_encoded(*encode(part, ["completion"], self.processor), self) for part in parts]
-            yield one_step([MicroBatch(*batch, None) for batch in packed], self.world)
+    stage, needs, batch_type = "sft", "demonstrations", MicroBatch
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)

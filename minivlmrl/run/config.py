@@ -9,8 +9,8 @@ import yaml
 
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
-from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
+from minivlmrl.algorithms.preference_losses import KTOLoss
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
@@ -53,7 +53,7 @@ class DPOSection(DPOConfig, ReferenceConfig, TrainingConfig):
 
 
 @dataclass
-class KTOSection(KTOConfig, ReferenceConfig, TrainingConfig):
+class KTOSection(KTOLoss, ReferenceConfig, TrainingConfig):
     """KTO on single answers with a label."""
 
 
