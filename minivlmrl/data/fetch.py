@@ -41,10 +41,9 @@ def open_image(
             if image.format == "EPS":  # Pillow would run Ghostscript, and Ghostscript the program that an EPS file is
                 raise ValueError("EPS files are programs; convert it to PNG")
             yield image
-    except PIL.UnidentifiedImageError as error:
-        raise ValueError(f"{name}: cannot be read as an image (none of the formats that Pillow knows)") from error
     except Exception as error:  # damaged files make Pillow's decoders raise anything: struct.error, IndexError, ...
-        reason = getattr(error, "strerror", None) or error
+        unknown = isinstance(error, PIL.UnidentifiedImageError)
+        reason = "none of the formats that Pillow knows" if unknown else getattr(error, "strerror", None) or error
         raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
 
 
@@ -54,17 +53,17 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
         raise ValueError(f"an image or video is a path, URL, data URI or bytes, not {type(source).__name__}")
-    text = str(source)
+    text, url = str(source), source if isinstance(source, str) else ""
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
-    if isinstance(source, str) and text.startswith("data:"):
-        with naming(name):
-            return name, io.BytesIO(_decode_data_uri(text))
-    if isinstance(source, str) and text.startswith(("http://", "https://")):
-        if not allow_url:
-            raise ValueError(f"{name}: URLs are not downloaded unless data.allow_urls: true")
-        return name, io.BytesIO(_download(name, text))
-    if isinstance(source, str) and text.startswith("file://"):
-        text = urllib.parse.unquote(text.removeprefix("file://").removeprefix("localhost"))
+    with naming(name):
+        if url.startswith("data:"):
+            return name, io.BytesIO(_decode_data_uri(url))
+        if url.startswith(("http://", "https://")):
+            if not allow_url:
+                raise ValueError("URLs are not downloaded unless data.allow_urls: true")
+            return name, io.BytesIO(_download(url))
+    if url.startswith("file://"):
+        text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
     return str(path) if len(str(path)) <= 400 else name, path
 
@@ -78,7 +77,7 @@ def _decode_data_uri(uri: str) -> bytes:
         return base64.b64decode("".join(data.split()), validate=True)
 
 
-def _download(name: str, url: str) -> bytes:
+def _download(url: str) -> bytes:
     content, deadline = io.BytesIO(), time.monotonic() + TIMEOUT
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "minivlmrl"})
@@ -92,5 +91,5 @@ def _download(name: str, url: str) -> bytes:
             if response.length:
                 raise ValueError(f"the connection ended {response.length} bytes early")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ValueError(f"{name}: cannot be downloaded ({error})") from error
+        raise ValueError(f"cannot be downloaded ({error})") from error
     return content.getvalue()

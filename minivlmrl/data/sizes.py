@@ -8,13 +8,12 @@ bounds hold. A video part may have total_pixels, a bound of all its frames toget
 from collections.abc import Collection
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS
-from minivlmrl.data.frames import number
 from minivlmrl.image import ImageProcessor
 
 BOUNDS = ("min_pixels", "max_pixels")
 IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
 VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
-SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see data/frames.py
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see data/video.py
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
@@ -63,6 +62,14 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         raise ValueError(f"max_pixels {max_pixels} is less than one token, {factor} x {factor} pixels")
     if min_pixels > MAX_IMAGE_PIXELS:
         raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")
+
+
+def number(name: str, value: float, zero: bool = False) -> float:
+    """Check that an option is a number above 0, or 0 if that is allowed too."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and value < 1e9
+    if not known or not (value > 0 or (zero and value == 0)):
+        raise ValueError(f"{name} {value!r:.40}: need a number {'from 0 on' if zero else 'above 0'}, below 1e9")
+    return value
 
 
 def _check_positive(name: str, value: int):

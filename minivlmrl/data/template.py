@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -11,10 +12,11 @@ from traceback import walk_tb
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
-from minivlmrl.data.sandbox import environment, plain
 from minivlmrl.data.turns import check_ends, check_messages
 from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
@@ -25,7 +27,7 @@ FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "
 
 
 class ChatTemplate:
-    """A Jinja template; see sandbox.py for what it can do and cannot.
+    """A Jinja template; see `environment` for what it can do and cannot.
 
     A control token counts as one if the template wrote it, wholly or at least its first character: a user's text that
     spells one stays text. (Not so in a template that cuts something out of the middle of a text and so joins "<" and
@@ -126,10 +128,10 @@ class ChatTemplate:
         }
         if name := next((name for name, missing in left_out.items() if missing), None):
             raise self._error(f"this chat template has no place for {name}; use one that has")
-        messages = [_plain(message) for message in messages]
+        messages = [_present(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):
-                parts = [_plain(part) for part in message["content"]]
+                parts = [_present(part) for part in message["content"]]
                 message["content"] = parts if {IMAGE, VIDEO} & written else "".join(part["text"] for part in parts)
         return messages
 
@@ -189,8 +191,8 @@ class ChatTemplate:
             raise ValueError(f"{self.source}: chat template fails{where}: {type(error).__name__}: {reason}") from error
 
 
-def _plain(mapping: dict) -> dict:
-    return plain({key: value for key, value in mapping.items() if value is not None})
+def _present(mapping: dict) -> dict:
+    return _plain({key: value for key, value in mapping.items() if value is not None})
 
 
 def _template_in(path: Path) -> str | None:
@@ -209,3 +211,50 @@ def _template_in(path: Path) -> str | None:
     if not isinstance(text, str) and (needed or text is not None):
         raise ValueError(f"{path}: chat_template must be the text of a template, it is {text!r:.40}")
     return text
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Make an environment as apply_chat_template has it: whitespace rules, functions, {% break %}, {% generation %}.
+
+    It keeps a template from Python's insides, from files, and from range() over 100,000. It does not bound time or
+    memory ({{ 'x' * 10**9 }} is possible): take a template from where you would take weights.
+    """
+    extensions = [_GenerationBlock, LoopControlExtension]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+class _GenerationBlock(Extension):
+    """{% generation %}...{% endgeneration %}: its text between the variables generation_begins and generation_ends."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.Name(f"generation_{name}", "load")]) for name in ("begins", "ends"))
+        return nodes.Scope([begin, *body, end]).set_lineno(line, override=False)
+
+
+def _plain(value: Any) -> Any:
+    """Rebuild a value from JSON types alone: the image object in a part has methods that no sandbox knows."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    for kind in (str, bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return None if value is None else f"<{type(value).__name__}>"
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Write JSON; jinja2's own filter would escape <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Video file or list of frames -> the frames that the model sees -> patches, sized as qwen-vl-utils sizes them."""
+"""Video file or list of frames -> the frames that the model sees -> patches: the rules of qwen-vl-utils."""
 
 import contextlib
 import math
@@ -9,13 +9,16 @@ from typing import IO
 
 import numpy as np
 import PIL.Image
+import torch
 from torch import Tensor
 
 from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, open_source
-from minivlmrl.data.frames import FPS, FRAME_FACTOR, number, sample_indices
-from minivlmrl.data.sizes import VIDEO_OPTIONS, check_bounds, check_options, read_options
+from minivlmrl.data.sizes import VIDEO_OPTIONS, check_bounds, check_options, number, read_options
 from minivlmrl.image import Grid, ImageProcessor, load_image, smart_resize, to_rgb
 
+FPS = 2.0  # frames a second that are taken when nothing else is asked
+FRAME_FACTOR = 2  # the number of frames taken is a multiple
+MIN_FRAMES, MAX_FRAMES = 4, 768
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # decoder tokens a frame would be as an image
 TOTAL_TOKENS = 115_200  # of all frames of a video together: 0.9 of 128000
 MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after resizing: 6 GiB as RGB
@@ -63,8 +66,8 @@ def load_video(
 
     Args:
         source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
-        sampling: see frames.py. Of a list of frames fps alone may be given, the rate at which they were sampled (2 if
-            it is not): as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`.
+        sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the rate at which they
+            were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`).
     """
     if isinstance(source, list | tuple):
         for name, value in sampling.items():
@@ -168,6 +171,75 @@ def _check_size(nframes: int, width: int, height: int):
     if nframes * width * height > MAX_VIDEO_PIXELS:
         cure = f"{MAX_VIDEO_PIXELS} together; take fewer or smaller frames"
         raise ValueError(f"{nframes} frames of {width} x {height} pixels are over {cure}")
+
+
+def sample_indices(
+    total_frames: int, video_fps: float, *, video_start=None, video_end=None, **sampling: float | None
+) -> tuple[list[int], float]:
+    """Choose frames of a file, evenly spread, the first and the last among them; also return their rate a second.
+
+    Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
+    Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
+    """
+    first, last = frame_range(total_frames, video_fps, video_start, video_end)
+    count = last - first + 1
+    nframes = smart_nframes(count, video_fps, **sampling)
+    return torch.linspace(first, last, nframes).round().long().tolist(), nframes / count * video_fps
+
+
+def frame_range(
+    total_frames: int, video_fps: float, video_start: float | None = None, video_end: float | None = None
+) -> tuple[int, int]:
+    """Return the first and last frame between two times in seconds; those outside the video are moved to its ends.
+
+    Source: qwen-vl-utils' calculate_video_frame_range.
+    """
+    if total_frames <= 0 or not 0 < video_fps < math.inf:
+        raise ValueError(f"a video of {total_frames} frames at {video_fps} a second has nothing to show")
+    first, last, duration = 0, total_frames - 1, total_frames / video_fps
+    if video_start is not None:
+        first = math.ceil(min(number("video_start", video_start, zero=True), duration) * video_fps)
+    if video_end is not None:
+        last = min(math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last)
+    if first >= last and (video_start, video_end) != (None, None):
+        video = f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        raise ValueError(f"no two frames lie between video_start {video_start} and video_end {video_end}; {video}")
+    return first, last
+
+
+def smart_nframes(
+    total_frames: int, video_fps: float, *, fps=None, nframes=None, min_frames=None, max_frames=None
+) -> int:
+    """Choose how many frames to take, an even number.
+
+    Example: of 100 frames at 30 a second, 2 a second would be 6.67; 6 are taken.
+
+    Args:
+        fps: frames to take of a second, 2 if not given.
+        nframes: frames to take, instead of fps.
+        min_frames, max_frames: bounds when fps decides, 4 and 768 if not given; max_frames wins over min_frames.
+    Source: qwen-vl-utils' smart_nframes.
+    """
+    if nframes is not None:
+        if (fps, min_frames, max_frames) != (None, None, None):
+            raise ValueError("nframes fixes the number of frames: give it without fps, min_frames and max_frames")
+        chosen = round(_whole("nframes", nframes) / FRAME_FACTOR) * FRAME_FACTOR
+    else:
+        least = _whole("min_frames", MIN_FRAMES if min_frames is None else min_frames)
+        most = _whole("max_frames", min(MAX_FRAMES, total_frames) if max_frames is None else max_frames)
+        least = math.ceil(least / FRAME_FACTOR) * FRAME_FACTOR
+        most = math.floor(most / FRAME_FACTOR) * FRAME_FACTOR
+        chosen = total_frames / video_fps * number("fps", FPS if fps is None else fps)
+        chosen = math.floor(min(max(chosen, least), most, total_frames) / FRAME_FACTOR) * FRAME_FACTOR
+    if not FRAME_FACTOR <= chosen <= total_frames:
+        raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}; need {FRAME_FACTOR} or more")
+    return chosen
+
+
+def _whole(name: str, value: int) -> int:
+    if number(name, value) != int(value):
+        raise ValueError(f"{name} {value!r}: need a whole number")
+    return int(value)
 
 
 def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
