@@ -69,7 +69,7 @@ def test_what_is_said_about_a_family(kinds, kind, verdict):
 def test_digits_and_gradients():
     assert [digits(error) for error in (0.0, 1e-17, 3e-12, 0.5)] == [16, 16, 11, 0]
     x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-    result = with_gradients(x * x, {"x": x, "y": y}, {"m": 2})
+    result = with_gradients(x * x, {"m": 2}, {"x": x, "y": y})
     assert {name: value.item() for name, value in result.items()} == {
         "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
     }  # fmt: skip

@@ -1,8 +1,4 @@
-"""What a cell is, how two results are compared, and what is said about a family of cells. Knows nothing of TRL.
-
-A result is a dictionary of tensors. Names that begin with "metric" are of numbers that TRL logs after a float32 mean:
-they must agree to METRIC_TOLERANCE and say nothing about the digits of the rest.
-"""
+"""What a cell is, how two results are compared, and what is said about a family of cells. Knows nothing of TRL."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +11,9 @@ from torch import Tensor
 
 from minivlmrl.audit.notes import known
 
-METRIC_TOLERANCE = 1e-6
-Result = dict[str, Tensor]
+METRIC_TOLERANCE = 1e-6  # TRL logs float32 means
+WORDS = {"agrees": "agree", "absent": "not in this version", "failed": "could not be asked", "differs": "differ"}
+Result = dict[str, Tensor]  # names of metrics begin with "metric "
 
 
 class NotInThisVersion(Exception):
@@ -25,29 +22,21 @@ class NotInThisVersion(Exception):
 
 @dataclass
 class Cell:
-    """One question that both sides answer: a loss, its options and a batch.
+    """One question that both sides answer: a loss, its options and a batch."""
 
-    Args:
-        family: the row of the table that it belongs to.
-        name: its options, unique in the family.
-        ours: computes our result.
-        theirs: computes TRL's; imports TRL only when it is called.
-        tolerance: of value and gradient, relative to the larger of 1 and TRL's largest entry.
-    """
-
-    family: str
-    name: str
+    family: str  # the row of the table
+    name: str  # its options, unique in the family
     ours: Callable[[], Result]
-    theirs: Callable[[], Result]
-    tolerance: float = 1e-10
+    theirs: Callable[[], Result]  # imports TRL only when it is called
+    tolerance: float = 1e-10  # of value and gradient, relative to the larger of 1 and TRL's largest entry
 
 
 @dataclass
 class Outcome:
-    """What became of one cell. kind: "agrees", "differs", "absent" (not in this version), "failed" (not asked)."""
+    """What became of one cell."""
 
     name: str
-    kind: str
+    kind: str  # "agrees", "differs", "absent" (not in this version), "failed" (not asked)
     error: float = 0.0
     text: str = ""
 
@@ -67,32 +56,26 @@ class Row:
 
 
 def loss_cell(family: str, name: str, batch: dict, leaves: tuple[str, ...], ours, theirs, tolerance=1e-10) -> Cell:
-    """A cell about a loss: value, gradients to the `leaves` of a batch, and metrics.
-
-    Args:
-        ours, theirs: take the batch, return (loss, metrics).
-    """
+    """A cell about (loss, metrics), which both sides compute from the batch, and the gradients to its `leaves`."""
 
     def answer(loss: Callable) -> Result:
-        given = {name: batch[name].clone().requires_grad_() for name in leaves}
-        value, metrics = loss(batch | given)
-        return with_gradients(value, given, metrics)
+        given = {leaf: batch[leaf].clone().requires_grad_() for leaf in leaves}
+        return with_gradients(*loss(batch | given), given)
 
     return Cell(family, name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
-def with_gradients(loss: Tensor, leaves: dict[str, Tensor], metrics: dict[str, float | Tensor]) -> Result:
+def with_gradients(loss: Tensor, metrics: dict[str, float | Tensor], leaves: dict[str, Tensor]) -> Result:
     """The result of a loss: its value, its gradient to each leaf (zeros where it does not depend on it), its metrics.
 
     Example: loss = (x * x).sum() with x = 3 and no metrics: {"loss": 9, "d loss / d x": 6}.
     """
-    gradients = [None] * len(leaves)
+    gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
     if loss.requires_grad:
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    result = {"loss": loss.detach()}
-    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        result[f"d loss / d {name}"] = torch.zeros_like(leaf).detach() if gradient is None else gradient
-    return result | {f"metric {name}": torch.as_tensor(value).detach() for name, value in metrics.items()}
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    named = {f"d loss / d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    named |= {f"metric {name}": torch.as_tensor(value).detach() for name, value in metrics.items()}
+    return {"loss": loss.detach()} | named
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -102,7 +85,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
         return math.inf
     if not theirs.numel():
         return 0.0
-    theirs, ours = theirs.nan_to_num(0.0), ours.nan_to_num(0.0)
+    ours, theirs = ours.nan_to_num(0.0), theirs.nan_to_num(0.0)
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
 
 
@@ -123,38 +106,33 @@ def compare(cell: Cell, theirs: Result) -> Outcome:
         ours = cell.ours()
     except Exception as error:  # ours must answer whatever TRL answers
         return Outcome(cell.name, "differs", math.inf, f"ours raised {type(error).__name__}: {error}")
-    values = {name for name in ours.keys() | theirs.keys() if not name.startswith("metric ")}
-    error = max(distance(ours[name], theirs[name]) if name in ours and name in theirs else math.inf for name in values)
-    for name in (ours.keys() & theirs.keys()) - values:
-        if error <= cell.tolerance and (gap := distance(ours[name], theirs[name])) > METRIC_TOLERANCE:
-            return Outcome(cell.name, "differs", gap, name)
-    return Outcome(cell.name, "agrees" if error <= cell.tolerance else "differs", error)
+    errors = {name: distance(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+    metrics = {name: errors.pop(name) for name in [*errors] if name.startswith("metric ")}
+    lone = [name for name in ours.keys() ^ theirs.keys() if not name.startswith("metric ")]
+    error = math.inf if lone else max(errors.values())
+    if error > cell.tolerance:
+        return Outcome(cell.name, "differs", error)
+    wrong = [name for name, gap in metrics.items() if gap > METRIC_TOLERANCE]
+    return Outcome(cell.name, "differs", metrics[wrong[0]], wrong[0]) if wrong else Outcome(cell.name, "agrees", error)
 
 
 def judge(family: str, outcomes: list[Outcome], version: str) -> Row:
-    """One row of the table from the outcomes of a family's cells.
-
-    Example: two cells with errors 1e-15 and 3e-12 agree to 11 digits.
-    """
+    """One row of the table from the outcomes of a family's cells."""
     of = {kind: [o for o in outcomes if o.kind == kind] for kind in ("differs", "agrees", "failed", "absent")}
     kind, total = next(kind for kind, found in of.items() if found), len(outcomes)
-    error = max((o.error for o in of["agrees"] + of["differs"]), default=None)
+    worst = max(of[kind], key=lambda o: o.error)
+    if kind in ("absent", "failed"):
+        return Row(family, total, kind, None, f"{WORDS[kind]} ({worst.text})", note="; ".join(known(family, version)))
     silent = of["absent"] + of["failed"]
     rest = f" ({len(silent)} of {total} cells had no answer: {silent[0].text})" if silent else ""
     if kind == "agrees":
-        return Row(family, total, kind, error, f"agrees to {digits(error)} digits{rest}")
-    if kind == "differs":
-        worst = max(of[kind], key=lambda o: o.error)
-        size = f"by {worst.error:.1e}" if math.isfinite(worst.error) else "in shape or NaN"
-        what = f" ({worst.text})" if worst.text else ""  # a metric, or what ours raised
-        notes = [known(f"{family}: {o.name}", version) for o in of[kind]]
-        note, verdict = (
-            "; ".join(dict.fromkeys(chain(*notes))),
-            f"differs {size}{what} in {len(of[kind])} of {total} cells",
-        )
-        return Row(family, total, kind, error, verdict + rest, worst.name, note, all(notes))
-    verdict = f"{'not in this version' if kind == 'absent' else 'could not be asked'} ({of[kind][0].text})"
-    return Row(family, total, kind, None, verdict, note="; ".join(known(family, version)))
+        return Row(family, total, kind, worst.error, f"agrees to {digits(worst.error)} digits{rest}")
+    size = f"by {worst.error:.1e}" if math.isfinite(worst.error) else "in shape or NaN"
+    what = f" ({worst.text})" if worst.text else ""  # a metric, or what ours raised
+    verdict = f"differs {size}{what} in {len(of[kind])} of {total} cells{rest}"
+    notes = [known(f"{family}: {o.name}", version) for o in of[kind]]
+    note = "; ".join(dict.fromkeys(chain(*notes)))
+    return Row(family, total, kind, worst.error, verdict, worst.name, note, all(notes))
 
 
 def digits(error: float) -> int:

@@ -34,16 +34,10 @@ NOTES: list[tuple[str, str, str, str]] = [
 
 
 def known(title: str, version: str) -> list[str]:
-    """What is known to be different in a version for a cell ("family: options"), or for a family by its name.
-
-    Example: known("grpo defaults: beta=0.1, seed=0", "1.8.0") says "use_bias_correction_kl is False by default ...".
-    """
+    """What is known to be different in a version for a cell ("family: options"), or for a family by its name."""
     here = numbers(version)
-    return [
-        text
-        for pattern, since, below, text in NOTES
-        if re.search(pattern, title) and numbers(since) <= here < numbers(below)
-    ]
+    found = [note for note in NOTES if re.search(note[0], title)]
+    return [text for _, since, below, text in found if numbers(since) <= here < numbers(below)]
 
 
 def numbers(version: str) -> tuple[int, ...]:

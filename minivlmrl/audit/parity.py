@@ -17,21 +17,15 @@ from pathlib import Path
 import torch
 
 from minivlmrl.audit.cells import families
-from minivlmrl.audit.compare import Cell, NotInThisVersion, Row, ask, judge
+from minivlmrl.audit.compare import WORDS, Cell, NotInThisVersion, Row, ask, judge
 
 INSTALL = "pip install trl==1.16.0 transformers==5.23.0"
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
-WORDS = {"agrees": "agree", "absent": "not in this version", "failed": "could not be asked", "differs": "differ"}
+QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "TRL_EXPERIMENTAL_SILENCE"), "1")
+QUIET |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Print the table, and return the exit status."""
     p = argparse.ArgumentParser(prog="python -m minivlmrl parity", description="Hold our losses against TRL's.")
     p.add_argument("--filter", default="", metavar="TEXT", help="only families with TEXT in their name")
     p.add_argument("--json", metavar="FILE", help="write the table to FILE")
@@ -90,14 +84,13 @@ def status(rows: list[Row]) -> int:
 def record(chosen: dict[str, list[Cell]], version: str) -> str:
     """TRL's answers as JSON: of each family the last cell, of large ones the first too. Inputs come from seeds."""
     answers = {}
-    for family, cells in chosen.items():
-        for cell in [*cells[: len(cells) >= 32], cells[-1]]:
-            try:
-                result = cell.theirs()
-            except NotInThisVersion:
-                continue
-            numbers = {name: value.tolist() for name, value in result.items() if not name.startswith("metric ")}
-            answers[f"{family}: {cell.name}"] = numbers
+    for cell in [cell for cells in chosen.values() for cell in (*cells[: len(cells) >= 32], cells[-1])]:
+        try:
+            result = cell.theirs()
+        except NotInThisVersion:
+            continue
+        values = {name: value.tolist() for name, value in result.items() if not name.startswith("metric ")}
+        answers[f"{cell.family}: {cell.name}"] = values
     first = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in answers.items())
     head = f'"trl": "{version}", "torch": "{torch.__version__}", "first normal numbers of seed 0": {json.dumps(first)}'

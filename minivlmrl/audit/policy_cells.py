@@ -25,7 +25,6 @@ STEPS = ((3, 1), (1, 2), (3, 2))  # (gradient accumulation steps, processes)
 B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
 WEIGHTS = [0.5, 1.0]
 NAN = float("nan")
-BOOK, INPUTS = ({field.name for field in fields(c)} for c in (losses.PolicyLoss, policy_losses.PolicyInputs))
 
 
 def trl(question: str, *arguments, **options):
@@ -58,7 +57,7 @@ def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = 
     logps = -normal(B, T).abs() - 0.1
     lengths = torch.randint(1, T + 1, (B,), generator=generator)
     lengths[0] = T
-    lengths[1 if empty == "row" else slice(B if not empty else 0, None)] *= 0 if empty else 1
+    lengths[{"": [], "row": [1], "all": [0, 1, 2, 3]}[empty]] = 0
     scores = normal(B, T) if by_token else normal(B)
     scores[-1] = 0.0
     batch = {"per_token_logps": logps, "advantages": scores, "mask": (torch.arange(T) < lengths[:, None]).double()}
@@ -69,44 +68,39 @@ def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = 
 
 def our_loss(batch: dict, counts: losses.Counts, **options):
     """grpo_loss of the book where it has the options, else policy_loss."""
-    default, plain = policy_losses.FamilyLoss(), {name: options[name] for name in BOOK & options.keys()}
-    more = {name for name in options.keys() - BOOK if options[name] != getattr(default, name)}
-    level = plain.get("importance_sampling_level", "token")
-    if (
-        plain.get("loss_type", "dapo") in losses.LOSSES
-        and level in LEVELS
-        and not more
-        and "importance_sampling_ratio" not in batch
-    ):
+    family = policy_losses.FamilyLoss(**options)
+    common = {field.name: getattr(family, field.name) for field in fields(losses.PolicyLoss)}
+    in_book = family.loss_type in losses.LOSSES and family.importance_sampling_level in LEVELS
+    if in_book and family == policy_losses.FamilyLoss(**common) and "importance_sampling_ratio" not in batch:
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
-        return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**plain), counts=counts)
-    inputs = policy_losses.PolicyInputs(**{name: value for name, value in batch.items() if name in INPUTS})
-    options = policy_losses.FamilyLoss(**options)
-    return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], options, counts)
+        return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)
+    inputs = {name: value for name, value in batch.items() if name not in ("advantages", "mask")}
+    inputs = policy_losses.PolicyInputs(**inputs)
+    return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], family, counts)
 
 
-def grpo_cell(name: str, batch: dict, title: str, asked: dict | None = None, **options) -> Cell:
+def grpo_cell(
+    family: str, batch: dict, title: str, asked=None, accumulation=1, processes=1, steps_per_generation=None, **options
+) -> Cell:
     """One call of GRPOTrainer._compute_loss.
 
+    TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
+
     Args:
-        name: of the family.
-        batch: see policy_batch.
         title: what distinguishes the batch.
         asked: options for TRL alone. With kind="RLOO" our loss_type is rloo.
-        options: for both; and how TRL splits a step: `accumulation` steps, `processes`, `steps_per_generation`. It
-            averages gradients over processes and adds them up over steps, so its divisors are shares of our Counts.
+        options: for both.
     """
-    split = {part: options.pop(part, None) for part in ("accumulation", "processes", "steps_per_generation")}
-    accumulation, processes = split["accumulation"] or 1, split["processes"] or 1
-    share = accumulation / (split["steps_per_generation"] or accumulation) / processes
+    share = accumulation / (steps_per_generation or accumulation) / processes
     counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
-    told = {"epsilon" if name == "epsilon_low" else name: value for name, value in options.items()}
-    told |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": split["steps_per_generation"]}
-    told |= {"num_processes": processes, "max_completion_length": MAX_LENGTH, **(asked or {})}
-    shown = say(options | {part: value for part, value in split.items() if value not in (1, None)})
-    rloo = {"loss_type": "rloo"} if told.get("kind") == "RLOO" else {}
-    sides = partial(our_loss, counts=counts, **options, **rloo), partial(trl, "grpo_loss", items=ITEMS, **told)
-    return loss_cell(name, ", ".join(filter(None, (shown, title))), batch, ("per_token_logps", "entropies"), *sides)
+    told = {"epsilon" if name == "epsilon_low" else name: value for name, value in options.items()} | (asked or {})
+    told |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps_per_generation}
+    theirs = partial(trl, "grpo_loss", items=ITEMS, num_processes=processes, max_completion_length=MAX_LENGTH, **told)
+    ours = partial(our_loss, counts=counts, **options, **({"loss_type": "rloo"} if "kind" in told else {}))
+    split = {"accumulation": accumulation, "processes": processes, "steps_per_generation": steps_per_generation}
+    shown = say(options | {name: value for name, value in split.items() if value not in (1, None)})
+    name = ", ".join(filter(None, (shown, title)))
+    return loss_cell(family, name, batch, ("per_token_logps", "entropies"), ours, theirs)
 
 
 def by_loss_type() -> Iterator[Cell]:
