@@ -1,9 +1,8 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
 
-The critic is a value head on the policy's own backbone, which costs one more dot product a token; or, as an option, a
-model of its own. It predicts, before every token, what the rest of the completion will earn.
-Different from TRL 1.12: the score is earned at the last token (TRL: one position after it, where the padding has one),
-and advantages are whitened over the whole rollout of all ranks. Left out: an adaptive KL weight, an entropy bonus.
+The critic predicts, before every token, what the rest of the completion will earn: a value head on the policy's own
+backbone, or a model of its own. Different from TRL 1.12: the score is earned at the last token (TRL: one position later
+if the padding has it), and advantages are whitened over the rollout of all ranks. Left out: adaptive KL, entropy bonus.
 """
 
 import itertools
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minivlmrl.advantages import combine
@@ -95,9 +95,10 @@ class PPO(GRPO):
     def save(self, folder: Path):
         super().save(folder)
         if self.config.critic == "shared":
-            weight = value_model.full_weight(self.critic)
+            head, partial = value_model.full_head(self.critic), folder / "value_head.partial"
             if self.world.is_main:
-                value_model.save_head(folder / "value_head.safetensors", weight)
+                save_file(head, partial)
+                partial.replace(folder / "value_head.safetensors")  # an interrupted save keeps the earlier file
         else:
             value_model.save_value_model(folder / "critic", self.critic, self.processor, self.world)
 

@@ -54,23 +54,10 @@ def value_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def save_head(file: Path, weight: Tensor):
-    """Write a head's weight to a temporary file, then rename it: an interrupted save keeps the earlier one."""
-    partial = file.with_suffix(".partial")
-    save_file({"score.weight": weight.detach().cpu()}, partial)
-    partial.replace(file)
-
-
 def load_value_model(
     folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
 ) -> ValueModel:
-    """Read what save_value_model wrote.
-
-    Args:
-        dtype, device, sharding: see load_model.
-    Raises:
-        ValueError: as load_model; or there is no such folder, or it holds a plain model without a head.
-    """
+    """Read what save_value_model wrote; arguments and errors as of load_model."""
     check_value_model_folder(folder)
     file = Path(folder) / HEAD_FILE
     model = ValueModel(load_model(folder, dtype, device, sharding))
@@ -85,7 +72,7 @@ def load_value_model(
 
 
 def check_value_model_folder(folder: str | Path):
-    """Raise ValueError unless a folder looks like one of save_value_model's."""
+    """Refuse a folder without a value model (ValueError)."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
     if not (Path(folder) / HEAD_FILE).is_file():
@@ -100,13 +87,14 @@ def copy_as_value_model(policy: nn.Module) -> ValueModel:
     return model
 
 
-def full_weight(head: nn.Linear) -> Tensor:
-    """A head's weight, gathered if it is sharded; all ranks call this."""
+def full_head(head: nn.Linear) -> dict[str, Tensor]:
+    """What a file holds of a head, gathered if it is sharded; all ranks call this."""
     reshard(head)
-    return head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+    weight = head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+    return {"score.weight": weight.detach().cpu()}
 
 
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
-    weight = full_weight(model.score)
-    save_model(folder, model.backbone, processor, world, lambda written: save_head(written / HEAD_FILE, weight))
+    head = full_head(model.score)
+    save_model(folder, model.backbone, processor, world, lambda written: save_file(head, written / HEAD_FILE))
