@@ -20,16 +20,13 @@ def read_conversation(
 
     Args:
         row: columns, of which these are read; None counts as missing. Turns are messages as in chat.render.
-            problem, prompt: text, which goes through prompt_template.
-            prompt: or turns, taken as they are (TRL's conversational form).
+            problem, prompt: text, which goes through prompt_template; or prompt: turns, taken as they are.
             messages: a whole conversation. All before its first assistant turn is the prompt, the rest the completion.
             completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
-            chosen, rejected: without any of problem, prompt and messages two whole conversations, and the turns that
-                both begin with are the prompt (TRL's implicit prompt).
+            chosen, rejected: alone two whole conversations; what both begin with is the prompt (TRL's implicit one).
         media: how many come with the row, {"image": n, "video": m}. They go to the parts of their kind that the prompt
-            has (besides those that say themselves what they show), else where its text says <image> or <video>, else
-            before the text of its first user turn.
-        prompt_template, system_prompt: see json_lines.RowOptions.
+            has and that do not say what they show, else where its text says <image> or <video>, else before the text
+            of its first user turn.
     """
     found = {column: row[column] for column in (*PROMPTS, *ANSWERS) if row.get(column) is not None}
     for column, value in found.items():

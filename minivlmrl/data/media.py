@@ -45,13 +45,11 @@ def read_media(columns: dict, kind: str) -> list[Media]:
 def place_media(
     messages: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
 ) -> tuple[list[dict], list[Media]]:
-    """Give each image or video part of a prompt what it shows.
+    """Give each image or video part of a prompt what it shows, and list that in order of appearance.
 
     Args:
         listed: by kind, the media of the parts without a source. The options of a part win over those listed here.
         video_options: of every video, unless it has its own; which frames to take only of files without nframes.
-    Returns:
-        messages, with kind and size options in their parts but no sources; all media in order of appearance.
     """
     waiting = {kind: iter(media) for kind, media in listed.items()}
     placed, used = [], []
@@ -88,12 +86,7 @@ def load_media(media: list[Media], folder: Path, allow_urls: bool) -> tuple[list
 def shown_parts(
     pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
 ) -> list[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
-    """List what the parts of a prompt show: "image" or "video", the image or video, and its size options.
-
-    Args:
-        pieces: the messages as a chat template laid them out.
-        images, videos: one for each part of its kind, in order.
-    """
+    """List what the parts of a prompt, laid out as `pieces`, show: kind, image or video, and its size options."""
     parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
     parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
     kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}

@@ -1,11 +1,11 @@
 """Video file or list of frames -> the frames that the model sees -> patches: the rules of qwen-vl-utils."""
 
 import contextlib
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import PIL.Image
@@ -91,7 +91,7 @@ def load_video(
         raise ValueError(f"{name}: {error or type(error).__name__}") from error
 
 
-def _sample(file: Path | IO[bytes], sampling: dict) -> Video:
+def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
     """Decode the frames that the options ask for: one pass counts, the next decodes."""
     with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -122,16 +122,14 @@ def _count_frames(container, stream) -> int:
 
 
 @contextlib.contextmanager
-def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
+def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
     """Open a file: PyAV's container and its video stream."""
     import av
 
-    with contextlib.ExitStack() as stack:
-        if isinstance(file, Path):  # opened by us: FFmpeg would take names like concat:a|b for more than a file
-            file = stack.enter_context(open(file, "rb"))
-        file.seek(0)
-        options = {"protocol_whitelist": "none"}  # a playlist would make FFmpeg open other files and URLs
-        container = stack.enter_context(av.open(file, container_options=options, metadata_errors="replace"))
+    # opened by us: FFmpeg would take names like concat:a|b for more than a file
+    opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
+    options = {"protocol_whitelist": "none"}  # a playlist would make FFmpeg open other files and URLs
+    with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
         if stream is None:
             raise ValueError("has no video stream")
@@ -142,7 +140,7 @@ def _opened(file: Path | IO[bytes]) -> Iterator[tuple]:
         yield container, stream
 
 
-def _decode(file: Path | IO[bytes], indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
+def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
     """Return the frames of these numbers, as (H, W, 3) uint8, and how many were decoded for them."""
     frames, seen, waiting = [], 0, iter(indices)
     following = next(waiting)

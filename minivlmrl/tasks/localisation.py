@@ -39,20 +39,15 @@ class Localisation:
     The columns of a row are `problem`; `solution`, the true box in pixels; `answer_extent`, width and height of the
     picture in the units of an answer, (8, 8); and `unseen`.
 
-    Args:
-        objects: least and greatest number of objects in a picture, of different colours, which do not overlap. Alone,
-            (1, 1), an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
-        jitter: pixels by which each coordinate of a demonstrated box may be moved, see `jittered`.
-        wrong_boxes: share of rows that demonstrate, before jitter, a box drawn at random.
-        thinking: what a demonstration thinks: "name" or "position"; see `answer`.
+    Alone, an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
     """
 
     size: int
     seed: int | str
-    objects: tuple[int, int] = (1, 1)
-    jitter: int = 0
-    wrong_boxes: float = 0.0
-    thinking: str = "name"
+    objects: tuple[int, int] = (1, 1)  # fewest and most in a picture, of different colours, which do not overlap
+    jitter: int = 0  # pixels by which each coordinate of a demonstrated box may be moved, see `jittered`
+    wrong_boxes: float = 0.0  # share of rows that demonstrate, before jitter, a box drawn at random
+    thinking: str = "name"  # of a demonstration: "name" or "position", see `answer`
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 

@@ -17,14 +17,8 @@ from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import FRESH_ROWS, Task
 
-COLORS = {
-    "red": (220, 50, 47),
-    "green": (60, 160, 60),
-    "blue": (50, 90, 210),
-    "yellow": (225, 190, 20),
-    "purple": (140, 60, 170),
-    "black": (35, 35, 35),
-}
+COLORS = {"red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210)}
+COLORS |= {"yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35)}
 SHAPES = ("square", "triangle")
 LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
@@ -37,15 +31,12 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 class Shapes:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
-    For preferences every row has the right answer as `chosen` and one that is worse as `rejected`, see `worse`.
-
-    Args:
-        wrong_labels: share of rows that demonstrate a class drawn at random; `solution` is right in every row.
+    `solution` is right in every row; for preferences every row has it as `chosen` and one of `worse` as `rejected`.
     """
 
     size: int
     seed: int | str
-    wrong_labels: float = 0.0
+    wrong_labels: float = 0.0  # share of rows that demonstrate a class drawn at random
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
