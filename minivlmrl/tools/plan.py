@@ -6,16 +6,10 @@ Of the model only config.json is read. Activations are not estimated but counted
 where tensors have shapes but no numbers, and forward and backward run there. The rest is parameters times bytes,
 divided by the shards of the recipe.
 
-    rollout    weights (gathered, if sharded), keys and values, the prompts' forward, the logits of one decode step
-    score      a forward without gradient
-    train      gradients, activations, temporary tensors
-    always     weights, optimizer state, reference, value model or reward model
-
 Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them), and evaluations.
 """
 
 import argparse
-import io
 import math
 import weakref
 from collections.abc import Callable
@@ -45,6 +39,7 @@ from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.scale.sharding import recompute_blocks
+from minivlmrl.train import find_algorithm
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -67,22 +62,17 @@ class Work:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all tensors created in this context that still exist (.now), and their maximum (.most).
+    """Count the bytes of tensors created in this context that still exist (.now), and their maximum (.most)."""
 
-    Args:
-        known: tensors that exist already; they and their views are not counted.
-    """
-
-    def __init__(self, known: list[Tensor]):
+    def __init__(self, known: list[Tensor]):  # they and their views are not counted
         super().__init__()
         self.counted = {tensor.untyped_storage()._cdata for tensor in known}
         self.now = self.most = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.counted:
-                storage = tensor.untyped_storage()
+        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]:
+            if storage._cdata not in self.counted:
                 self.counted.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)
@@ -94,18 +84,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class FusedAttention(torch.autograd.Function):
-    """Attention with the memory of a fused kernel, which the meta device does not have: no scores."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Attention with the memory of a fused kernel: no scores. The meta device would write the formula out."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
 def meta_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
@@ -120,17 +101,10 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     columns = math.ceil(work.image_tokens / rows)
     grid = torch.tensor([[1, rows * merge, columns * merge]] if work.image_tokens else []).view(-1, 3).long()
     tokens = [torch.full((columns * rows,), config.image_token_id), torch.zeros(work.text_tokens, dtype=torch.long)]
+    patches = torch.empty(int(grid.prod(1).sum()), config.vision_config.patch_dim, device="meta")
     completion = torch.zeros(work.completion_tokens, dtype=torch.long)
-    prompt = Prompt(torch.cat(tokens), torch.empty(0, config.vision_config.patch_dim), grid)
-    batch = pack([prompt] * work.prompts, [[completion] * work.num_generations] * work.prompts, config)
-    grids, patches = batch.image_grid_thw, work.prompts * int(grid.prod(1).sum())
-    file = io.BytesIO()
-    torch.save(batch, file)
-    file.seek(0)
-    batch = torch.load(file, map_location="meta", weights_only=False)  # all tensors, at any depth
-    batch.image_grid_thw = grids
-    batch.pixel_values = torch.empty(patches, config.vision_config.patch_dim, device="meta")
-    return batch
+    prompts = [Prompt(torch.cat(tokens), patches, grid)] * work.prompts
+    return pack(prompts, [[completion] * work.num_generations] * work.prompts, config, "meta")
 
 
 class Costs:
@@ -143,7 +117,8 @@ class Costs:
         self.vision = _count(self.model.visual.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
         sizes = [_count(block.parameters()) for block in family_of(self.model).blocks(self.model)]
-        self.largest_block, self.root = max(sizes), self.parameters - sum(sizes)
+        # of a sharded model one block runs while the next arrives
+        self.gathered = self.parameters - sum(sizes) + 2 * max(sizes)
         self.activations = cache(self._activations)
 
     def shared(self, layers: int) -> int:
@@ -151,26 +126,19 @@ class Costs:
         return _count(shared_parameters(self.model, layers))
 
     def _activations(
-        self, dtype: torch.dtype, work: Work, train: bool, recompute: bool = False, vision: bool = True, layers: int = 0
+        self, dtype: torch.dtype, work: Work, train: bool, recompute=False, freeze_vision=False, shared_layers=0
     ) -> int:
-        """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients.
-
-        Args:
-            dtype: of the computation.
-            recompute: activation checkpointing.
-            vision: whether the vision tower is trained.
-            layers: frozen ones, from the embeddings on.
-        """
-        model = meta_model(self.config, dtype)
-        for parameter in [*(() if vision else model.visual.parameters()), *shared_parameters(model, layers)]:
+        """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
+        model, batch = meta_model(self.config, dtype), meta_batch(self.config, work)
+        frozen = [*shared_parameters(model, shared_layers), *(model.visual.parameters() if freeze_vision else ())]
+        for parameter in frozen:
             parameter.requires_grad_(False)
         if recompute:
             recompute_blocks(model)
         for parameter in model.parameters():
             if parameter.requires_grad:  # gradients have a row of their own in the plan
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        batch = meta_batch(self.config, work)
-        fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: FusedAttention.apply(q, k, v))
+        fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         with torch.set_grad_enabled(train), fused, LiveBytes(list(model.parameters())) as live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
@@ -210,60 +178,55 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     """Bytes on one GPU in each phase of a stage: {"train": {"weights": ..., "gradients": ...}, ...}.
 
     Args:
-        stage: one of STAGES.
         text_tokens, image_tokens: of a prompt. Completions have sampling.max_new_tokens.
     """
-    config, sharded = getattr(run, stage), run.sharding.enabled
-    computed = DTYPES[run.sharding.compute_dtype or run.model.dtype]
-    G = STAGES[stage] or config.num_generations
+    config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
+    if gpus % sharding.replicas:
+        raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
     layers = getattr(config, "num_shared_layers", 0)
-    vision = costs.vision if config.freeze_vision_tower and not layers else 0
-    trained = costs.parameters - costs.shared(layers) - vision
-    always, part = _always(run, stage, costs, gpus, trained)
-    unit = (costs.root + 2 * costs.largest_block) * computed.itemsize if sharded else 0  # one runs, the next arrives
-    lengths = (text_tokens, image_tokens, run.sampling.max_new_tokens)
+    shared = costs.shared(layers)
+    trained = costs.parameters - shared - (costs.vision if config.freeze_vision_tower and not layers else 0)
+    summed = gpus > 1 and not sharding.enabled  # then the ranks sum a copy of the gradients
+    numbers = {  # held all the time
+        "weights": costs.parameters,
+        "optimizer": 2 * trained,
+        # weights, gradients and the two of AdamW
+        "value model": (4 + summed) * costs.backbone * (stage == "ppo" and run.ppo.critic == "separate"),
+        # sharded models share nothing
+        "reference": (costs.parameters - (0 if sharding.enabled else shared)) * needs_reference(run, stage),
+        "policy": costs.parameters * (stage == "reward_model"),  # in addition to the copy that is trained
+        "reward model": costs.backbone * (online and "reward_model" in run.rewards),
+    }
+    shards = gpus // sharding.replicas if sharding.enabled else 1
+    part = 0 if sharding.cpu_offload else DTYPES[run.model.dtype].itemsize / shards  # bytes here for each number
+    always = {name: count * part for name, count in numbers.items() if count}
+
+    computed = DTYPES[sharding.compute_dtype or run.model.dtype]
+    gathered = costs.gathered * computed.itemsize if sharding.enabled else 0
+    G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
-    phases = {}
-    if STAGES[stage] is None:
+    logits, phases = costs.logits(computed, micro), {}
+    if online:
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
-        gathers = sharded and run.rollout.gather_weights
-        phases["rollout"] = always | {
-            "gathered": costs.parameters * computed.itemsize if gathers else unit,
+        whole = sharding.enabled and run.rollout.gather_weights
+        phases["rollout"] = {
+            "gathered": costs.parameters * computed.itemsize if whole else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
             "prompts' forward": costs.activations(computed, Work(prompts, 0, *lengths), False),
             "logits": costs.one_draw(computed, run.sampling, prompts * G),
         }
-    logits = {"logits": costs.logits(computed, micro)}
-    if "reference" in always or STAGES[stage] is None:
+    if online or "reference" in always:
         forward = costs.activations(computed, micro, False)
-        phases["score"] = always | {"gathered": unit, "forward": forward} | logits
-    frozen = (run.model.activation_checkpointing, not config.freeze_vision_tower, layers)
-    train = {"gathered": 2 * unit}  # weights and their gradients
-    train["gradients"] = trained * part * (2 if gpus > 1 and not sharded else 1)  # one more copy to sum over the ranks
-    train["forward and backward"] = costs.activations(computed, micro, True, *frozen)
-    return phases | {"train": always | train | logits}
-
-
-def _always(run: RunConfig, stage: str, costs: Costs, gpus: int, trained: int) -> tuple[dict[str, float], float]:
-    """Bytes that are held all the time, and the bytes on one GPU for each number stored."""
-    replicas, sharded, stored = run.sharding.replicas, run.sharding.enabled, DTYPES[run.model.dtype]
-    if gpus % replicas:
-        raise ValueError(f"sharding.replicas is {replicas}, but {gpus} GPUs are no multiple of it")
-    shards = gpus // replicas if sharded else 1
-    part = 0 if run.sharding.cpu_offload else stored.itemsize / shards
-    always = {"weights": costs.parameters * part, "optimizer": 2 * trained * part}
-    if stage == "ppo" and run.ppo.critic == "separate":
-        # weights, gradients, the two of AdamW, and a copy of the gradients to sum over the ranks
-        always["value model"] = (5 if gpus > 1 and not sharded else 4) * costs.backbone * part
-    if needs_reference(run, stage):
-        shared = 0 if sharded else costs.shared(getattr(getattr(run, stage), "num_shared_layers", 0))
-        always["reference"] = (costs.parameters - shared) * part  # sharded models share nothing
-    if stage == "reward_model":
-        always["policy"] = costs.parameters * part  # in addition to the copy that is trained
-    if "reward_model" in run.rewards and STAGES[stage] is None:
-        always["reward model"] = costs.backbone * part
-    return always, part
+        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
+    options = (run.model.activation_checkpointing, config.freeze_vision_tower, layers)
+    phases["train"] = {
+        "gathered": 2 * gathered,  # weights and their gradients
+        "gradients": trained * part * (1 + summed),
+        "forward and backward": costs.activations(computed, micro, True, *options),
+        "logits": logits,
+    }
+    return {name: always | items for name, items in phases.items()}
 
 
 def needs_reference(run: RunConfig, stage: str) -> bool:
@@ -279,11 +242,7 @@ def most(phases: dict[str, dict]) -> float:
 
 
 def smallest_saving(needed: Callable[[list[str]], float], stage: str, memory: float) -> list[str] | None:
-    """The fewest of SAVINGS, cheap ones first, with which the stage fits; None if even all of them are not enough.
-
-    Args:
-        needed: overrides of the recipe -> bytes.
-    """
+    """The fewest of SAVINGS, cheap ones first, whose bytes fit; None if even all of them are not enough."""
     savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
     for overrides in (list(some) for count in range(len(savings) + 1) for some in combinations(savings, count)):
         with suppress(ValueError):  # an option that needs another one, which is left out here
@@ -321,19 +280,17 @@ def main(arguments: list[str]):
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
     print(f"{given.model}: {costs.parameters:,} parameters; {given.gpus} GPUs of {given.gpu_memory:g} GB")
-    for stage in load_config(recipe, rest).stages:
-        if stage not in STAGES:
-            raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(STAGES)}")
+    config = load_config(recipe, rest)
+    for stage in config.stages:
+        find_algorithm(stage, config)  # refuses an unknown one
 
         def phases(overrides: list[str], stage=stage) -> dict[str, dict]:
             run = load_config(recipe, [*rest, *overrides])
             return plan(run, stage, costs, given.gpus, given.text_tokens, given.image_tokens)
 
         print(f"\n{stage}\n" + table(phases([]), memory))
-        if most(phases([])) <= memory:
-            continue
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
             print("does not fit with any saving: take more GPUs, shorter prompts or a smaller model")
-        else:
+        elif saving:
             print(f"fits with {' '.join(saving)}\n" + table(phases(saving), memory))
