@@ -55,7 +55,7 @@ class Row:
     excused: bool = True  # nothing differs, or a note explains every cell that does
 
 
-def loss_cell(family: str, name: str, batch: dict, leaves: tuple[str, ...], ours, theirs, tolerance=1e-10) -> Cell:
+def loss_cell(family: str, name: str, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
     """A cell about (loss, metrics), which both sides compute from the batch, and the gradients to its `leaves`."""
 
     def answer(loss: Callable) -> Result:
@@ -63,6 +63,11 @@ def loss_cell(family: str, name: str, batch: dict, leaves: tuple[str, ...], ours
         return with_gradients(*loss(batch | given), given)
 
     return Cell(family, name, partial(answer, ours), partial(answer, theirs), tolerance)
+
+
+def named(name: str, question: Callable[..., Tensor], *arguments, **options) -> Result:
+    """A result of one value."""
+    return {name: question(*arguments, **options)}
 
 
 def with_gradients(loss: Tensor, metrics: dict[str, float | Tensor], leaves: dict[str, Tensor]) -> Result:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minivlmrl import advantages, losses
 from minivlmrl.algorithms import baselines, grpo_family, policy_losses
-from minivlmrl.audit.compare import Cell, Result, loss_cell
+from minivlmrl.audit.compare import Cell, Result, loss_cell, named
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -100,7 +100,7 @@ def grpo_cell(
     split = {"accumulation": accumulation, "processes": processes, "steps_per_generation": steps_per_generation}
     shown = say(options | {name: value for name, value in split.items() if value not in (1, None)})
     name = ", ".join(filter(None, (shown, title)))
-    return loss_cell(family, name, batch, ("per_token_logps", "entropies"), ours, theirs)
+    return loss_cell(family, name, batch, ours, theirs, ("per_token_logps", "entropies"))
 
 
 def by_loss_type() -> Iterator[Cell]:
@@ -229,12 +229,9 @@ def group_advantages() -> Iterator[Cell]:
 
 def rloo_advantages() -> Iterator[Cell]:
     """Rewards are clipped, then pay for the KL of their completion, then are held against the others of the group."""
-
-    def ours(*arguments) -> Result:
-        return {"advantages": baselines.leave_one_out(*arguments)}
-
-    grids = product((2, 4), (0.0, 0.05), (False, True), (None, (-0.3, 0.6)), (0.0, 0.4))
-    for seed, (size, beta, normalize, clip, missing) in enumerate(grids):
+    grids = grid(num_generations=(2, 4), beta=(0.0, 0.05), normalize=(False, True), clip=(None, (-0.3, 0.6)))
+    for seed, (shown, missing) in enumerate(product(grids, (0.0, 0.4))):
+        size, beta, normalize, clip = shown.values()
         rewards, batch = random_rewards(seed, n=B * 2, missing=missing), policy_batch(seed)
         names = ("old_per_token_logps", "ref_per_token_logps", "mask")
         old, ref, mask = (batch[name].float().repeat(2, 1) for name in names)
@@ -242,18 +239,14 @@ def rloo_advantages() -> Iterator[Cell]:
         total = (total if clip is None else total.clamp(*clip)) - beta * ((old - ref) * mask).sum(1)
         asked = {"num_generations": size, "beta": beta, "normalize_advantages": normalize, "reward_clip_range": clip}
         asked |= {"reward_weights": WEIGHTS, "completions": [[5] * int(length) for length in mask.sum(1)]}
-        sides = partial(ours, total, size, normalize), partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
-        shown = {"num_generations": size, "beta": beta, "normalize": normalize, "clip": clip, "missing": missing}
-        yield Cell("rloo advantages", say(shown), *sides, 1e-6)
+        ours = partial(named, "advantages", baselines.leave_one_out, total, size, normalize)
+        theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
+        yield Cell("rloo advantages", say(shown | {"missing": missing}), ours, theirs, 1e-6)
 
 
 def sampler_correction() -> Iterator[Cell]:
     """The ratio between trainer and sampler; TRL keeps the sampler's log-probabilities in float32."""
-
-    def ours(old: Tensor, sampling: Tensor, mask: Tensor, **options) -> Result:
-        ratio = policy_losses.rollout_importance_ratio(old, sampling.double() * mask, mask, **options)
-        return {"importance_sampling_ratio": ratio}
-
+    family, ratio = "importance_sampling_ratio", policy_losses.rollout_importance_ratio
     clips = ((3.0, None), (1.2, 0.8), (None, 0.9))
     for mode, clip, seed in product(policy_losses.CORRECTION_MODES, clips, range(2)):
         batch, option = policy_batch(seed), {"mode": mode, "clip_max": clip[0], "clip_min": clip[1]}
@@ -263,10 +256,10 @@ def sampler_correction() -> Iterator[Cell]:
         lengths = mask.sum(1).long().tolist()
         asked = {f"vllm_importance_sampling_{name}": value for name, value in option.items()} | {"use_vllm": True}
         asked["sampling"] = [row[:length].tolist() for row, length in zip(sampling, lengths, strict=True)]
-        asked |= {"completions": [[5] * length for length in lengths], "output": "importance_sampling_ratio"}
+        asked |= {"completions": [[5] * length for length in lengths], "output": family}
+        ours = partial(named, family, ratio, old, sampling.double() * mask, mask, **option)
         theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **asked)
-        name = f"{mode}, clip={clip}, seed={seed}{' with NaN' * seed}"
-        yield Cell("importance_sampling_ratio", name, partial(ours, old, sampling, mask, **option), theirs)
+        yield Cell(family, f"{mode}, clip={clip}, seed={seed}{' with NaN' * seed}", ours, theirs)
 
 
 def overlong() -> Iterator[Cell]:

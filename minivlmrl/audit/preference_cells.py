@@ -11,17 +11,14 @@ from torch import Tensor
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
 from minivlmrl.audit.compare import Cell, loss_cell
-from minivlmrl.audit.policy_cells import policy_batch, say, trl
+from minivlmrl.audit.policy_cells import grid, policy_batch, say, trl
 
 LOSS_TYPES = tuple(preference.DPO_LOSSES)
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # sigmoid: TRL ignores it
 # Weights multiply in place in TRL, which breaks the gradient of hinge and crashes with sft; aot refuses them.
 WEIGHTABLE = tuple(name for name in LOSS_TYPES if name not in ("aot", "aot_unpaired", "sft", "hinge"))
-DIVERGENCES = (
-    {"f_divergence_type": "forward_kl"},
-    {"f_divergence_type": "js_divergence"},
-    *({"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": a} for a in (0.0, 0.5, 1.0, 1.5)),
-)
+DIVERGENCES = grid(f_divergence_type=("forward_kl", "js_divergence"))
+DIVERGENCES += grid(f_divergence_type=("alpha_divergence",), f_alpha_divergence_coef=(0.0, 0.5, 1.0, 1.5))
 LISTS = (  # MPO's own mixture first
     (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]),
     (["sigmoid", "sft"], [1.0, 0.1]),
@@ -45,8 +42,7 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
 def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> Cell:
     """One call of DPOTrainer._compute_loss.
 
-    Two things are float32 in TRL itself: alpha_divergence (it knows no float64, so the batch is float32), and
-    exo_pair's label_smoothing.
+    In TRL alpha_divergence knows no float64 (so the batch is float32), and exo_pair's label_smoothing is float32.
     """
     single = options.get("f_divergence_type") == "alpha_divergence"
     batch = preference_batch(seed, torch.float32 if single else torch.float64)
@@ -63,7 +59,7 @@ def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> 
     told = {"loss_weights": None, "use_weighting": use_weighting} | options | {"loss_type": names}
     tolerance = 1e-6 if single or "exo_pair" in names else 1e-10
     theirs = partial(trl, "dpo_loss", **told)
-    return loss_cell(family, f"{say(shown)}, seed={seed}", batch, ("per_token_logps",), ours, theirs, tolerance)
+    return loss_cell(family, f"{say(shown)}, seed={seed}", batch, ours, theirs, tolerance=tolerance)
 
 
 def dpo_losses() -> Iterator[Cell]:
@@ -78,10 +74,10 @@ def dpo_losses() -> Iterator[Cell]:
 
 def dpo_options() -> Iterator[Cell]:
     """A family for each option over all losses that take it; exo_pair, of fewer digits, has its own."""
-    grid = [*product(DIVERGENCES, preference.ANY_DIVERGENCE)]
-    grid += product(({"ld_alpha": 0.0}, {"ld_alpha": 0.4}), LOSS_TYPES)
-    grid += product(({"use_weighting": True},), WEIGHTABLE)
-    for (option, loss_type), seed in product(grid, range(2)):
+    choices = [*product(DIVERGENCES, preference.ANY_DIVERGENCE)]
+    choices += product(grid(ld_alpha=(0.0, 0.4)), LOSS_TYPES)
+    choices += product(grid(use_weighting=(True,)), WEIGHTABLE)
+    for (option, loss_type), seed in product(choices, range(2)):
         name, value = next(iter(option.items()))
         family = f"dpo {name}={value}" if name == "f_divergence_type" else f"dpo {name}"
         family = "dpo exo_pair, other options" if loss_type == "exo_pair" else family
@@ -101,17 +97,15 @@ def kto_losses() -> Iterator[Cell]:
         answers = {name: value for name, value in batch.items() if name != "kl_mask"}
         return preference.kto_loss(**answers, options=preference.KTOLoss(**options), kl=kl)
 
-    grid = product(preference.KTO_LOSS_TYPES, ((1.0, 1.0), (1.3, 0.7)), (0.1, 0.5), range(3))
-    for loss_type, (good, bad), beta, seed in grid:
+    choices = product(preference.KTO_LOSS_TYPES, ((1.0, 1.0), (1.3, 0.7)), (0.1, 0.5), range(3))
+    for loss_type, (good, bad), beta, seed in choices:
         batch = policy_batch(seed)
-        mask, labels = batch["mask"], torch.arange(4) % 3 == seed % 3
+        mask = batch["mask"]
         batch = {name: batch[name].clamp(max=-0.01) for name in ("per_token_logps", "ref_per_token_logps")}
-        batch |= {"mask": mask, "kl_mask": mask.roll(1, 0), "labels": labels}
+        batch |= {"mask": mask, "kl_mask": mask.roll(1, 0), "labels": torch.arange(4) % 3 == seed % 3}
         options = {"loss_type": loss_type, "beta": beta, "desirable_weight": good, "undesirable_weight": bad}
         sides = partial(ours, **options), partial(trl, "kto_loss", **options)
-        yield loss_cell(
-            f"kto loss_type={loss_type}", f"{say(options)}, seed={seed}", batch, ("per_token_logps",), *sides
-        )
+        yield loss_cell(f"kto loss_type={loss_type}", f"{say(options)}, seed={seed}", batch, *sides)
 
 
 def sft_losses() -> Iterator[Cell]:
@@ -124,11 +118,9 @@ def sft_losses() -> Iterator[Cell]:
     for (asked, loss_type), items, processes, seed in product(kinds, (None, 37), (1, 3), range(3)):
         counts = None if items is None else SimpleNamespace(tokens=items / processes)
         name = say({"num_items": items, "processes": processes, "seed": seed})
-        sides = (
-            partial(ours, loss_type=loss_type, counts=counts),
-            partial(trl, "sft_loss", items=items, num_processes=processes, loss_type=asked),
-        )
-        yield loss_cell(f"sft loss_type={asked}", name, policy_batch(seed), ("per_token_logps",), *sides)
+        theirs = partial(trl, "sft_loss", items=items, num_processes=processes, loss_type=asked)
+        sides = partial(ours, loss_type=loss_type, counts=counts), theirs
+        yield loss_cell(f"sft loss_type={asked}", name, policy_batch(seed), *sides)
 
 
 def reward_losses() -> Iterator[Cell]:
@@ -141,7 +133,7 @@ def reward_losses() -> Iterator[Cell]:
         batch = {"chosen": chosen, "rejected": rejected, "margin": -margin if with_margin else None}
         name = say({"margin": with_margin, "center_rewards_coefficient": center, "seed": seed})
         sides = partial(ours, center=center), partial(trl, "reward_loss", center_rewards_coefficient=center)
-        yield loss_cell("reward loss", name, batch, ("chosen", "rejected"), *sides)
+        yield loss_cell("reward loss", name, batch, *sides, ("chosen", "rejected"))
 
 
 ALL = (dpo_losses, dpo_options, kto_losses, sft_losses, reward_losses)

@@ -34,15 +34,12 @@ METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of
 PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
 
 
-def one_process(num_processes: int) -> SimpleNamespace:
-    """What the methods ask of accelerate, for `num_processes` ranks of which we are the first."""
-
-    def same(x, *_, **__):
-        return x
-
-    joint = dict.fromkeys(("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"), same)
+def first_of(num_processes: int) -> SimpleNamespace:
+    """What the methods ask of accelerate on the first of several ranks."""
     told = {"process_index": 0, "is_main_process": True, "sync_gradients": True, "parallelism_config": None}
-    return SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), **told, **joint)
+    for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"):
+        told[name] = lambda x, *_, **__: x
+    return SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), **told)
 
 
 class Outputs(dict):
@@ -68,23 +65,20 @@ class GivenLogps(torch.nn.Module):
         output = Outputs(logits=logits)
         if labels is not None:
             mask = labels[:, 1:] != -100
-            log_probs, nothing = self.logps * mask, torch.zeros_like(p)
-            output.update(log_probs=log_probs, label_mask=mask, entropy=nothing, mean_logits=nothing)
-            output.update(is_top1=torch.zeros_like(mask))
+            output.update(dict.fromkeys(("entropy", "mean_logits"), torch.zeros_like(p)))
+            output.update(log_probs=self.logps * mask, label_mask=mask, is_top1=torch.zeros_like(mask))
             output.update(log_sum_sq_probs=(p.square() + (1 - p).square()).log() * mask)
         return output
 
 
 def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
-    """A trainer without __init__: its real config, its own options, one of `num_processes`, nothing to log to."""
+    """A trainer without __init__: its real config, its own options, the first of `num_processes`."""
     trainer_class, config_class, problem = _classes(kind, module)
     if problem is not None:
         raise problem
     self = trainer_class.__new__(trainer_class)
-    self.args = _config(config_class, options)
-    self.accelerator = one_process(num_processes)
-    common = {f.name for f in dataclasses.fields(TrainingArguments)}
-    for name in {f.name for f in dataclasses.fields(config_class)} - common:
+    self.args, self.accelerator = _config(config_class, options), first_of(num_processes)
+    for name in _names(config_class) - _names(TrainingArguments):
         setattr(self, name, getattr(self.args, name))
     self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     self.aux_loss_enabled, self.use_liger_kernel = False, False
@@ -109,14 +103,17 @@ def _classes(kind: str, module: str) -> tuple[type | None, type | None, Exceptio
     return trainer_class, config_class, gone
 
 
+def _names(config_class: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
+
+
 def _config(config_class: type, options: dict):
-    known = {f.name for f in dataclasses.fields(config_class)}
-    for name in options.keys() - known:
+    unknown = options.keys() - _names(config_class)
+    for name in unknown:
         if name not in NEUTRAL or options[name] != NEUTRAL[name]:
             raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
-    off = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
-    options = {name: value for name, value in options.items() if name in known}
-    return config_class(output_dir=tempfile.gettempdir(), **off | options)
+    told = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False} | options
+    return config_class(tempfile.gettempdir(), **{name: told[name] for name in told.keys() - unknown})
 
 
 def _answer(method, *inputs):
@@ -139,46 +136,34 @@ def _unpacked(function, name: str) -> list[str]:
 
 def _policy_trainer(kind: str, module: str = "trl", reward_weights: list[float] | None = None, **options):
     """A GRPOTrainer or RLOOTrainer with what both of its methods read."""
-    defaults = {"per_device_train_batch_size": 4, "num_generations": 2}
-    self = bare(kind, module, **defaults | options)
-    args = self.args
+    self = bare(kind, module, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
+    args, functions = self.args, range(len(reward_weights or [1.0]))
     self.epsilon_low = args.epsilon
     self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     self.num_generations_eval = args.num_generations
-    self.model = torch.nn.Linear(1, 1).train()
+    self.model, self.ref_model = torch.nn.Linear(1, 1).train(), torch.nn.Linear(1, 1) if args.beta else None
     self.model.is_gradient_checkpointing = False
-    self.ref_model = torch.nn.Linear(1, 1) if args.beta else None
     self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
     self.reward_weights = torch.tensor(reward_weights or [1.0])
-    self.reward_funcs = self.reward_processing_classes = [None] * len(self.reward_weights)
-    self.reward_func_names = [str(k) for k in range(len(self.reward_weights))]
-    self.environment_factories = self.environments = None
-    self.tools, self.chat_template_kwargs, self._is_vlm = [], {}, False
-    self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=0, eos_token_id=1), [1]
-    self.pad_token_id, self.eos_token_id = 0, 1
+    self.reward_funcs = self.reward_processing_classes = [None for _ in functions]
+    self.reward_func_names = [str(number) for number in functions]
+    self.environment_factories = self.environments = self._buffered_inputs = None
+    self.tools, self.chat_template_kwargs, self._is_vlm, self._step = [], {}, False, 0
+    self.pad_token_id, self.eos_token_id, self.eos_token_ids = 0, 1, [1]
+    self._tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     self.processing_class = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids), **vars(self._tokenizer))
     self._logs = defaultdict(deque, rewards=defaultdict(deque), extra=defaultdict(deque))
     self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
-    self._step, self._buffered_inputs = 0, None
     return self
-
-
-def _metrics(self) -> dict[str, float]:
-    return {name: values[-1] for name, values in self._metrics["train"].items() if values}
 
 
 def _loss(self, method, *inputs) -> Loss:
     loss = _answer(method, *inputs)
-    return loss, _metrics(self)
+    return loss, {name: values[-1] for name, values in self._metrics["train"].items() if values}
 
 
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
-    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch.
-
-    Args:
-        batch: per_token_logps, entropies, mask (B, T), advantages, and what else the method looks for.
-        items: completion tokens of the generation batch on all processes.
-    """
+    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch; items: tokens of the step, all processes."""
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
     returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
     forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
@@ -192,33 +177,21 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
 
 
 def rollout(
-    rewards: Tensor,
-    kind: str = "GRPO",
-    logps: tuple[Tensor | None, Tensor | None] = (None, None),
-    completions: list[list[int]] | None = None,
-    sampling: list[list[float]] | None = None,
-    output: str = "advantages",
-    **options,
+    rewards: Tensor, kind="GRPO", logps=(None, None), completions=None, sampling=None, output="advantages", **options
 ) -> Result:
     """What _generate_and_score_completions makes of given rewards (n, K) and completions: advantages, ratios, masks.
 
     Args:
         logps: (n, T) log-probabilities of policy and reference.
-        completions: token ids; 1 is the end of text.
-        sampling: log-probabilities as the sampler recorded them.
+        completions: token ids, a list a completion; 1 is the end of text.
+        sampling: log-probabilities as the sampler recorded them, a list a completion.
         output: the name of what is asked for.
     """
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
-    generated = {
-        "prompt_ids_list": [[7]] * n,
-        "completion_ids_list": completions or [[5, 1]] * n,
-        "completions": ["x"] * n,
-        "sampling_per_token_logps_list": sampling,
-        "extra_fields": {},
-        "forward_kwargs": {},
-        "num_items_in_batch": torch.tensor(2 * n),
-    }
+    generated = {"prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n}
+    generated |= {"completions": ["x"] * n, "sampling_per_token_logps_list": sampling, "extra_fields": {}}
+    generated |= {"forward_kwargs": {}, "num_items_in_batch": torch.tensor(2 * n)}
     method = self._generate_and_score_completions
     order = _unpacked(method.__func__, "_generate")
     self._generate = lambda *_: tuple(generated.get(name) for name in order)
@@ -233,56 +206,50 @@ def rollout(
     answer = _answer(method, [{"prompt": "p"} for _ in range(n)])
     if output not in answer:
         raise NotInThisVersion(f"its output has no {output}")
-    flat = _metrics(self).get("frac_reward_zero_std")
-    return {output: answer[output]} | ({} if flat is None else {"metric frac_reward_zero_std": torch.tensor(flat)})
+    flat = self._metrics["train"]["frac_reward_zero_std"]
+    return {output: answer[output]} | ({"metric frac_reward_zero_std": torch.tensor(flat[-1])} if flat else {})
 
 
-def _prompted(logps: Tensor) -> Tensor:
-    """Log-probabilities of answers (n, T) -> of sequences (n, PROMPT - 1 + T) with a prompt in front."""
-    return pad(logps, (PROMPT - 1, 0), value=-9.0)
-
-
-def _inputs(mask: Tensor) -> dict[str, Tensor]:
-    """The sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
-    answer = pad(mask.long(), (PROMPT, 0))
-    real = pad(mask.long(), (PROMPT, 0), value=1)
+def _sequences(mask: Tensor) -> dict[str, Tensor]:
+    """Sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
+    answer, real = (pad(mask.long(), (PROMPT, 0), value=value) for value in (0, 1))
     return {"input_ids": torch.ones_like(answer), "attention_mask": real, "completion_mask": answer}
+
+
+def _with_models(kind: str, logps: Tensor, ref_logps: Tensor | None = None, **options):
+    """A trainer with models that give the log-probabilities (n, T) to answers after a prompt."""
+    self = bare(kind, **options)
+    policy, ref = (x if x is None else GivenLogps(pad(x, (PROMPT - 1, 0), value=-9.0)) for x in (logps, ref_logps))
+    self.model, self.ref_model, self.precompute_ref_logps = policy.train(), ref, False
+    return self
 
 
 def dpo_loss(batch: dict, **options) -> Loss:
     """DPOTrainer._compute_loss for pairs (B, 2, T), chosen first."""
-    self = bare("DPO", **options)
     names = "per_token_logps", "ref_per_token_logps", "mask"
     policy, ref, mask = (batch[name].transpose(0, 1).flatten(0, 1) for name in names)  # TRL: first all chosen ones
-    self.model, self.ref_model = GivenLogps(_prompted(policy)).train(), GivenLogps(_prompted(ref))
-    self.loss_types = self.loss_type
-    self.loss_weights = self.loss_weights or [1.0] * len(self.loss_types)
-    self.precompute_ref_logps = False
-    return _loss(self, self._compute_loss, self.model, _inputs(mask), False)
+    self = _with_models("DPO", policy, ref, **options)
+    self.loss_types, self.loss_weights = self.loss_type, self.loss_weights or [1.0] * len(self.loss_type)
+    return _loss(self, self._compute_loss, self.model, _sequences(mask), False)
 
 
 def kto_loss(batch: dict, **options) -> Loss:
     """KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
-    self = bare("KTO", **options)
-    self.model = GivenLogps(_prompted(batch["per_token_logps"])).train()
-    self.ref_model = GivenLogps(_prompted(batch["ref_per_token_logps"]))
+    self = _with_models("KTO", batch["per_token_logps"], batch["ref_per_token_logps"], **options)
     self.calculate_KL = self.loss_type != "apo_zero_unpaired"
-    self.precompute_ref_logps = False
-    inputs = _inputs(batch["mask"]) | {"label": batch["labels"]}
-    inputs |= {"KL_" + name: value for name, value in _inputs(batch["kl_mask"]).items()}
+    inputs = _sequences(batch["mask"]) | {"label": batch["labels"]}
+    inputs |= {"KL_" + name: value for name, value in _sequences(batch["kl_mask"]).items()}
     return _loss(self, self._compute_loss, self.model, inputs, False)
 
 
-def sft_loss(batch: dict, items: int | None, num_processes: int = 1, **options) -> Loss:
+def sft_loss(batch: dict, items: int | None, **options) -> Loss:
     """SFTTrainer.compute_loss for the tokens (B, T) that the mask selects; items: tokens of the step, all processes."""
-    self = bare("SFT", num_processes=num_processes, **options)
-    inputs = _inputs(batch["mask"])
-    self.model, self.get_tp_size = GivenLogps(_prompted(batch["per_token_logps"])).train(), lambda: 1
+    self, inputs = _with_models("SFT", batch["per_token_logps"], **options), _sequences(batch["mask"])
     dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
     self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
     if self.compute_loss_func is None and ".log_probs" not in inspect.getsource(self.compute_loss):
         raise NotInThisVersion("the model computes it, not TRL")
-    self.label_smoother, self.model_accepts_loss_kwargs = None, True
+    self.get_tp_size, self.label_smoother, self.model_accepts_loss_kwargs = lambda: 1, None, True
     inputs["labels"] = torch.where(inputs.pop("completion_mask").bool(), 1, -100)
     return _loss(self, self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
 
@@ -291,13 +258,13 @@ def reward_loss(batch: dict, **options) -> Loss:
     """RewardTrainer.compute_loss for rewards (B,) of chosen and rejected answers."""
     self, rewards = bare("Reward", **options), torch.cat([batch["chosen"], batch["rejected"]])
     self.model = torch.nn.Linear(1, 1).train()
-    inputs = {"input_ids": torch.ones(len(rewards), 2), "attention_mask": torch.ones(len(rewards), 2)}
+    inputs = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(len(rewards), 2))
     inputs |= {} if batch["margin"] is None else {"margin": batch["margin"]}
     return _loss(self, self.compute_loss, lambda **_: SimpleNamespace(logits=rewards[:, None]), inputs)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> Result:
-    """TRL's get_soft_overlong_punishment for one completion of so many tokens."""
+    """TRL's get_soft_overlong_punishment for one completion."""
     from trl.rewards import get_soft_overlong_punishment
 
     value = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)([[1] * length])
