@@ -10,7 +10,7 @@ import torch
 
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.rows import Row
-from minivlmrl.run.batches import Batches, DataSection, load_datasets, shuffled
+from minivlmrl.run.batches import Batches, DataSection, check_shares, load_datasets, shuffled
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import localisation
 
@@ -197,7 +197,7 @@ def test_stages_and_seeds_have_keys_of_their_own():
 def test_a_step_that_the_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
     says = rf"^ppo\.prompts_per_step is {prompts}, which {ranks} ranks cannot share equally: take {nearest}$"
     with pytest.raises(ValueError, match=says):
-        batches(ranks=ranks, prompts_per_step=prompts, stage="ppo")
+        check_shares("ppo", prompts, ranks)
 
 
 def test_one_row_is_found_again_by_its_number_and_key():

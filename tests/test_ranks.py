@@ -9,11 +9,10 @@ import json
 import pytest
 import torch
 import yaml
-from on_ranks import ONE, PROMPTS_PER_STEP, Uneven, launch, sharing, stage_on_ranks
+from on_ranks import ONE, PROMPTS_PER_STEP, Uneven, launch, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
 from minivlmrl.hub.checkpoint import random_model
-from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
@@ -217,14 +216,6 @@ def test_all_gather_and_local(quick_results):
             assert everything.dtype == dtype and same
             expected = torch.tensor([[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]])
             assert torch.equal(everything, expected.to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("prompts", "ranks", "nearest"), [(3, 2, "2 or 4"), (10, 4, "8 or 12"), (3, 4, "4"), (1, 2, "2")]
-)
-def test_a_step_that_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
-    with pytest.raises(ValueError, match=f"sft.prompts_per_step is {prompts}, .*{ranks} ranks .* take {nearest}$"):
-        Batches(range(8), sharing(prompts, World(1, ranks, torch.device("cpu"))))
 
 
 # World

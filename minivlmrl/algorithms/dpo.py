@@ -10,17 +10,18 @@ from tqdm import tqdm
 
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_pairs
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.algorithms.reference import Reference
+from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import row_mean
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.run.batches import shuffled
+from minivlmrl.run.optimizer import TrainingConfig
 
 
 @dataclass
-class DPOConfig(DPOLoss):
-    """Options of DPO."""
+class DPOConfig(DPOLoss, ReferenceConfig, TrainingConfig):
+    """Preference losses on pairs."""
 
     precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
 

@@ -5,7 +5,7 @@ takes this class if a recipe asks for what the book's GRPO does not have; with t
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -60,8 +60,7 @@ def beyond_the_book(config: FamilyConfig) -> bool:
     if config.loss_type not in ("grpo", "dapo", "dr_grpo") or config.importance_sampling_level == "sequence_token":
         return True
     book = {field.name for field in fields(GRPOConfig)}
-    own = [field for cls in (FamilyLoss, FamilyConfig) for field in fields(cls) if field.name not in book]
-    return any(getattr(config, field.name) != field.default for field in own if field.default is not MISSING)
+    return any(getattr(config, own.name) != own.default for own in fields(FamilyConfig) if own.name not in book)
 
 
 @dataclass

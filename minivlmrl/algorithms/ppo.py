@@ -19,17 +19,18 @@ from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
-from minivlmrl.algorithms.reference import check_online
+from minivlmrl.algorithms.reference import ReferenceConfig, check_online
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.run.metrics import policy_metrics, rollout_metrics
+from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.scale.sharding import is_sharded
 
 
 @dataclass
-class PPOConfig(PPOLoss):
-    """Options of PPO: those of its loss, and how a rollout is made and used."""
+class PPOConfig(PPOLoss, ReferenceConfig, TrainingConfig):
+    """PPO with a critic."""
 
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout

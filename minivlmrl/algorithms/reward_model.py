@@ -12,11 +12,12 @@ from minivlmrl.algorithms.preference_losses import RewardLoss, reward_loss
 from minivlmrl.algorithms.value_model import copy_as_value_model, pack_to_end, save_value_model
 from minivlmrl.reward_functions.reward_model_scores import FOLDER
 from minivlmrl.rows import Row
+from minivlmrl.run.optimizer import TrainingConfig
 
 
 @dataclass
-class RewardModelConfig(RewardLoss):
-    """Options of the reward model."""
+class RewardModelConfig(RewardLoss, TrainingConfig):
+    """The reward model."""
 
     path: str | None = None  # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
 

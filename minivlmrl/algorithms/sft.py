@@ -8,11 +8,12 @@ from minivlmrl.algorithms.answers import AnswerAlgorithm
 from minivlmrl.algorithms.sft_loss import SFTType, sft_loss
 from minivlmrl.batch import MicroBatch
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.optimizer import TrainingConfig
 
 
 @dataclass
-class SFTConfig:
-    """Options of supervised fine-tuning."""
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning."""
 
     loss_type: SFTType = "nll"  # or "dft", see sft_loss
 

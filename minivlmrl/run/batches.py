@@ -103,9 +103,8 @@ class Batches:
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
-        size, seed, world = algorithm.config.prompts_per_step, algorithm.run.seed, algorithm.world
-        check_shares(algorithm.stage, size, world.size)
-        self.dataset, self.world, self.draws = dataset, world, draws
+        size, seed = algorithm.config.prompts_per_step, algorithm.run.seed
+        self.dataset, self.world, self.draws = dataset, algorithm.world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
 

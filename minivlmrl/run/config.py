@@ -9,8 +9,8 @@ import yaml
 
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
+from minivlmrl.algorithms.kto import KTOConfig
 from minivlmrl.algorithms.ppo import PPOConfig
-from minivlmrl.algorithms.preference_losses import KTOLoss
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
@@ -43,33 +43,8 @@ class RolloutSection:
 
 
 @dataclass
-class SFTSection(SFTConfig, TrainingConfig):
-    """Supervised fine-tuning."""
-
-
-@dataclass
-class DPOSection(DPOConfig, ReferenceConfig, TrainingConfig):
-    """Preference losses on pairs."""
-
-
-@dataclass
-class KTOSection(KTOLoss, ReferenceConfig, TrainingConfig):
-    """KTO on single answers with a label."""
-
-
-@dataclass
-class RewardModelSection(RewardModelConfig, TrainingConfig):
-    """The reward model."""
-
-
-@dataclass
 class GRPOSection(FamilyConfig, ReferenceConfig, TrainingConfig):
     """GRPO and its family."""
-
-
-@dataclass
-class PPOSection(PPOConfig, ReferenceConfig, TrainingConfig):
-    """PPO with a critic."""
 
 
 @dataclass
@@ -90,23 +65,19 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     rewards: dict[str, float] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
-    sft: SFTSection = field(default_factory=SFTSection)
-    dpo: DPOSection = field(default_factory=DPOSection)
-    kto: KTOSection = field(default_factory=KTOSection)
-    reward_model: RewardModelSection = field(default_factory=RewardModelSection)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOSection = field(default_factory=GRPOSection)
-    ppo: PPOSection = field(default_factory=PPOSection)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
-    """Read a recipe and apply overrides.
+    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: a key or value in it is not valid).
 
     Args:
-        recipe: a YAML file with the fields of RunConfig.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
-    Raises:
-        ValueError: the file cannot be read, or a key or value in it or in an override is not valid (named, with the
-            valid keys).
     """
     path = Path(recipe)
     if not path.is_file():

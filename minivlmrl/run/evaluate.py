@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from minivlmrl.generate import SamplingConfig, sample_completions
 from minivlmrl.rewards import required_columns, reward_columns, score
@@ -61,7 +60,7 @@ def evaluate(
         in_order = [everything[i % world.size][i // world.size] for i in range(len(rows))]
         values = torch.stack([value for value, _, _ in in_order])  # (rows, K)
         unseen = torch.tensor([unseen for _, unseen, _ in in_order])
-        means[name], means[f"unseen {name}"] = nanmeans(values), nanmeans(values[unseen])
+        means[name], means[f"unseen {name}"] = (v.double().nanmean(0).tolist() for v in (values, values[unseen]))
         answers = [said for _, _, said in in_order]
     more = {f"{rewards[k]} {name}": means[name][k] for k in range(2, len(rewards)) for name in ("sampled", "greedy")}
     more |= {name: values[0] for name, values in means.items() if name.startswith("unseen")}
@@ -90,8 +89,3 @@ def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) 
     unseen = [bool(row.columns.get("unseen")) for row in rows]
     said = zip(texts, values[:, 0].tolist(), columns["answer_extents"], strict=True)
     return list(zip(values, unseen, [Answer(*parts) for parts in said], strict=True))
-
-
-def nanmeans(values: Tensor) -> list[float]:
-    """(n, K) -> K means in float64; NaN entries are left out, NaN where none is left."""
-    return values.double().nanmean(0).tolist() if len(values) else [math.nan] * values.shape[1]
