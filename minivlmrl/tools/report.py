@@ -5,9 +5,9 @@ import warnings
 from pathlib import Path
 
 from minivlmrl.chat import content_parts
-from minivlmrl.data.boxes import Box, parse_boxes
-from minivlmrl.reward_functions import box_rewards
-from minivlmrl.rows import Dataset, Row
+from minivlmrl.data.boxes import Box
+from minivlmrl.reward_functions.box_rewards import answered_boxes
+from minivlmrl.rows import Dataset
 
 SHOWN = 8  # held-out images in the strip
 RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
@@ -15,31 +15,29 @@ RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
 
 def print_table(summary: dict, chance_name: str = "chance"):
     """Print summary.json as a table."""
-    stages = [name for name in summary if name not in ("chance", "seconds")]
-    columns = list(dict.fromkeys(key for name in stages for key in summary[name])) or ["sampled", "greedy"]
-    width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
-    print(f"\n{'held-out':<{width}}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns))
+    stages = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
+    columns = list(dict.fromkeys(key for row in stages.values() for key in row)) or ["sampled", "greedy"]
+    widths = {name: max(9, len(name) + 2) for name in columns}
+    first = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
+    print(f"\n{'held-out':<{first}}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     if summary["chance"] is not None:
-        print(f"{chance_name:<{width}}" + f"{summary['chance']:>9.3f}" * 2)
-    for name in stages:
-        cells = [f"{summary[name][c]:>{max(9, len(c) + 2)}.3f}" if c in summary[name] else "" for c in columns]
-        print(f"{name.replace('_', ' '):<{width}}" + "".join(cells))
+        print(f"{chance_name:<{first}}" + f"{summary['chance']:>9.3f}" * 2)
+    for name, row in stages.items():
+        cells = [f"{row[column]:>{width}.3f}" if column in row else "" for column, width in widths.items()]
+        print(f"{name.replace('_', ' '):<{first}}" + "".join(cells))
     print("training: " + ", ".join(f"{name} {value:.1f} s" for name, value in summary["seconds"].items()))
 
 
 def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dict, chance_name: str = "chance"):
     """Draw report.png from metrics.jsonl and the last two evaluations of held-out rows; needs the extra `report`."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print(f"{folder / 'report.png'} is not drawn: matplotlib is missing (pip install 'minivlmrl[report]')")
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = list(results)[-2:] if rows is not None else []
-    figure = plt.figure(figsize=(12, 6.6 if evaluations else 3.4))
+    figure = Figure(figsize=(12, 6.6 if evaluations else 3.4))
     above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1)) if evaluations else (figure, None)
     axes = above.subplots(1, 3, gridspec_kw={"bottom": 0.16, "left": 0.05, "right": 0.98})
     _curves(axes, lines, summary, chance_name)
@@ -48,20 +46,18 @@ def write_report(folder: Path, summary: dict, rows: Dataset | None, results: dic
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # they are drawn as boxes
         figure.savefig(folder / "report.png", dpi=110)
-    plt.close(figure)
     print(f"wrote {folder / 'report.png'}")
 
 
 def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
-    """The last stage's rewards, accuracy by stage, and the policy's entropy and KL."""
+    """Draw the last stage's rewards, accuracy by stage, and the policy's entropy and KL."""
     lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
     steps = [line["step"] for line in lines]
-    names = list(lines[0]) if lines else []
-    pairs = "reward" not in names  # rewards of pairs, not of sampled answers
+    curves = {name: [line[name] for line in lines] for name in (lines[0] if lines else ())}
+    pairs = "reward" not in curves  # rewards of pairs, not of sampled answers
     shown = ("rewards/chosen", "rewards/rejected") if pairs else ("reward", "rewards/")
-    for name in (name for name in names if name.startswith(shown)):
-        if name != "reward_std":
-            values = [line[name] for line in lines]
+    for name, values in curves.items():
+        if name.startswith(shown) and name != "reward_std":
             [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
             axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
     title = "rewards of pairs" if pairs else "training reward"
@@ -75,9 +71,8 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
         axes[1].axhline(summary["chance"], color="grey", linestyle=":", label=chance_name)
     axes[1].set_xticks(range(len(stages)), [name.replace("after_", "after\n").replace("_", " ") for name in stages])
     axes[1].set(title="held-out rows", ylim=(0, 1.1))
-    for name in ("entropy", "kl"):
-        if name in names:
-            axes[2].plot(steps, [line[name] for line in lines], label=f"{name} (nats per token)")
+    for name in (name for name in ("entropy", "kl") if name in curves):
+        axes[2].plot(steps, curves[name], label=f"{name} (nats per token)")
     axes[2].set(title="the policy", xlabel="step")
     for axis in axes:
         if axis.get_legend_handles_labels()[0]:
@@ -85,51 +80,41 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
 
 
 def _strip(figure, rows: Dataset, results: dict):
-    """Held-out images with the true answer, and the model's answers before and after the last stage.
+    """Draw held-out images with the true answer, and the model's answers before and after the last stage.
 
     Images with an answer that became right or wrong (for boxes: an IoU of at least 0.5, or no longer) come first.
     """
-    right = {name: [answer.score >= 0.5 for answer in result.answers] for name, result in results.items()}
-    before, after = (list(right.values()) * 2)[:2] if len(right) == 1 else right.values()
-    changes = [a - b for b, a in zip(before, after, strict=True)]
+    right = [[answer.score >= 0.5 for answer in result.answers] for result in results.values()]
+    changes = [after - before for before, after in zip(right[0], right[-1], strict=True)]
     order = sorted(range(len(changes)), key=lambda i: changes[i] == 0)[:SHOWN]
     margins = {"top": 0.8, "bottom": 0.3, "left": 0.02, "right": 0.98}
     axes = figure.subplots(1, len(order), squeeze=False, gridspec_kw=margins)[0]
     for i, axis in zip(order, axes, strict=True):
-        row, boxes = rows[i], _true_boxes(rows[i])
+        row = rows[i]
         if row.images or row.videos:
             axis.imshow(row.images[0] if row.images else row.videos[0].frames[0])
+        title = solution = row.columns.get("solution")
+        text = solution if isinstance(solution, str) else json.dumps(solution)
+        boxes = answered_boxes(text, row.images[0].size) if row.images else []
+        if boxes or solution is None:
+            last = "".join(part.get("text", "") for part in content_parts(row.messages[-1]))
+            title = row.columns.get("problem") or last
         axis.set(xticks=[], yticks=[])
-        solution = row.columns.get("solution")
-        axis.set_title(_short(_question(row) if boxes or solution is None else solution), fontsize=9)
+        axis.set_title(_short(title), fontsize=9)
         for box in boxes:
             _outline(axis, box, TRUE, "-")
         for line, (name, result) in enumerate(results.items()):
-            answer, color = result.answers[i], RIGHT if right[name][i] else WRONG
+            answer, color = result.answers[i], RIGHT if right[line][i] else WRONG
             words = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
             text, style = f"{name.replace('_', ' ')}\n{_short(words)}", {"fontsize": 8, "ha": "center", "va": "top"}
             axis.text(0.5, -0.06 - 0.3 * line, text, color=color, transform=axis.transAxes, **style)
-            answered = parse_boxes(box_rewards.answer(answer.text)) if boxes and answer.extent else []
-            for box in [Box(*numbers, answer.extent).to(row.images[0].size) for numbers in answered]:
-                _outline(axis, box, color, (":", "--")[line])
+            for box in answered_boxes(answer.text, answer.extent) if boxes and answer.extent else ():
+                _outline(axis, box.to(row.images[0].size), color, (":", "--")[line])
     legend = "above: the true answer"
     if any(axis.lines for axis in axes):
         legend = "above: the question; black: the true box, dotted: before, dashed: after"
     became = f"{changes.count(1)} became right, {changes.count(-1)} wrong (these come first; {legend})"
     figure.suptitle(f"greedy answers to {len(changes)} held-out images: {became}", fontsize=10)
-
-
-def _true_boxes(row: Row) -> list[Box]:
-    """Boxes of the solution, in pixels of the row's image; none if the solution is something else."""
-    solution = row.columns.get("solution")
-    text = solution if isinstance(solution, str) else json.dumps(solution)
-    return [Box(*numbers, row.images[0].size) for numbers in parse_boxes(box_rewards.answer(text)) if row.images]
-
-
-def _question(row: Row) -> str:
-    """The problem, or the text of the prompt's last turn."""
-    last = "".join(part.get("text", "") for part in content_parts(row.messages[-1]))
-    return row.columns.get("problem") or last
 
 
 def _outline(axis, box: Box, color: str, style: str):
