@@ -28,32 +28,22 @@ MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after res
 class Video:
     """Frames and how many of them a second holds."""
 
-    frames: np.ndarray | Sequence[PIL.Image.Image]  # (T, H, W, 3) uint8, or T images of one size
+    frames: Sequence[PIL.Image.Image]  # of one size; (T, height, width, 3) uint8 becomes such a list
     fps: float
 
     def __post_init__(self):
         number("fps", self.fps)
-        frames = self.frames
-        if len(frames) == 0:
-            raise ValueError("a video without frames has nothing to show")
-        if isinstance(frames, np.ndarray):
-            if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-                raise ValueError(f"frames are {frames.dtype} {frames.shape}, they must be uint8 (T, H, W, 3)")
-        elif other := [i for i, frame in enumerate(frames) if frame.size != frames[0].size]:
-            sizes = "{} x {} pixels and frame 0 {} x {}".format(*frames[other[0]].size, *frames[0].size)
-            raise ValueError(f"frame {other[0]} has {sizes}; make them one size")
-        if 0 in self.size:
-            raise ValueError("frames of {1} x {0} pixels have nothing to show".format(*self.size))
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Return height and width of a frame in pixels."""
-        return self.frames.shape[1:3] if isinstance(self.frames, np.ndarray) else self.frames[0].size[::-1]
-
-    def images(self) -> Iterator[PIL.Image.Image]:
-        """Yield the frames as RGB images, one after the other: together they could fill the memory."""
-        for frame in self.frames:
-            yield to_rgb(PIL.Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame)
+        if isinstance(self.frames, np.ndarray):
+            if self.frames.shape[3:] != (3,) or 0 in self.frames.shape or self.frames.dtype != np.uint8:
+                wrong = f"{self.frames.dtype} {self.frames.shape}"
+                raise ValueError(f"the frames of a video are {wrong}, they must be uint8 (T, height, width, 3)")
+            self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
+        if not self.frames or 0 in self.frames[0].size:
+            raise ValueError("a video without frames or pixels has nothing to show")
+        sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
+        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if other is not None:
+            raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}; make them one size")
 
 
 def load_video(
@@ -100,7 +90,7 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         indices, fps = sample_indices(total, video_fps, **sampling)
         frames, seen = _decode(file, indices)
         if len(frames) == len(indices):
-            return Video(np.stack(frames), fps)
+            return Video(frames, fps)
         total = seen  # fewer than packets: a stream that begins in the middle shows nothing until a key frame
 
 
@@ -140,8 +130,8 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
         yield container, stream
 
 
-def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """Return the frames of these numbers, as (H, W, 3) uint8, and how many were decoded for them."""
+def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
+    """Return the frames of these numbers, and how many were decoded for them."""
     frames, seen, waiting = [], 0, iter(indices)
     following = next(waiting)
     with _opened(file) as (container, stream):
@@ -153,9 +143,7 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[np.nd
                 turns = round(frame.rotation / 90)  # phones store what their sensor saw, and how to turn it
                 if abs(frame.rotation - 90 * turns) > 1:
                     raise ValueError(f"is turned by {frame.rotation} degrees; only quarter turns are supported")
-                frames.append(np.rot90(frame.to_ndarray(format="rgb24"), turns))
-                if frames[-1].shape != frames[0].shape:
-                    raise ValueError(f"frame {seen} has another size than the first")
+                frames.append(PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
                 following = next(waiting, None)
             seen += 1
             if following is None:
@@ -249,9 +237,10 @@ def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[
     options = check_options(options, VIDEO_OPTIONS)
     depth = processor.temporal_patch_size
     nframes = math.ceil(len(video.frames) / depth) * depth
-    height, width = frame_size(processor, nframes, *video.size, **options)
+    height, width = frame_size(processor, nframes, *video.frames[0].size[::-1], **options)
     _check_size(nframes, width, height)
-    pixel_values, image_grid_thw = processor.patches(video.images(), height, width)
+    # converted one after the other: together they could fill the memory
+    pixel_values, image_grid_thw = processor.patches(map(to_rgb, video.frames), height, width)
     return pixel_values, image_grid_thw, depth / video.fps
 
 
