@@ -27,11 +27,7 @@ class DPOConfig(DPOLoss, ReferenceConfig, TrainingConfig):
 
 
 class DPO(PairAlgorithm):
-    """Both answers are in one group: their prompt and its images are computed once.
-
-    With precompute_ref_log_probs the policy, which is still equal to the reference, scores all rows of the stage before
-    its first step: no second model is kept.
-    """
+    """With precompute_ref_log_probs the policy scores all rows before its first step: there it is its reference."""
 
     stage, counted = "dpo", slice(0, None, 2)  # chosen tokens
 
@@ -77,10 +73,8 @@ class DPO(PairAlgorithm):
         elif self.config.precompute_ref_log_probs:
             known = [self.precomputed[dataset].get(row.index) for row in rows]
             if any(logps is None for logps in known):
-                raise ValueError(
-                    "dpo.precompute_ref_log_probs: a row was not scored before the first step of this run; "
-                    "resume with the rows and dpo.max_steps that it began with"
-                )
+                cure = "resume with the rows and dpo.max_steps that this run began with"
+                raise ValueError(f"dpo.precompute_ref_log_probs: a row was not scored before the first step; {cure}")
             batch.ref_per_token_logps = batch.group.pad(torch.cat(known).to(self.world.device))
         return batch
 
@@ -88,12 +82,11 @@ class DPO(PairAlgorithm):
         group, mask = batch.group, batch.loss_mask
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group)
-        weighting = None
-        if self.config.use_weighting:
-            weighting = by_pair(group.pad(linear_log_sum_sq_probs(states, self.policy.lm_head.weight)))
         fixed = {"ref_per_token_logps": by_pair(batch.ref_per_token_logps), "counts": batch.counts}
-        of_pairs = by_pair(group.pad(logps)), by_pair(mask)
-        loss, metrics = dpo_loss(*of_pairs, self.config, log_sum_sq_probs=weighting, **fixed)
+        if self.config.use_weighting:
+            log_sum_sq_probs = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)
+            fixed["log_sum_sq_probs"] = by_pair(group.pad(log_sum_sq_probs))
+        loss, metrics = dpo_loss(by_pair(group.pad(logps)), by_pair(mask), self.config, **fixed)
         return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:

@@ -29,10 +29,9 @@ class KTOBatch(AnswerBatch):
 
 
 class KTO(AnswerAlgorithm):
-    """Rows with a completion and a boolean column `label`. At the first step the loss of all is 1/2: nothing has moved.
+    """Rows with a completion and a boolean column `label`.
 
-    The KL of kto_loss is measured as in TRL, on each prompt with the answer of the next row; but over the whole
-    optimizer step and all ranks, so that it does not depend on how the step is split.
+    The KL of kto_loss is measured on each prompt with the answer of the next row, as in TRL, but over a whole step.
     """
 
     stage, needs = "kto", "labels"

@@ -70,46 +70,42 @@ class Pairs:
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
 
 
-# name: (pairs, options) -> (B,); s is the sigmoid, b beta, e label_smoothing
-DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss], Tensor]] = {
+# name: (pairs, options, e) -> (B,); s is the sigmoid, b beta, e label_smoothing
+DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
     # -log s(b d). DPO eq. 7 (arXiv 2305.18290). With smooth_sigmoid: cDPO, as TRL had it up to 0.28
-    "sigmoid": lambda p, o: smoothed(p.z, o.label_smoothing if o.smooth_sigmoid else 0.0),
+    "sigmoid": lambda p, o, e: smoothed(p.z, e if o.smooth_sigmoid else 0.0),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
-    "hinge": lambda p, o: torch.relu(1 - p.z),
+    "hinge": lambda p, o, e: torch.relu(1 - p.z),
     # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its authors do
-    "ipo": lambda p, o: (p.mean_margin - 1 / (2 * o.beta)).square(),
+    "ipo": lambda p, o, e: (p.mean_margin - 1 / (2 * o.beta)).square(),
     # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
-    "exo_pair": lambda p, o: (
-        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - o.label_smoothing))
-        + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(o.label_smoothing))
+    "exo_pair": lambda p, o, e: (
+        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - e)) + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(e))
     ),
     # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
-    "nca_pair": lambda p, o: (
+    "nca_pair": lambda p, o, e: (
         -logsigmoid(o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.v)
     ),
     # DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
-    "robust": lambda p, o: (
-        (-(1 - o.label_smoothing) * logsigmoid(p.z) + o.label_smoothing * logsigmoid(-p.z))
-        / (1 - 2 * o.label_smoothing)
-    ),
+    "robust": lambda p, o, e: (-(1 - e) * logsigmoid(p.z) + e * logsigmoid(-p.z)) / (1 - 2 * e),
     # -log s(b u) - log s(-b v): chosen and rejected answers apart. BCO (arXiv 2404.04656) without its running mean
-    "bco_pair": lambda p, o: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
+    "bco_pair": lambda p, o, e: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv 2405.00675)
-    "sppo_hard": lambda p, o: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
+    "sppo_hard": lambda p, o, e: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
     # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
-    "aot": lambda p, o: smoothed(o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), o.label_smoothing),
+    "aot": lambda p, o, e: smoothed(o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), e),
     # DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
-    "aot_unpaired": lambda p, o: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), o.label_smoothing),
+    "aot_unpaired": lambda p, o, e: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), e),
     # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
-    "apo_zero": lambda p, o: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
+    "apo_zero": lambda p, o, e: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
     # s(b u) + 1 - s(b (u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)
-    "apo_down": lambda p, o: (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid(),
+    "apo_down": lambda p, o, e: (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid(),
     # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
-    "discopop": lambda p, o: torch.lerp(-logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()),
+    "discopop": lambda p, o, e: torch.lerp(-logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()),
     # token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO (2411.10442)
-    "sft": lambda p, o: p.sft_loss,
+    "sft": lambda p, o, e: p.sft_loss,
     # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
-    "sigmoid_norm": lambda p, o: -logsigmoid(o.beta * p.mean_margin),
+    "sigmoid_norm": lambda p, o, e: -logsigmoid(o.beta * p.mean_margin),
 }
 
 
@@ -148,7 +144,9 @@ def dpo_loss(
         raise ValueError("an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less")
     B = len(mask)
     num_pairs, tokens = (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
-    counted = mask if o.ld_alpha is None else _fade_tail(mask, o.ld_alpha)
+    counted = mask
+    if o.ld_alpha is not None:  # 1 up to the length of the shorter answer, ld_alpha beyond
+        counted = torch.where(mask.cumsum(-1) <= lengths.amin(1)[:, None, None], mask, o.ld_alpha * mask)
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
     ref_logps = logps.new_zeros(()).expand(B, 2) if o.reference_free else (ref_per_token_logps * counted).sum(-1)
     u, v = (logps - ref_logps).unbind(1)
@@ -158,7 +156,8 @@ def dpo_loss(
     sft_loss = (-(per_token_logps * mask)[:, 0].sum() / tokens * (num_pairs / B)).expand(B)
     pairs = Pairs(logps, ref_logps, u, v, o.beta * margin, mean_margin, sft_loss)
     weights = o.loss_weights or [1.0] * len(o.loss_type)
-    per_pair_loss = sum(weight * DPO_LOSSES[name](pairs, o) for name, weight in zip(o.loss_type, weights, strict=True))
+    terms = [DPO_LOSSES[name](pairs, o, o.label_smoothing) for name in o.loss_type]
+    per_pair_loss = sum(weight * term for weight, term in zip(weights, terms, strict=True))
     if o.use_weighting:
         # w = exp(mean_t(log pi - log sum_j p_j^2)), of both answers
         aligned = ((per_token_logps.detach() - log_sum_sq_probs) * mask).sum(-1) / lengths
@@ -278,13 +277,6 @@ def reward_loss(
 def _check_known(name: str, value: str, known):
     if value not in known:
         raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}")
-
-
-def _fade_tail(mask: Tensor, ld_alpha: float) -> Tensor:
-    """(B, 2, T): 1 up to the length of the shorter answer, ld_alpha beyond, 0 where there is no token."""
-    position = mask.cumsum(-1)
-    shared = mask.sum(-1).amin(1)[:, None, None]
-    return torch.where(position <= shared, mask, ld_alpha * mask)
 
 
 def sorted_margins(logps: Tensor) -> Tensor:

@@ -23,9 +23,7 @@ class ReferenceConfig:
 
 
 class Reference:
-    """A copy of the policy without gradients.
-
-    Parameters that both share are frozen in the policy. Sharded models copy them: a unit belongs to one model.
+    """A copy of the policy without gradients; parameters that both share are frozen in the policy too.
 
     Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
@@ -35,7 +33,7 @@ class Reference:
         shared = shared_parameters(policy, config.num_shared_layers)
         for parameter in shared:
             parameter.requires_grad_(False)
-        # what deepcopy finds in its memo it takes as it is
+        # what deepcopy finds in its memo it takes as it is; a sharded model cannot share: a unit belongs to one model
         twin = copy_model(policy) if is_sharded(policy) else copy.deepcopy(policy, {id(p): p for p in shared})
         self.model = twin.requires_grad_(False)
 

@@ -16,13 +16,10 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", 
 
     Args:
         per_token_logps: (B, T) float, nats.
-        mask: (B, T), 1 for tokens to learn.
+        mask: (B, T), 1 for tokens that are trained on.
         loss_type: "nll"; or "dft", which weighs each token with its own probability, a constant for the gradient:
             then an unlikely demonstration pulls no harder than a likely one.
-        counts: an object with `tokens` of the optimizer step, by default those of the mask. Given, the micro-batches of
-            a step add up to the token mean of the whole step.
-    Raises:
-        ValueError: an unknown loss_type.
+        counts: an object with `tokens` of the optimizer step, by default those of the mask.
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, loss_type nll and dft, num_items_in_batch = counts.tokens.
     """
     if loss_type not in SFT_LOSS_TYPES:
