@@ -32,8 +32,7 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
     """
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
-    width, height = (original, resized, (1000, 1000), (1, 1))[SPACES.index(space)]
-    return float(width), float(height)
+    return tuple(map(float, (original, resized, (1000, 1000), (1, 1))[SPACES.index(space)]))
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Box:
         """
         if extent == self.extent:
             return self
-        corners, sides = (self.x1, self.y1, self.x2, self.y2), zip(extent * 2, self.extent * 2, strict=True)
-        return Box(*(c * new / old for c, (new, old) in zip(corners, sides, strict=True)), extent)
+        rows = zip((self.x1, self.y1, self.x2, self.y2), extent * 2, self.extent * 2, strict=True)
+        return Box(*(corner * new / old for corner, new, old in rows), extent)
 
     @property
     def area(self) -> float:

@@ -29,12 +29,9 @@ class RowOptions:
 
 
 class JsonLines:
-    """Rows of a JSON lines file. Images are read when a row is used.
+    """At most `limit` rows of a JSON lines file; images are read when a row is used.
 
-    Args:
-        required: columns that every row must have; "problem" means a prompt and "completion" an answer, in any form.
-        limit: read no more rows than this.
-        options: see RowOptions.
+    Every row must have the columns `required`; "problem" means a prompt and "completion" an answer, in any form.
     """
 
     def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):

@@ -1,8 +1,7 @@
 """How large the model sees one image or video: options of a message part, as in qwen-vl-utils.
 
-An image or video part may have min_pixels and max_pixels, bounds of the area (of a frame) that replace the
-processor's; or resized_height and resized_width, which replace the image's own size, and then only the processor's
-bounds hold. A video part may have total_pixels, a bound of all its frames together.
+min_pixels and max_pixels, bounds of the area (of a frame), replace the processor's; resized_height and resized_width
+replace the image's own size, and then only the processor's bounds hold. total_pixels bounds all frames of a video.
 """
 
 from collections.abc import Collection
@@ -35,25 +34,19 @@ def check_options(options: dict[str, float | None], known: Collection[str]) -> d
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
-        if name in SAMPLING_OPTIONS:
-            number(name, value, zero=True)
-        else:
-            _check_positive(name, value)
+        number(name, value, zero=name in SAMPLING_OPTIONS, whole=name not in SAMPLING_OPTIONS)
     if ("resized_height" in given) != ("resized_width" in given):
         raise ValueError("resized_height and resized_width belong together: give both or neither")
     return given
 
 
 def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collection[str] = BOUNDS):
-    """Refuse bounds that no image could keep.
+    """Refuse bounds that no image could keep; `factor` is the side of a decoder token in pixels.
 
-    Args:
-        min_pixels, max_pixels: areas in pixels.
-        factor: side of a decoder token, in pixels.
-        given: the bounds that the image asks for itself; the error calls the other the default.
+    The error calls a bound that the image does not ask for itself (`given`) the default.
     """
-    _check_positive("min_pixels", min_pixels)
-    _check_positive("max_pixels", max_pixels)
+    number("min_pixels", min_pixels, whole=True)
+    number("max_pixels", max_pixels, whole=True)
     if min_pixels > max_pixels:
         names = [name if name in given else f"the default {name}" for name in BOUNDS]
         cure = "".join(f"; give {name} too" for name in BOUNDS if name not in given)
@@ -64,14 +57,10 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")
 
 
-def number(name: str, value: float, zero: bool = False) -> float:
-    """Check that an option is a number above 0, or 0 if that is allowed too."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and value < 1e9
-    if not known or not (value > 0 or (zero and value == 0)):
-        raise ValueError(f"{name} {value!r:.40}: need a number {'from 0 on' if zero else 'above 0'}, below 1e9")
+def number(name: str, value: float, zero: bool = False, whole: bool = False) -> float:
+    """Return an option that is a number above 0, or 0 if that is allowed too."""
+    good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not good or not 0 <= value < 1e15 or (value == 0 and not zero):
+        kind = f"{'whole ' if whole else ''}number {'from 0 on' if zero else 'above 0'}"
+        raise ValueError(f"{name} {value!r:.40}: need a {kind}, below 1e15")
     return value
-
-
-def _check_positive(name: str, value: int):
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name} {value!r:.40}: need a whole number above 0")

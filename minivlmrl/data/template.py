@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -29,10 +29,9 @@ FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "
 class ChatTemplate:
     """A Jinja template; see `environment` for what it can do and cannot.
 
-    A control token counts as one if the template wrote it, wholly or at least its first character: a user's text that
-    spells one stays text. (Not so in a template that cuts something out of the middle of a text and so joins "<" and
-    "|im_end|>".) To tell them apart, the template is rendered with a mark inside whatever in the user's text could
-    begin a control token.
+    A control token counts as one if the template wrote it, or at least its first character: a user's text that spells
+    one stays text, since it is rendered with a mark inside whatever could begin a control token. (Not so in a template
+    that cuts something out of the middle of a text and so joins "<" and "|im_end|>".)
 
     Args:
         source: the file, for errors.
@@ -108,12 +107,9 @@ class ChatTemplate:
         spans = [(max(begin, start), self._closing(text, begin, end)) for begin, end in spans if end > start]
         if not spans or text[spans[-1][1] :].strip():
             raise self._error("the last turn of the assistant is in no {% generation %} block")
-        pieces, position = [], start
-        for begin, end in spans:
-            pieces += [(piece, False) for piece in self._cut(text[position:begin], marks)]
-            pieces += [(piece, True) for piece in self._cut(text[begin:end], marks)]
-            position = end
-        return join_text(pieces)
+        cuts = pairwise([start, *chain(*spans)])  # of the prompt's end: outside, written, outside, ..., written
+        stretches = [(self._cut(text[begin:end], marks), i % 2 == 1) for i, (begin, end) in enumerate(cuts)]
+        return join_text([(piece, written) for pieces, written in stretches for piece in pieces])
 
     def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop; turn the rest into plain data, and None into what is missing."""

@@ -54,8 +54,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 def check_messages(messages: list[dict], tool_calls: bool = False):
     """Refuse a message without role or content (unless it calls tools), or with a part of an unknown kind.
 
-    Args:
-        tool_calls: whether the chat template can lay them out, unlike Qwen's default one.
+    tool_calls: whether the chat template lays them out, which Qwen's default one does not.
     """
     for number, message in enumerate(messages):
         role, calls, inside = None, False, None

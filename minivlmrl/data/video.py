@@ -47,10 +47,7 @@ class Video:
 
 
 def load_video(
-    source: str | Path | bytes | Sequence,
-    folder: str | Path | None = None,
-    allow_url: bool = False,
-    **sampling: float | None,
+    source: str | Path | bytes | Sequence, folder: str | Path | None = None, allow_url=False, **sampling: float | None
 ) -> Video:
     """Read the frames of a video that the model is to see.
 
@@ -209,10 +206,10 @@ def smart_nframes(
     if nframes is not None:
         if (fps, min_frames, max_frames) != (None, None, None):
             raise ValueError("nframes fixes the number of frames: give it without fps, min_frames and max_frames")
-        chosen = round(_whole("nframes", nframes) / FRAME_FACTOR) * FRAME_FACTOR
+        chosen = round(number("nframes", nframes, whole=True) / FRAME_FACTOR) * FRAME_FACTOR
     else:
-        least = _whole("min_frames", MIN_FRAMES if min_frames is None else min_frames)
-        most = _whole("max_frames", min(MAX_FRAMES, total_frames) if max_frames is None else max_frames)
+        least = MIN_FRAMES if min_frames is None else number("min_frames", min_frames, whole=True)
+        most = min(MAX_FRAMES, total_frames) if max_frames is None else number("max_frames", max_frames, whole=True)
         least = math.ceil(least / FRAME_FACTOR) * FRAME_FACTOR
         most = math.floor(most / FRAME_FACTOR) * FRAME_FACTOR
         chosen = total_frames / video_fps * number("fps", FPS if fps is None else fps)
@@ -220,12 +217,6 @@ def smart_nframes(
     if not FRAME_FACTOR <= chosen <= total_frames:
         raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}; need {FRAME_FACTOR} or more")
     return chosen
-
-
-def _whole(name: str, value: int) -> int:
-    if number(name, value) != int(value):
-        raise ValueError(f"{name} {value!r}: need a whole number")
-    return int(value)
 
 
 def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
