@@ -32,8 +32,8 @@ def main(arguments: list[str]):
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     images = [load_image(source, allow_url=True) for source in options.image]  # a URL on the command line is allowed
     videos = [load_video(source, allow_url=True) for source in options.video]
-    media = {"image": len(images), "video": len(videos)}
-    prompt = processor(conversation(options.prompt, media, system_prompt=options.system), images, videos)
+    messages = conversation(options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system)
+    prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
     stop = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
     stream = Stream(processor.tokenizer, stop, watch_stop_strings(params, processor.tokenizer, [prompt], 1))
@@ -44,14 +44,10 @@ def main(arguments: list[str]):
 
 
 class Stream:
-    """Print tokens as they are drawn, each character with its last byte, and no stop token.
-
-    Args:
-        stop_token_ids: these are not printed.
-        ends: says which rows have completed a stop string, see watch_stop_strings; None: there are no such strings.
-    """
+    """Print tokens as they are drawn, each character with its last byte, and no stop token."""
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Collection[int], ends: Callable | None = None):
+        # ends: which rows have completed a stop string, see watch_stop_strings; None without such strings
         self.tokenizer, self.stop_token_ids, self.ends = tokenizer, stop_token_ids, ends
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the first bytes of a character
 
@@ -72,8 +68,7 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
     given = {name: value for name, value in vars(options).items() if name in typing.get_type_hints(SamplingOptions)}
     if not options.generation_config:
         return build(SamplingOptions, given, "command line")
-    file = find_folder(options.model) / "generation_config.json"
-    return from_generation_config(read_json(file), **given)
+    return from_generation_config(read_json(find_folder(options.model) / "generation_config.json"), **given)
 
 
 def seeded_device(device: str | None, seed: int) -> torch.device:

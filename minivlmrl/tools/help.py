@@ -17,9 +17,6 @@ from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.ranks import run_rank
 from minivlmrl.train import main
 
-USAGE = "usage: torchrun train.py [RECIPE] [--section.name=value ...]"
-WIDTH = 110
-
 
 def start(arguments: list[str]):
     """Be one rank of a training run from beginning to end of its process; with --help print its options instead."""
@@ -29,18 +26,13 @@ def start(arguments: list[str]):
 
 
 def show(*names: str):
-    """Print the options of a run.
-
-    Args:
-        names: sections to print, such as "grpo", or "run" for the options outside of sections; none for all.
-    Raises:
-        ValueError: there is no such section.
-    """
+    """Print the options of these sections ("run": those outside of sections) or of all; refuse an unknown one."""
     known = sections()
     for name in names:
         if name not in known:
             raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
-    print(USAGE + "\n\nEvery option, as a recipe (YAML) or the command line sets it, with its default.")
+    print("usage: torchrun train.py [RECIPE] [--section.name=value ...]\n")
+    print("Every option, as a recipe (YAML) or the command line sets it, with its default.")
     for name in names or known:
         config = known[name]
         print(f"\n{name}: {inspect.getdoc(config).splitlines()[0]}")
@@ -50,8 +42,7 @@ def show(*names: str):
 def sections() -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
     run = RunConfig()
-    inside = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    return {"run": run} | {name: value for name, value in inside.items() if dataclasses.is_dataclass(value)}
+    return {"run": run} | {name: value for name, value in vars(run).items() if dataclasses.is_dataclass(value)}
 
 
 def option_lines(config, prefix: str) -> list[str]:
@@ -66,5 +57,5 @@ def option_lines(config, prefix: str) -> list[str]:
         default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
         lines.append(f"  --{prefix}{name}={default}")
         text = f"{type_text(hint)}; {sentences[name]}" if sentences[name] else type_text(hint)
-        lines += textwrap.wrap(text, WIDTH, initial_indent=8 * " ", subsequent_indent=8 * " ")
+        lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
     return lines + nested

@@ -10,6 +10,7 @@ Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESE
 """
 
 import argparse
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -84,17 +85,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Attention with the memory of a fused kernel: no scores. The meta device would write the formula out."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-
-
-def meta_model(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """The model on the meta device."""
-    with torch.device("meta"):
-        return FAMILIES[config.model_type].model(config).to(dtype)
-
-
 def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
     merge, rows = config.vision_config.spatial_merge_size, max(math.isqrt(work.image_tokens), 1)
@@ -111,8 +101,8 @@ class Costs:
     """Numbers of parameters of a model, and bytes of what its computations hold."""
 
     def __init__(self, config: ModelConfig):
-        self.config = config
-        self.model = meta_model(config, torch.float32)
+        with torch.device("meta"):
+            self.config, self.model = config, FAMILIES[config.model_type].model(config)
         self.parameters = _count(self.model.parameters())
         self.vision = _count(self.model.visual.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
@@ -121,15 +111,11 @@ class Costs:
         self.gathered = self.parameters - sum(sizes) + 2 * max(sizes)
         self.activations = cache(self._activations)
 
-    def shared(self, layers: int) -> int:
-        """Parameters that policy and reference share with num_shared_layers."""
-        return _count(shared_parameters(self.model, layers))
-
     def _activations(
         self, dtype: torch.dtype, work: Work, train: bool, recompute=False, freeze_vision=False, shared_layers=0
     ) -> int:
         """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
-        model, batch = meta_model(self.config, dtype), meta_batch(self.config, work)
+        model, batch = copy.deepcopy(self.model).to(dtype), meta_batch(self.config, work)
         frozen = [*shared_parameters(model, shared_layers), *(model.visual.parameters() if freeze_vision else ())]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -138,7 +124,9 @@ class Costs:
         for parameter in model.parameters():
             if parameter.requires_grad:  # gradients have a row of their own in the plan
                 parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
+        # the memory of a fused kernel, which keeps no scores: the meta device would write the formula out
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0])
         with torch.set_grad_enabled(train), fused, LiveBytes(list(model.parameters())) as live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
@@ -153,11 +141,6 @@ class Costs:
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
         tokens = work.text_tokens + work.image_tokens + work.num_generations * work.completion_tokens
         return 2 * layers * heads * self.config.head_dim * dtype.itemsize * work.prompts * tokens
-
-    def logits(self, dtype: torch.dtype, work: Work, device_type: str = "cuda") -> int:
-        """Bytes of the piece of logits that linear_log_softmax holds."""
-        rows = work.prompts * work.num_generations * work.completion_tokens
-        return piece_bytes(rows, self.config.vocab_size, dtype, device_type)
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
         """Bytes of one decode step's logits and of what the sampler computes from them."""
@@ -183,17 +166,19 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
-    layers = getattr(config, "num_shared_layers", 0)
-    shared = costs.shared(layers)
-    trained = costs.parameters - shared - (costs.vision if config.freeze_vision_tower and not layers else 0)
+    layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
+    shared = _count(shared_parameters(costs.model, layers))
+    trained = costs.parameters - (shared or (costs.vision if config.freeze_vision_tower else 0))
     summed = gpus > 1 and not sharding.enabled  # then the ranks sum a copy of the gradients
+    reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
+    reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
     numbers = {  # held all the time
         "weights": costs.parameters,
         "optimizer": 2 * trained,
         # weights, gradients and the two of AdamW
         "value model": (4 + summed) * costs.backbone * (stage == "ppo" and run.ppo.critic == "separate"),
         # sharded models share nothing
-        "reference": (costs.parameters - (0 if sharding.enabled else shared)) * needs_reference(run, stage),
+        "reference": (costs.parameters - (0 if sharding.enabled else shared)) * reference.get(stage, False),
         "policy": costs.parameters * (stage == "reward_model"),  # in addition to the copy that is trained
         "reward model": costs.backbone * (online and "reward_model" in run.rewards),
     }
@@ -205,7 +190,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     gathered = costs.gathered * computed.itemsize if sharding.enabled else 0
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
-    logits, phases = costs.logits(computed, micro), {}
+    rows = micro.prompts * G * micro.completion_tokens
+    logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
@@ -229,13 +215,6 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     return {name: always | items for name, items in phases.items()}
 
 
-def needs_reference(run: RunConfig, stage: str) -> bool:
-    """Whether a second model is in memory while the stage trains."""
-    if stage == "dpo":
-        return not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
-    return stage == "kto" or bool({"grpo": run.grpo.beta, "ppo": run.ppo.kl_coef}.get(stage))
-
-
 def most(phases: dict[str, dict]) -> float:
     """Bytes of the largest phase."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
@@ -257,9 +236,8 @@ def table(phases: dict[str, dict], memory: float) -> str:
     rows |= {"in reserve": [RESERVE] * len(phases), "all": [most({name: phases[name]}) for name in phases]}
     lines = [f"| GB on each GPU | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
     for name, row in rows.items():
-        cells = ["" if size is None else f"{size / GB:.1f}" for size in row]
-        if name == "all":
-            cells = [cell + " (too much)" * (size > memory) for cell, size in zip(cells, row, strict=True)]
+        limit = memory if name == "all" else math.inf
+        cells = ["" if size is None else f"{size / GB:.1f}" + " (too much)" * (size > limit) for size in row]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
