@@ -5,9 +5,7 @@ import torch
 
 from minivlmrl import losses
 from minivlmrl.algorithms import policy_losses
-from minivlmrl.audit.policy_cells import LOSS_TYPES, MAX_LENGTH, B, T, grid, our_loss, policy_batch, random_rewards
-
-COUNTS = losses.Counts(B, 20, MAX_LENGTH)
+from minivlmrl.audit.policy_cells import LOSS_TYPES, B, T, grid, our_loss, policy_batch, random_rewards
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -42,11 +40,11 @@ def test_the_book_answers_where_it_can(options, monkeypatch):
         monkeypatch.setattr(
             module, name, lambda *a, name=name, answer=answer, **k: (asked.append(name), answer(*a, **k))[1]
         )
-    our_loss(policy_batch(0), COUNTS, **options)
+    our_loss(policy_batch(0), **options)
     assert asked == ["grpo_loss" if options.get("loss_type") in losses.LOSSES else "policy_loss"]
-    our_loss(policy_batch(0) | {"importance_sampling_ratio": torch.ones(B, 1)}, COUNTS, **options)
+    our_loss(policy_batch(0) | {"importance_sampling_ratio": torch.ones(B, 1)}, **options)
     assert asked[1] == "policy_loss"
 
 
 def test_grid():
-    assert grid(a=(1, 2), b=(3,)) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+    assert grid(a=(1, 2), b=(3,)) == grid([{"b": 3}], a=(1, 2)) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]

@@ -1,13 +1,13 @@
 """Cells of the policy-gradient losses, of advantages and of the sampler's correction: batches, grids, and our call.
 
-A batch comes from a seed alone. The names of options are TRL's, which are ours too, but for epsilon (our epsilon_low).
+A batch comes from a seed alone. The names of options are ours, which are TRL's but for NAMES_OF_TRL.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 BY_TOKENS = ("dapo", "cispo", "vespo")  # they divide by the tokens of the step
 LEVELS = ("token", "sequence")
-EPSILONS = ((0.2, 0.2), (0.1, 0.3))
+EPSILONS = [{"epsilon_low": low, "epsilon_high": high} for low, high in ((0.2, 0.2), (0.1, 0.3), (0.2, 0.28))]
+NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
+SPLIT = ("accumulation", "processes", "steps_per_generation")  # how TRL splits a step
 STEPS = ((3, 1), (1, 2), (3, 2))  # (gradient accumulation steps, processes)
 B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
 WEIGHTS = [0.5, 1.0]
@@ -39,9 +41,10 @@ def say(options: dict) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
-def grid(**values) -> list[dict]:
-    """All choices of options: grid(a=(1, 2), b=(3,)) is [{"a": 1, "b": 3}, {"a": 2, "b": 3}]."""
-    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+def grid(*more: list[dict], **values) -> list[dict]:
+    """All choices of options: grid([{"b": 3}], a=(1, 2)) is [{"a": 1, "b": 3}, {"a": 2, "b": 3}]."""
+    single = [[{name: value} for value in of] for name, of in values.items()]
+    return [dict(chain(*(part.items() for part in parts))) for parts in product(*single, *more)]
 
 
 def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = False) -> dict[str, Tensor | None]:
@@ -66,8 +69,15 @@ def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = 
     return batch | {"entropies": normal(B, T).abs() + 0.05}
 
 
-def our_loss(batch: dict, counts: losses.Counts, **options):
-    """grpo_loss of the book where it has the options, else policy_loss."""
+def our_loss(
+    batch: dict, accumulation: int = 1, processes: int = 1, steps_per_generation: int | None = None, **options
+):
+    """grpo_loss of the book where it has the options, else policy_loss.
+
+    TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
+    """
+    share = accumulation / (steps_per_generation or accumulation) / processes
+    counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
     family = policy_losses.FamilyLoss(**options)
     common = {field.name: getattr(family, field.name) for field in fields(losses.PolicyLoss)}
     in_book = family.loss_type in losses.LOSSES and family.importance_sampling_level in LEVELS
@@ -79,101 +89,96 @@ def our_loss(batch: dict, counts: losses.Counts, **options):
     return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], family, counts)
 
 
-def grpo_cell(
-    family: str, batch: dict, title: str, asked=None, accumulation=1, processes=1, steps_per_generation=None, **options
-) -> Cell:
-    """One call of GRPOTrainer._compute_loss.
-
-    TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
+def grpo_cells(family: str, batches: list[tuple[dict, str]], choices: list[dict], asked=None) -> Iterator[Cell]:
+    """One call of GRPOTrainer._compute_loss for each batch, with its title, under each choice of options.
 
     Args:
-        title: what distinguishes the batch.
         asked: options for TRL alone. With kind="RLOO" our loss_type is rloo.
-        options: for both.
     """
-    share = accumulation / (steps_per_generation or accumulation) / processes
-    counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
-    told = {"epsilon" if name == "epsilon_low" else name: value for name, value in options.items()} | (asked or {})
-    told |= {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps_per_generation}
-    theirs = partial(trl, "grpo_loss", items=ITEMS, num_processes=processes, max_completion_length=MAX_LENGTH, **told)
-    ours = partial(our_loss, counts=counts, **options, **({"loss_type": "rloo"} if "kind" in told else {}))
-    split = {"accumulation": accumulation, "processes": processes, "steps_per_generation": steps_per_generation}
-    shown = say(options | {name: value for name, value in split.items() if value not in (1, None)})
-    name = ", ".join(filter(None, (shown, title)))
-    return loss_cell(family, name, batch, ours, theirs, ("per_token_logps", "entropies"))
+    asked = {"items": ITEMS, "max_completion_length": MAX_LENGTH} | (asked or {})
+    for options, (batch, title) in product(choices, batches):
+        told = {NAMES_OF_TRL.get(name, name): value for name, value in options.items()} | asked
+        ours = partial(our_loss, **options, **({"loss_type": "rloo"} if "kind" in asked else {}))
+        split = {name: options[name] for name in SPLIT if options.get(name, 1) != 1}
+        shown = say({name: value for name, value in options.items() if name not in SPLIT} | split)
+        name = ", ".join(filter(None, (shown, title)))
+        yield loss_cell(family, name, batch, ours, partial(trl, "grpo_loss", **told), ("per_token_logps", "entropies"))
+
+
+def plain(seeds: int) -> list[tuple[dict, str]]:
+    """Batches with titles."""
+    return [(policy_batch(seed), f"seed={seed}") for seed in range(seeds)]
+
+
+def with_old(batch: dict, spread: float, of: str = "old_per_token_logps") -> dict:
+    """The batch with old log-probabilities `spread` times as far from the policy's as those `of` a name are."""
+    logps = batch["per_token_logps"]
+    return batch | {"old_per_token_logps": logps + spread * (batch[of] - logps)}
 
 
 def by_loss_type() -> Iterator[Cell]:
     """Three families for each loss type: term and average, KL, and how a step is split."""
-    batches = [(policy_batch(s, old), f"seed={s}" + ", no old" * (not old)) for s in range(2) for old in (True, False)]
+    batches = plain(2) + [(policy_batch(seed, old=False), f"seed={seed}, no old") for seed in range(2)]
     for loss_type in LOSS_TYPES:
         name, base = f"grpo loss_type={loss_type}", {"importance_sampling_level": LEVELS, "loss_type": (loss_type,)}
         deltas = (None, 1.6) if loss_type in CLIPPED else (None,)
-        for options, (low, high), batch in product(grid(**base, delta=deltas), EPSILONS, batches):
-            yield grpo_cell(name, *batch, **options, epsilon_low=low, epsilon_high=high)
+        yield from grpo_cells(name, batches, grid(EPSILONS[:2], **base, delta=deltas))
         kl = grid(**base, beta=(0.04, 0.5), use_bias_correction_kl=(True, False))
-        for options, batch in product(kl, batches):
-            yield grpo_cell(f"{name}, KL", *batch, **options)
-        kl = grid(**base, beta=(0.0, 0.1), use_bias_correction_kl=(True,))
-        for options, (steps, processes) in product(kl, STEPS):
-            batch = policy_batch(steps + processes)
-            yield grpo_cell(f"{name}, split step", batch, "", **options, accumulation=steps, processes=processes)
+        yield from grpo_cells(f"{name}, KL", batches, kl)
+        for steps, processes in STEPS:
+            split = [{"accumulation": steps, "processes": processes}]
+            choices = grid(split, **base, beta=(0.0, 0.1), use_bias_correction_kl=(True,))
+            yield from grpo_cells(f"{name}, split step", [(policy_batch(steps + processes), "")], choices)
 
 
 def by_option() -> Iterator[Cell]:
     """A family for each option, over all loss types."""
-    every = grid(loss_type=LOSS_TYPES, importance_sampling_level=LEVELS, use_bias_correction_kl=(True,))
-    for base, seed in product(every, range(2)):
-        batch, title = policy_batch(seed), f"seed={seed}"
+    base = {"loss_type": LOSS_TYPES, "importance_sampling_level": LEVELS, "use_bias_correction_kl": (True,)}
+    kl = {"beta": (0.1,)} | base
+    for seed, (batch, title) in enumerate(plain(2)):
         tied = batch | {"entropies": (2 * batch["entropies"]).round() / 2}
-        for share, (of, what) in product((0.2, 0.5), ((batch, title), (tied, f"{title}, tied entropies"))):
-            yield grpo_cell("grpo top_entropy_quantile", of, what, top_entropy_quantile=share, beta=0.1, **base)
-        for entropy in grid(entropy_coef=(0.1,), top_entropy_quantile=(1.0, 0.5), accumulation=(1, 3)):
-            yield grpo_cell("grpo entropy_coef", batch, title, **base, **entropy)
+        batches = [(batch, title), (tied, f"{title}, tied entropies")]
+        yield from grpo_cells("grpo top_entropy_quantile", batches, grid(top_entropy_quantile=(0.2, 0.5), **kl))
+        entropy = grid(**base, entropy_coef=(0.1,), top_entropy_quantile=(1.0, 0.5), accumulation=(1, 3))
+        yield from grpo_cells("grpo entropy_coef", [(batch, title)], entropy)
         recorded = batch["old_per_token_logps"] + 0.4 * batch["advantages"][:, None]
         recorded[0, 1] += NAN if seed else 0.0
         recorded = batch | {"sampling_per_token_logps": recorded}
-        own = f"{title}, sampler's own{' with NaN' * seed}"
-        for drift, (of, what) in product((0.05, 0.3), ((batch, title), (recorded, own))):
-            yield grpo_cell("grpo off_policy_mask_threshold", of, what, off_policy_mask_threshold=drift, **base)
+        batches = [(batch, title), (recorded, f"{title}, sampler's own{' with NaN' * seed}")]
+        drift = grid(off_policy_mask_threshold=(0.05, 0.3), **base)
+        yield from grpo_cells("grpo off_policy_mask_threshold", batches, drift)
         for width in (1, T):
             ratio = policy_batch(seed + 7)["entropies"][:, :width] * (seed + 0.5)
             ratio[1, 0] = 0.0  # masked by the correction
-            weighted, what = batch | {"importance_sampling_ratio": ratio}, f"{title}, ratio (B, {width})"
-            yield grpo_cell("grpo importance_sampling_ratio", weighted, what, {"use_vllm": True}, beta=0.1, **base)
-        yield grpo_cell("grpo advantages (B, T)", policy_batch(seed, by_token=True), title, beta=0.1, **base)
-        for empty in ("row", "all"):
-            yield grpo_cell("grpo masked rows", policy_batch(seed, empty=empty), f"{title}, {empty}", beta=0.1, **base)
+            weighted = [(batch | {"importance_sampling_ratio": ratio}, f"{title}, ratio (B, {width})")]
+            yield from grpo_cells("grpo importance_sampling_ratio", weighted, grid(**kl), {"use_vllm": True})
+        yield from grpo_cells("grpo advantages (B, T)", [(policy_batch(seed, by_token=True), title)], grid(**kl))
+        masked = [(policy_batch(seed, empty=empty), f"{title}, {empty}") for empty in ("row", "all")]
+        yield from grpo_cells("grpo masked rows", masked, grid(**kl))
 
 
 def by_parameter() -> Iterator[Cell]:
-    """What only some loss types have, and what is left to the defaults."""
+    """What only some loss types have, what is left to the defaults."""
     tau = {"sapo_temperature_pos": (0.5, 2.0), "sapo_temperature_neg": (0.7, 3.0), "importance_sampling_level": LEVELS}
+    yield from grpo_cells("grpo sapo temperatures", plain(2), grid(loss_type=("sapo",), **tau))
     shape = {"vespo_k_pos": (1.0, 2.5), "vespo_lambda_pos": (2.0, 5.0), "vespo_k_neg": (0.5, 4.0)}
-    halves, twice = ({"accumulation": (k,), "steps_per_generation": (8 // k,)} for k in (4, 2))
+    shape |= {"vespo_lambda_neg": (0.0, 1.5)}
+    yield from grpo_cells("grpo vespo parameters", plain(2), grid(loss_type=("vespo",), **shape))
+    halves, twice = ({"accumulation": k, "steps_per_generation": 8 // k} for k in (4, 2))
+    yield from grpo_cells("grpo steps_per_generation", plain(2), grid([halves, twice], loss_type=BY_TOKENS))
+    yield from grpo_cells("grpo defaults", plain(3), [{}, {"beta": 0.1}])
     gspo = {"loss_type": CLIPPED[:4], "beta": (0.1,), "use_bias_correction_kl": (False,)}
     gspo |= {"importance_sampling_level": ("sequence_token",), "delta": (None, 1.6)}
-    rows = [  # family, seeds, choices of options
-        ("grpo sapo temperatures", 2, grid(loss_type=("sapo",), **tau)),
-        ("grpo vespo parameters", 2, grid(loss_type=("vespo",), **shape, vespo_lambda_neg=(0.0, 1.5))),
-        ("grpo steps_per_generation", 2, [*grid(loss_type=BY_TOKENS, **halves), *grid(loss_type=BY_TOKENS, **twice)]),
-        ("grpo defaults", 3, [{}, {"beta": 0.1}]),
-        ("gspo_token", 3, grid(**gspo)),
-    ]
-    for name, seeds, choices in rows:
-        asked = {"module": "trl.experimental.gspo_token"} if name == "gspo_token" else {}
-        for options, seed in product(choices, range(seeds)):
-            yield grpo_cell(name, policy_batch(seed), f"seed={seed}", asked, **options)
-    for seed, k, spread in product(range(4), (0.1, 3.0), (30, 90)):  # beyond where log ratios and weight are bounded
-        batch = policy_batch(seed)
-        logps, ref = batch["per_token_logps"], batch["ref_per_token_logps"]
-        far = batch | {"old_per_token_logps": logps + spread * (ref - logps)}
-        flat = {"vespo_k_pos": k, "vespo_k_neg": k, "vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}
-        yield grpo_cell("grpo vespo parameters", far, f"seed={seed}, far off by {spread}", loss_type="vespo", **flat)
+    yield from grpo_cells("gspo_token", plain(3), grid(**gspo), {"module": "trl.experimental.gspo_token"})
+    for spread, (batch, title) in product((30, 90), plain(4)):  # beyond where log ratios and weight are bounded
+        far = [(with_old(batch, spread, "ref_per_token_logps"), f"{title}, far off by {spread}")]
+        equal = [{"vespo_k_pos": k, "vespo_k_neg": k} for k in (0.1, 3.0)]
+        flat = [{"vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}]
+        yield from grpo_cells("grpo vespo parameters", far, grid(equal, flat, loss_type=("vespo",)))
 
 
 def together() -> Iterator[Cell]:
-    """Many options at once, drawn at random: the order in which they are applied."""
+    """Many options at once, drawn at random: the order in which they are applied. And RLOO, which has few."""
     choices = {
         "loss_type": LOSS_TYPES, "importance_sampling_level": LEVELS, "beta": (0.0, 0.1), "epsilon_high": (0.2, 0.4),
         "use_bias_correction_kl": (True, False), "top_entropy_quantile": (1.0, 0.4), "entropy_coef": (0.0, 0.05),
@@ -187,15 +192,10 @@ def together() -> Iterator[Cell]:
         if corrected:
             batch["importance_sampling_ratio"] = batch["entropies"][:, : draw.choice((1, T))]
             title += ", importance_sampling_ratio"
-        yield grpo_cell("grpo options together", batch, title, {"use_vllm": True} if corrected else {}, **options)
-
-
-def rloo_losses() -> Iterator[Cell]:
-    for seed, (low, high) in product(range(6), (*EPSILONS, (0.2, 0.28))):
-        batch = policy_batch(seed)
-        logps, old = batch["per_token_logps"], batch["old_per_token_logps"]
-        batch["old_per_token_logps"] = logps + 0.3 * (old - logps)
-        yield grpo_cell("rloo loss", batch, f"seed={seed}", {"kind": "RLOO"}, epsilon_low=low, epsilon_high=high)
+        asked = {"use_vllm": True} if corrected else {}
+        yield from grpo_cells("grpo options together", [(batch, title)], [options], asked)
+    near = [(with_old(batch, 0.3), title) for batch, title in plain(6)]
+    yield from grpo_cells("rloo loss", near, EPSILONS, {"kind": "RLOO"})
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
@@ -271,5 +271,4 @@ def overlong() -> Iterator[Cell]:
         yield Cell("soft_overlong_punishment", f"{length} of 100 tokens, cache {cache}", *sides)
 
 
-ALL = (by_loss_type, by_option, by_parameter, together, rloo_losses)
-ALL += (group_advantages, rloo_advantages, sampler_correction, overlong)
+ALL = (by_loss_type, by_option, by_parameter, together, group_advantages, rloo_advantages, sampler_correction, overlong)
