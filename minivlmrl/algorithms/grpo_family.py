@@ -123,11 +123,10 @@ class Family(GRPO):
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), batches, self.world)
         if config.rollout_correction:
-            bounds = {"clip_max": config.rollout_correction_max, "clip_min": config.rollout_correction_min}
+            how = config.rollout_correction, config.rollout_correction_max, config.rollout_correction_min
             for batch in batches:
                 logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                ratio = policy_losses.rollout_importance_ratio(*logps, mode=config.rollout_correction, **bounds)
-                batch.importance_sampling_ratio = ratio
+                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(*logps, *how)
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -142,8 +141,7 @@ class Family(GRPO):
     def find_threshold(self, batches: list[FamilyBatch]):
         """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
-        entropies = torch.cat(self.world.gather_objects(local))
-        quantile = self.config.top_entropy_quantile
+        entropies, quantile = torch.cat(self.world.gather_objects(local)), self.config.top_entropy_quantile
         threshold = policy_losses.top_entropy_threshold(entropies, torch.ones_like(entropies), quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
@@ -204,7 +202,6 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at max_completion_len.
 
     Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
-
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
     """
     free = max_completion_len - soft_punish_cache

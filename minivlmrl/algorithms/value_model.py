@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
-from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt
-from minivlmrl.scale.sharding import Sharding, copy_model, is_sharded, reshard
+from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files
 
@@ -36,13 +35,8 @@ class ValueModel(nn.Module):
         return torch.stack([numbers[-1] for numbers in batch.split(self(batch))])
 
 
-def pack_to_end(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config: ModelConfig, device
-) -> GroupBatch:
-    """Pack with the last token of each completion in the run: a whole answer is scored there.
-
-    The run leaves out the last token of a completion, so each completion gets one more, which is left out instead.
-    """
+def pack_to_end(prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device) -> GroupBatch:
+    """Pack with the last token of each completion in the run, which leaves out one more that is added after it."""
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
 
@@ -54,9 +48,7 @@ def value_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def load_value_model(
-    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
-) -> ValueModel:
+def load_value_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding=None) -> ValueModel:
     """Read what save_value_model wrote; arguments and errors as of load_model."""
     check_value_model_folder(folder)
     file = Path(folder) / HEAD_FILE

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.hub.checker import require
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.table import get_task
 
@@ -53,13 +54,11 @@ class DataSection:
     thinking: Literal["name", "position"] = "name"  # localisation: what is thought, the object's name or its position
 
     def __post_init__(self):
-        if len(self.eval_rewards) < 2:
-            raise ValueError(f"eval_rewards is {self.eval_rewards}, it must be names of rewards: what counts, form")
+        require(len(self.eval_rewards) > 1, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
-        few, many = (*self.objects, 0, 0)[:2]
-        if len(self.objects) != 2 or not 1 <= few <= many <= 3:
-            raise ValueError(f"objects is {self.objects}, it must be [fewest, most], 1 to 3")
+        valid = len(self.objects) == 2 and 1 <= self.objects[0] <= self.objects[1] <= 3
+        require(valid, "objects", self.objects, "[fewest, most], 1 to 3")
 
 
 def load_datasets(config, stages: dict[str, str], seed: int, reward_columns=(), eval_columns=("solution",)) -> dict:
@@ -80,10 +79,8 @@ def load_datasets(config, stages: dict[str, str], seed: int, reward_columns=(), 
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
     columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets = {stage: _rows(config, config.train_file, columns[needs]) for stage, needs in stages.items()}
-    if config.eval_file:
-        # held-out rows are asked for answers, unless all that is trained on are pairs
-        only_pairs = stages and set(stages.values()) == {"pairs"}
-        needed = NEEDS["pairs"] if only_pairs else eval_columns
+    if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
+        needed = NEEDS["pairs"] if set(stages.values()) == {"pairs"} else eval_columns
         datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
     return datasets
 

@@ -30,10 +30,6 @@ class ModelSection:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of the parameters
     activation_checkpointing: bool = False  # keep only the inputs of blocks and compute the rest again in the backward
 
-    def __post_init__(self):
-        if self.path is not None and self.config is not None:
-            raise ValueError(f"path is {self.path!r}, it must be null where config (random weights) is set")
-
 
 @dataclass
 class RolloutSection:

@@ -10,11 +10,7 @@ from minivlmrl.tasks.table import get_task
 
 
 def build_model(config, world: World) -> tuple[nn.Module, Processor]:
-    """Load the recipe's checkpoint, or make a random model for the embedded task.
-
-    Raises:
-        ValueError: neither model.path nor model.config is set, or a file of theirs is wrong.
-    """
+    """Load the recipe's checkpoint, or make a random model for the embedded task."""
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
         raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")

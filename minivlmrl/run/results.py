@@ -12,12 +12,7 @@ from minivlmrl.tools.report import print_table, write_report
 
 
 class Results:
-    """Evaluations of a run and the files of its folder.
-
-    Args:
-        held_out: None: nothing is evaluated.
-        results: evaluations so far, by name; new ones are added.
-    """
+    """Evaluations of a run, which are added to `results`, and its folder; without held_out nothing is evaluated."""
 
     def __init__(self, config: RunConfig, model, processor, world, held_out, results: dict[str, Evaluation]):
         self.config, self.model, self.processor, self.world = config, model, processor, world
@@ -28,9 +23,9 @@ class Results:
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model as it is now; an algorithm may also rank held-out pairs."""
-        config = self.config
         if self.held_out is None:
             return
+        config = self.config
         try:
             options = config.sampling, self.world, config.data.eval_rewards, config.rollout.gather_weights
             result = evaluate(self.model, self.processor, self.held_out, *options)
