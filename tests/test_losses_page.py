@@ -14,7 +14,7 @@ from links import LINK, ROOT, links, names
 
 from minivlmrl import losses
 from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
-from minivlmrl.audit.cells import families
+from minivlmrl.audit.parity import families
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.train import ALGORITHMS

@@ -1,8 +1,8 @@
 """Notes on other versions of TRL excuse the differences that they are about, and nothing else."""
 
-from minivlmrl.audit.cells import families
 from minivlmrl.audit.compare import Outcome, judge
 from minivlmrl.audit.notes import NOTES, known, numbers
+from minivlmrl.audit.parity import families
 
 FAMILIES = families()
 

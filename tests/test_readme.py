@@ -15,7 +15,7 @@ from benchmarks import house, learning
 from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
-from minivlmrl.audit.cells import families
+from minivlmrl.audit.parity import families
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.run.config import load_config
 from minivlmrl.scale.ranks import World

@@ -12,13 +12,19 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from minivlmrl.audit.cells import families
+from minivlmrl.audit import policy_cells as policy
+from minivlmrl.audit import preference_cells as preference
 from minivlmrl.audit.compare import WORDS, Cell, NotInThisVersion, Row, ask, judge
 
+CELLS = (policy.by_loss_type, policy.by_option, policy.by_parameter, policy.together)
+CELLS += (policy.group_advantages, policy.rloo_advantages, policy.sampler_correction, policy.overlong)
+CELLS += (preference.dpo_losses, preference.dpo_options, preference.kto_losses)
+CELLS += (preference.sft_losses, preference.reward_losses)
 INSTALL = "pip install trl==1.16.0 transformers==5.23.0"
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "TRL_EXPERIMENTAL_SILENCE"), "1")
 QUIET |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
@@ -53,6 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
         report = {"trl": VERSION, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return status(rows)
+
+
+def families() -> dict[str, list[Cell]]:
+    """Every loss and option of ours that TRL has too: the cells by family, the rows of the table in order."""
+    table: dict[str, list[Cell]] = {}
+    for cell in chain(*(cells() for cells in CELLS)):
+        table.setdefault(cell.family, []).append(cell)
+    return table
 
 
 def table_row(family: str, cells: list[Cell], version: str) -> Row:

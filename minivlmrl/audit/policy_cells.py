@@ -18,12 +18,11 @@ from minivlmrl.audit.compare import Cell, Result, loss_cell, named
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-BY_TOKENS = ("dapo", "cispo", "vespo")  # they divide by the tokens of the step
 LEVELS = ("token", "sequence")
 EPSILONS = [{"epsilon_low": low, "epsilon_high": high} for low, high in ((0.2, 0.2), (0.1, 0.3), (0.2, 0.28))]
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
 SPLIT = ("accumulation", "processes", "steps_per_generation")  # how TRL splits a step
-STEPS = ((3, 1), (1, 2), (3, 2))  # (gradient accumulation steps, processes)
+MASKED = {"row": (1,), "all": (0, 1, 2, 3)}
 B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
 WEIGHTS = [0.5, 1.0]
 NAN = float("nan")
@@ -47,20 +46,14 @@ def grid(*more: list[dict], **values) -> list[dict]:
     return [dict(chain(*(part.items() for part in parts))) for parts in product(*single, *more)]
 
 
-def policy_batch(seed: int, old: bool = True, empty: str = "", by_token: bool = False) -> dict[str, Tensor | None]:
-    """Ratios well outside the clip range, rows of 1 to T tokens, advantages of both signs and one zero.
-
-    Args:
-        old: False leaves the old log-probabilities to the method.
-        empty: "row" masks the second row as a whole, "all" every token.
-        by_token: advantages (B, T) instead of (B,).
-    """
+def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) -> dict[str, Tensor | None]:
+    """Ratios well outside the clip range, rows of 1 to T tokens (0 in `empty`), advantages of both signs and a zero."""
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     logps = -normal(B, T).abs() - 0.1
     lengths = torch.randint(1, T + 1, (B,), generator=generator)
     lengths[0] = T
-    lengths[{"": [], "row": [1], "all": [0, 1, 2, 3]}[empty]] = 0
+    lengths[list(empty)] = 0
     scores = normal(B, T) if by_token else normal(B)
     scores[-1] = 0.0
     batch = {"per_token_logps": logps, "advantages": scores, "mask": (torch.arange(T) < lengths[:, None]).double()}
@@ -84,21 +77,16 @@ def our_loss(
     if in_book and family == policy_losses.FamilyLoss(**common) and "importance_sampling_ratio" not in batch:
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
         return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)
-    inputs = {name: value for name, value in batch.items() if name not in ("advantages", "mask")}
-    inputs = policy_losses.PolicyInputs(**inputs)
+    inputs = policy_losses.PolicyInputs(**{name: batch[name] for name in batch.keys() - {"advantages", "mask"}})
     return policy_losses.policy_loss(inputs, batch["advantages"], batch["mask"], family, counts)
 
 
 def grpo_cells(family: str, batches: list[tuple[dict, str]], choices: list[dict], asked=None) -> Iterator[Cell]:
-    """One call of GRPOTrainer._compute_loss for each batch, with its title, under each choice of options.
-
-    Args:
-        asked: options for TRL alone. With kind="RLOO" our loss_type is rloo.
-    """
+    """GRPOTrainer._compute_loss for each batch, with its title, and each choice of options; `asked`: TRL's alone."""
     asked = {"items": ITEMS, "max_completion_length": MAX_LENGTH} | (asked or {})
     for options, (batch, title) in product(choices, batches):
         told = {NAMES_OF_TRL.get(name, name): value for name, value in options.items()} | asked
-        ours = partial(our_loss, **options, **({"loss_type": "rloo"} if "kind" in asked else {}))
+        ours = partial(our_loss, **options, **({"loss_type": "rloo"} if asked.get("kind") == "RLOO" else {}))
         split = {name: options[name] for name in SPLIT if options.get(name, 1) != 1}
         shown = say({name: value for name, value in options.items() if name not in SPLIT} | split)
         name = ", ".join(filter(None, (shown, title)))
@@ -125,7 +113,7 @@ def by_loss_type() -> Iterator[Cell]:
         yield from grpo_cells(name, batches, grid(EPSILONS[:2], **base, delta=deltas))
         kl = grid(**base, beta=(0.04, 0.5), use_bias_correction_kl=(True, False))
         yield from grpo_cells(f"{name}, KL", batches, kl)
-        for steps, processes in STEPS:
+        for steps, processes in ((3, 1), (1, 2), (3, 2)):
             split = [{"accumulation": steps, "processes": processes}]
             choices = grid(split, **base, beta=(0.0, 0.1), use_bias_correction_kl=(True,))
             yield from grpo_cells(f"{name}, split step", [(policy_batch(steps + processes), "")], choices)
@@ -145,15 +133,15 @@ def by_option() -> Iterator[Cell]:
         recorded[0, 1] += NAN if seed else 0.0
         recorded = batch | {"sampling_per_token_logps": recorded}
         batches = [(batch, title), (recorded, f"{title}, sampler's own{' with NaN' * seed}")]
-        drift = grid(off_policy_mask_threshold=(0.05, 0.3), **base)
-        yield from grpo_cells("grpo off_policy_mask_threshold", batches, drift)
+        thresholds = grid(off_policy_mask_threshold=(0.05, 0.3), **base)
+        yield from grpo_cells("grpo off_policy_mask_threshold", batches, thresholds)
         for width in (1, T):
             ratio = policy_batch(seed + 7)["entropies"][:, :width] * (seed + 0.5)
             ratio[1, 0] = 0.0  # masked by the correction
             weighted = [(batch | {"importance_sampling_ratio": ratio}, f"{title}, ratio (B, {width})")]
             yield from grpo_cells("grpo importance_sampling_ratio", weighted, grid(**kl), {"use_vllm": True})
         yield from grpo_cells("grpo advantages (B, T)", [(policy_batch(seed, by_token=True), title)], grid(**kl))
-        masked = [(policy_batch(seed, empty=empty), f"{title}, {empty}") for empty in ("row", "all")]
+        masked = [(policy_batch(seed, empty=empty), f"{title}, {name}") for name, empty in MASKED.items()]
         yield from grpo_cells("grpo masked rows", masked, grid(**kl))
 
 
@@ -165,7 +153,8 @@ def by_parameter() -> Iterator[Cell]:
     shape |= {"vespo_lambda_neg": (0.0, 1.5)}
     yield from grpo_cells("grpo vespo parameters", plain(2), grid(loss_type=("vespo",), **shape))
     halves, twice = ({"accumulation": k, "steps_per_generation": 8 // k} for k in (4, 2))
-    yield from grpo_cells("grpo steps_per_generation", plain(2), grid([halves, twice], loss_type=BY_TOKENS))
+    by_tokens = grid([halves, twice], loss_type=("dapo", "cispo", "vespo"))  # they divide by the tokens of the step
+    yield from grpo_cells("grpo steps_per_generation", plain(2), by_tokens)
     yield from grpo_cells("grpo defaults", plain(3), [{}, {"beta": 0.1}])
     gspo = {"loss_type": CLIPPED[:4], "beta": (0.1,), "use_bias_correction_kl": (False,)}
     gspo |= {"importance_sampling_level": ("sequence_token",), "delta": (None, 1.6)}
@@ -269,6 +258,3 @@ def overlong() -> Iterator[Cell]:
     for length, cache in product((70, 80, 81, 90, 100, 101), (0, 20)):
         sides = partial(ours, length, 100, cache), partial(trl, "soft_overlong_punishment", length, 100, cache)
         yield Cell("soft_overlong_punishment", f"{length} of 100 tokens, cache {cache}", *sides)
-
-
-ALL = (by_loss_type, by_option, by_parameter, together, group_advantages, rloo_advantages, sampler_correction, overlong)

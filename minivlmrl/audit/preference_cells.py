@@ -13,10 +13,9 @@ from minivlmrl.algorithms import sft_loss as sft
 from minivlmrl.audit.compare import Cell, loss_cell
 from minivlmrl.audit.policy_cells import grid, policy_batch, say, trl
 
-LOSS_TYPES = tuple(preference.DPO_LOSSES)
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # sigmoid: TRL ignores it
 # Weights multiply in place in TRL, which breaks the gradient of hinge and crashes with sft; aot refuses them.
-WEIGHTABLE = tuple(name for name in LOSS_TYPES if name not in ("aot", "aot_unpaired", "sft", "hinge"))
+WEIGHTABLE = tuple(name for name in preference.DPO_LOSSES if name not in ("aot", "aot_unpaired", "sft", "hinge"))
 DIVERGENCES = grid(f_divergence_type=("forward_kl", "js_divergence"))
 DIVERGENCES += grid(f_divergence_type=("alpha_divergence",), f_alpha_divergence_coef=(0.0, 0.5, 1.0, 1.5))
 LISTS = (  # MPO's own mixture first
@@ -55,16 +54,16 @@ def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> 
     def ours(batch: dict):
         return preference.dpo_loss(**batch, **given, options=preference.DPOLoss(**shown))
 
-    names = options["loss_type"] if isinstance(options["loss_type"], list) else [options["loss_type"]]
+    names = [options["loss_type"]] if isinstance(options["loss_type"], str) else options["loss_type"]
     told = {"loss_weights": None, "use_weighting": use_weighting} | options | {"loss_type": names}
     tolerance = 1e-6 if single or "exo_pair" in names else 1e-10
-    theirs = partial(trl, "dpo_loss", **told)
-    return loss_cell(family, f"{say(shown)}, seed={seed}", batch, ours, theirs, tolerance=tolerance)
+    sides = ours, partial(trl, "dpo_loss", **told)
+    return loss_cell(family, f"{say(shown)}, seed={seed}", batch, *sides, tolerance=tolerance)
 
 
 def dpo_losses() -> Iterator[Cell]:
     """Each loss, its label smoothing, and TRL's defaults for what is not said."""
-    for loss_type, beta, seed in product(LOSS_TYPES, (0.1, 0.5), range(4)):
+    for loss_type, beta, seed in product(preference.DPO_LOSSES, (0.1, 0.5), range(4)):
         smoothing = {"label_smoothing": 0.01} if loss_type == "exo_pair" else {}
         yield dpo_cell(f"dpo {loss_type}", seed, loss_type=loss_type, beta=beta, **smoothing)
     for loss_type, smoothing, seed in product(SMOOTHED, (0.1, 0.3), range(2)):
@@ -75,7 +74,7 @@ def dpo_losses() -> Iterator[Cell]:
 def dpo_options() -> Iterator[Cell]:
     """A family for each option over all losses that take it; exo_pair, of fewer digits, has its own."""
     choices = [*product(DIVERGENCES, preference.ANY_DIVERGENCE)]
-    choices += product(grid(ld_alpha=(0.0, 0.4)), LOSS_TYPES)
+    choices += product(grid(ld_alpha=(0.0, 0.4)), preference.DPO_LOSSES)
     choices += product(grid(use_weighting=(True,)), WEIGHTABLE)
     for (option, loss_type), seed in product(choices, range(2)):
         name, value = next(iter(option.items()))
@@ -134,6 +133,3 @@ def reward_losses() -> Iterator[Cell]:
         name = say({"margin": with_margin, "center_rewards_coefficient": center, "seed": seed})
         sides = partial(ours, center=center), partial(trl, "reward_loss", center_rewards_coefficient=center)
         yield loss_cell("reward loss", name, batch, *sides, ("chosen", "rejected"))
-
-
-ALL = (dpo_losses, dpo_options, kto_losses, sft_losses, reward_losses)

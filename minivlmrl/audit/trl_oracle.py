@@ -34,14 +34,6 @@ METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of
 PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
 
 
-def first_of(num_processes: int) -> SimpleNamespace:
-    """What the methods ask of accelerate on the first of several ranks."""
-    told = {"process_index": 0, "is_main_process": True, "sync_gradients": True, "parallelism_config": None}
-    for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"):
-        told[name] = lambda x, *_, **__: x
-    return SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), **told)
-
-
 class Outputs(dict):
     """A model's output by attribute and by name."""
 
@@ -76,10 +68,18 @@ def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
     trainer_class, config_class, problem = _classes(kind, module)
     if problem is not None:
         raise problem
+    known, off = _names(config_class), {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    for name in options.keys() - known:
+        if name not in NEUTRAL or options.pop(name) != NEUTRAL[name]:
+            raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
     self = trainer_class.__new__(trainer_class)
-    self.args, self.accelerator = _config(config_class, options), first_of(num_processes)
-    for name in _names(config_class) - _names(TrainingArguments):
+    self.args = config_class(tempfile.gettempdir(), use_cpu=True, **off | options)
+    for name in known - _names(TrainingArguments):
         setattr(self, name, getattr(self.args, name))
+    self.accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), process_index=0)
+    vars(self.accelerator).update(is_main_process=True, sync_gradients=True, parallelism_config=None)
+    for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"):
+        setattr(self.accelerator, name, lambda x, *_, **__: x)
     self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     self.aux_loss_enabled, self.use_liger_kernel = False, False
     self._tp_size, self._total_train_tokens, self.num_virtual_tokens = 1, 0, 0
@@ -105,15 +105,6 @@ def _classes(kind: str, module: str) -> tuple[type | None, type | None, Exceptio
 
 def _names(config_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class)}
-
-
-def _config(config_class: type, options: dict):
-    unknown = options.keys() - _names(config_class)
-    for name in unknown:
-        if name not in NEUTRAL or options[name] != NEUTRAL[name]:
-            raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
-    told = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False} | options
-    return config_class(tempfile.gettempdir(), **{name: told[name] for name in told.keys() - unknown})
 
 
 def _answer(method, *inputs):
