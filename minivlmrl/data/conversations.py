@@ -4,13 +4,14 @@ import re
 
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.media import check_counts, has_source
-from minivlmrl.data.turns import as_turns, render_completion
+from minivlmrl.data.turns import as_turns, check_messages, render_completion
 from minivlmrl.hub.checker import naming
 
 KINDS = ("image", "video")  # <image> and <video> in a prompt's text are where one goes
 ROLES = ("system", "user", "assistant", "tool")
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
 ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
+FORMS = PROMPTS | ANSWERS
 
 
 def read_conversation(
@@ -28,10 +29,10 @@ def read_conversation(
             has and that do not say what they show, else where its text says <image> or <video>, else before the text
             of its first user turn.
     """
-    found = {column: row[column] for column in (*PROMPTS, *ANSWERS) if row.get(column) is not None}
+    found = {column: row[column] for column in FORMS if row.get(column) is not None}
     for column, value in found.items():
         with naming(f"column {column!r}"):
-            _check_form(value, {**PROMPTS, **ANSWERS}[column])
+            _check_form(value, FORMS[column])
     chosen, rejected = (as_turns(found.get(column)) for column in ("chosen", "rejected"))
     if chosen and rejected and render(chosen) == render(rejected):
         raise ValueError("column 'rejected' equals column 'chosen': there is no preference to learn; drop the row")
@@ -122,7 +123,7 @@ def _check_form(value: str | list[dict], types: tuple[type, ...]):
     if not isinstance(value, types):
         names = {str: "text", list: "a list of turns"}
         raise ValueError(f"must be {' or '.join(names[kind] for kind in types)}, it is {value!r:.40}")
-    render(as_turns(value))  # refuses turns without role or content
+    check_messages(as_turns(value))
     roles = [turn["role"] for turn in as_turns(value)]
     if not roles or not set(roles) <= set(ROLES):
         raise ValueError(f"needs turns with the roles {', '.join(ROLES)}; it has {roles}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import PIL.Image
+from PIL.Image import Image
 
 from minivlmrl.hub.checker import naming
 
@@ -23,11 +24,9 @@ Source = str | Path | bytes
 
 
 @contextlib.contextmanager
-def open_image(
-    source: Source | PIL.Image.Image, folder: str | Path | None = None, allow_url: bool = False
-) -> Iterator[PIL.Image.Image]:
+def open_image(source: Source | Image, folder: str | Path | None = None, allow_url: bool = False) -> Iterator[Image]:
     """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
-    if in_memory := isinstance(source, PIL.Image.Image):
+    if in_memory := isinstance(source, Image):
         name = f"image of {source.width} x {source.height} pixels"
     else:
         name, file = open_source(source, folder, allow_url)

@@ -124,10 +124,10 @@ class ChatTemplate:
         }
         if name := next((name for name, missing in left_out.items() if missing), None):
             raise self._error(f"this chat template has no place for {name}; use one that has")
-        messages = [_present(message) for message in messages]
+        messages = [_plain(message) for message in messages]
         for message in messages:
             if isinstance(message.get("content"), list):
-                parts = [_present(part) for part in message["content"]]
+                parts = [_plain(part) for part in message["content"]]
                 message["content"] = parts if {IMAGE, VIDEO} & written else "".join(part["text"] for part in parts)
         return messages
 
@@ -187,8 +187,10 @@ class ChatTemplate:
             raise ValueError(f"{self.source}: chat template fails{where}: {type(error).__name__}: {reason}") from error
 
 
-def _present(mapping: dict) -> dict:
-    return _plain({key: value for key, value in mapping.items() if value is not None})
+def _plain(mapping: dict) -> dict:
+    """Rebuild what is not None of JSON types alone: the image object in a part has methods that no sandbox knows."""
+    given = {key: value for key, value in mapping.items() if value is not None}
+    return json.loads(json.dumps(given, default=lambda other: f"<{type(other).__name__}>"))
 
 
 def _template_in(path: Path) -> str | None:
@@ -233,18 +235,6 @@ class _GenerationBlock(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(f"generation_{name}", "load")]) for name in ("begins", "ends"))
         return nodes.Scope([begin, *body, end]).set_lineno(line, override=False)
-
-
-def _plain(value: Any) -> Any:
-    """Rebuild a value from JSON types alone: the image object in a part has methods that no sandbox knows."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    for kind in (str, bool, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    return None if value is None else f"<{type(value).__name__}>"
 
 
 def _raise_exception(message: str):

@@ -1,9 +1,7 @@
 """Images resized by torch's kernel, to compare with a server that uses transformers' torchvision processor.
 
-`resize: pil`, the default, is Pillow's bicubic filter: what transformers without torchvision and qwen-vl-utils make, so
-what the checkpoints were trained with. `resize: torch` gives to the bit what transformers' torchvision processor makes.
-They differ by at most two grey levels, on about 1 % of the values; but where the height shrinks more than the width,
-Pillow 13 rounds between its passes in another order, and then noise differs by up to 25.
+`resize: torch` gives its values to the bit; the default, pil, is the filter that checkpoints were trained with. They
+differ by at most two grey levels on about 1 % of the values (docs/exact.md).
 """
 
 from collections.abc import Iterable
