@@ -11,7 +11,7 @@ KINDS = ("image", "video")  # <image> and <video> in a prompt's text are where o
 ROLES = ("system", "user", "assistant", "tool")
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
 ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
-FORMS = PROMPTS | ANSWERS
+FORMS = PROMPTS | ANSWERS  # column: what it may be
 
 
 def read_conversation(

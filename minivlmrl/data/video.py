@@ -67,15 +67,14 @@ def load_video(
         return Video(frames, FPS if fps is None else fps)
     name, file = open_source(source, folder, allow_url)
     try:
-        import av
+        return _sample(file, sampling)
     except ImportError as error:
         raise ValueError(f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'") from error
-    try:
-        return _sample(file, sampling)
-    except (OSError, av.error.FFmpegError) as error:  # many errors of FFmpeg are ValueErrors as well
-        raise ValueError(f"{name}: cannot be read as a video ({error.strerror or error})") from error
     except Exception as error:  # damaged files make PyAV raise what Python code raises on values out of range
-        raise ValueError(f"{name}: {error or type(error).__name__}") from error
+        reason = str(error) or type(error).__name__
+        if hasattr(error, "strerror"):  # of the system or of FFmpeg
+            reason = f"cannot be read as a video ({error.strerror or reason})"
+        raise ValueError(f"{name}: {reason}") from error
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
