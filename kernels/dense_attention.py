@@ -6,6 +6,8 @@ Query head i reads key head i // (H / K). Where the formula is written out, the 
 concatenated as if they were more queries: fewer and larger products, and no copies of the keys.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +36,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     if is_causal and L == T and not short:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
-    mask = _lower_right(L, T, q).repeat(repeat, 1) if is_causal else None
+    mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1) if is_causal else None
     if not short:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     else:
@@ -50,8 +52,3 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     bias = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-
-
-def _lower_right(L: int, T: int, like: Tensor) -> Tensor:
-    """(L, T): 0 where a query sees a key, else -inf."""
-    return torch.full((L, T), float("-inf"), dtype=like.dtype, device=like.device).triu(T - L + 1)

@@ -29,14 +29,13 @@ from minivlmrl.kernels.selective_log_softmax import (
     fold_,
     has_gradient,
     score_rows_,
+    setup_context,
     take_rows,
 )
 
 CHUNK_BYTES = 16 * 2**20  # of float32 logits in one piece of the torch path; at least 32 and at most 256 rows
 GPU_ROWS = 512  # rows of one piece of the torch path on a GPU
 TILE = 4096  # rows, and ids, of one piece of the Triton path: 34 MB of bfloat16
-
-# ------------------------------------------------------------------------------------------------ reference, in torch
 
 
 def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
@@ -49,16 +48,11 @@ def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: flo
 
 
 def _differentiate_by_rows(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add to the gradients of hidden (M, D) and weight (V, D), each float32 or float64, or None if not needed.
-
-    Args:
-        inputs: hidden, weight and ids.
-        saved: H, top and s of each row.
-        upstream: gradients of logp and of H (or None), each (M,).
-    """
+    """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums; None: not needed."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
     logits, scratch = _buffers(hidden, weight)
-    for rows in _chunks(len(hidden), len(logits)):
+    for start in range(0, len(hidden), len(logits)):
+        rows = slice(start, start + len(logits))
         h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
         d = differences_(_product(h, weight, logits), kept[1], temperature)
         dz = differentiate_rows_(d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]).to(h.dtype)
@@ -86,11 +80,6 @@ def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.mm(hidden, weight.T, out=out) if out.dtype == hidden.dtype else out.copy_(hidden @ weight.T)
 
 
-def _chunks(rows: int, size: int) -> list[slice]:
-    """Slices of rows."""
-    return [slice(i, i + size) for i in range(0, rows, size)]
-
-
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -105,16 +94,12 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# ------------------------------------------------------------------------------------------------ kernel, by tiles
-
-
 def _score_by_tiles(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
     """logp, H, top and s, each (M,), by the kernel of selective_log_softmax.py."""
-    memory = _tile_memory(hidden, weight)
-    scored = []
+    (tiles, memory), scored = _tiles(hidden, weight), []
     for h, y in zip(hidden.split(TILE), ids.split(TILE), strict=True):
         parts = torch.empty(4, len(h), dtype=torch.float32, device=hidden.device)
-        for first, tile in _tiles(weight):
+        for first, tile in tiles:
             last = first + len(tile) == len(weight)
             out = fold_(_tile_product(h, tile, memory), y, parts, temperature, first, last)
         scored.append(out)
@@ -124,10 +109,11 @@ def _score_by_tiles(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: fl
 def _differentiate_by_tiles(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
     """As _differentiate_by_rows, but write the gradient of weight, in weight's dtype."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    memory = _tile_memory(hidden, weight)
-    for first, tile in _tiles(weight):
+    tiles, memory = _tiles(hidden, weight)
+    for first, tile in tiles:
         total = torch.zeros_like(tile, dtype=torch.float32)
-        for rows in _chunks(len(hidden), TILE):
+        for start in range(0, len(hidden), TILE):
+            rows = slice(start, start + TILE)
             h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
             z = _tile_product(h, tile, memory)
             dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, z, first)
@@ -139,22 +125,15 @@ def _differentiate_by_tiles(inputs: list[Tensor], saved: list, upstream: list, t
             grad_weight[first : first + len(tile)] = total
 
 
-def _tiles(weight: Tensor) -> list[tuple[int, Tensor]]:
-    """(first id, rows of the head) of each tile."""
-    return list(zip(range(0, len(weight), TILE), weight.split(TILE), strict=True))
-
-
-def _tile_memory(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory for the logits of one tile."""
-    return hidden.new_empty(min(TILE, len(hidden)) * min(TILE, len(weight)))
+def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
+    """(first id, rows of the head) of each tile, and memory for the logits of one."""
+    tiles = list(zip(range(0, len(weight), TILE), weight.split(TILE), strict=True))
+    return tiles, hidden.new_empty(min(TILE, len(hidden)) * min(TILE, len(weight)))
 
 
 def _tile_product(h: Tensor, tile: Tensor, memory: Tensor) -> Tensor:
     """h @ tile.T at the begin of memory."""
     return torch.mm(h, tile.T, out=memory[: len(h) * len(tile)].view(len(h), len(tile)))
-
-
-# ------------------------------------------------------------------------------------------------ autograd
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
@@ -193,13 +172,6 @@ def _(inputs, saved, g, e, temperature, needed):
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in zip(inputs[:2], needed, strict=True))
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.temperature = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None for an output that no loss uses
-
-
 def _differentiate(ctx, g, e, *_):
     inputs, saved = list(ctx.saved_tensors[:3]), list(ctx.saved_tensors[3:])
     g = torch.zeros_like(saved[0]) if g is None else g
@@ -208,10 +180,7 @@ def _differentiate(ctx, g, e, *_):
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None
 
 
-_op.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-# ------------------------------------------------------------------------------------------------ public
+_op.register_autograd(_differentiate, setup_context=setup_context)
 
 
 def linear_log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -36,18 +36,9 @@ LOG2E = 1 / math.log(2)
 CHUNK_BYTES = 16 * 2**20  # of float32 logits in one chunk of the torch path: larger chunks leave the CPU's caches
 GPU_ROWS = 512  # rows of one chunk of the torch path on a GPU
 
-# ------------------------------------------------------------------------------------------------ reference, in torch
-
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Score whole rows of logits; overwrites z with d.
-
-    Args:
-        z: (m, V), float32 or float64.
-        scratch: memory of another (m, V) that may be overwritten.
-    Returns:
-        logp, H, top and s, each (m,).
-    """
+    """Score logits z (m, V): logp, H, top and s, each (m,). z becomes d; scratch (m, V) is overwritten too."""
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
     d = differences_(z, top, temperature)
@@ -60,12 +51,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch: Tensor | None = None
 ) -> Tensor:
-    """Compute dz (m, V) from d, which it overwrites.
-
-    Args:
-        saved: H, top and s of the rows.
-        upstream: their g and e; e may be None.
-    """
+    """Compute dz (m, V) from d, which it overwrites; saved: H, top and s; upstream: g and e, which may be None."""
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
     dz = torch.exp(d, out=scratch)
@@ -94,8 +80,6 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
     """The same rows of each tensor, contiguous; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
-
-# ------------------------------------------------------------------------------------------------ kernels, in Triton
 
 # One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and every column has a top,
 # an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load of bfloat16, in each of the TURNS rows), so
@@ -217,8 +201,7 @@ def fold_(
     """Score logits z (N, width) of the ids from first_id on, one part of each row.
 
     Args:
-        parts: (4, N), what is known of the parts so far; written unless this is the last part. None where the first
-            part is also the last.
+        parts: (4, N), see _forward; None where the first part is also the last.
     Returns:
         logp, H, top (in base 2) and s, each (N,) float32; None for each before the last part.
     """
@@ -234,21 +217,13 @@ def fold_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z.
-
-    Args:
-        saved: H, top (in base 2) and s that fold_ returned.
-        upstream: g and e of the rows; e may be None.
-    """
+    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z; saved is from fold_."""
     rows, width = z.shape
     numbers = (z.stride(0), out.stride(0), width, first_id, LOG2E / temperature)
     if rows:
         with torch.cuda.device_of(z):
             _backward[(rows,)](z, ids, *saved, *upstream, out, *numbers, num_warps=BACKWARD_WARPS)
     return out
-
-
-# ------------------------------------------------------------------------------------------------ autograd
 
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax", mutates_args=())
@@ -285,9 +260,9 @@ def _backward_op(
 _backward_op.register_fake(lambda z, *_: torch.empty_like(z, memory_format=torch.contiguous_format))
 
 
-def _setup_context(ctx, inputs, output):
-    z, ids, ctx.temperature = inputs
-    ctx.save_for_backward(z, ids, *output[1:])
+def setup_context(ctx, inputs, output):
+    *tensors, ctx.temperature = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)  # None for an output that no loss uses
 
@@ -298,15 +273,12 @@ def _differentiate(ctx, g, e, *_):
     return _backward_op(z, ids, saved, g, e, ctx.temperature), None, None
 
 
-_op.register_autograd(_differentiate, setup_context=_setup_context)
+_op.register_autograd(_differentiate, setup_context=setup_context)
 
 
 def _chunk_size(z: Tensor) -> int:
     """Rows of one chunk of the torch path."""
     return max(CHUNK_BYTES // (4 * z.shape[-1]), 1) if z.device.type == "cpu" else GPU_ROWS
-
-
-# ------------------------------------------------------------------------------------------------ public
 
 
 def selective_log_softmax(

@@ -61,9 +61,6 @@ class Segments:
             self.inverse = self.order.argsort()
 
 
-# ---- the torch path: on CPUs, for segments of more than 64 tokens, and as the oracle of the kernels -----------------
-
-
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute window_attention with one call for each run of segments of equal length."""
     if len(segments.runs) == 1:
@@ -90,8 +87,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
-# ---- the kernels: L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough ----------
-
+# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough.
 constexpr = tl.constexpr
 
 
@@ -203,9 +199,6 @@ def warps(L: int) -> int:
     return 4 if L == 64 else 2 if L == 32 else 1
 
 
-# ---- autograd ------------------------------------------------------------------------------------------------------
-
-
 def _launch(kernel, pointers: list[Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> None:
     """Start one program for each segment and head; the backward, with more pointers, takes the scale as well."""
     (_, H, D), (L, D0, D1) = q.shape, blocks(longest, q.shape[2])
@@ -255,9 +248,6 @@ def _gradients(ctx, grad):
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
-
-
-# ---- the public function --------------------------------------------------------------------------------------------
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
