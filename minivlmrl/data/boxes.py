@@ -106,12 +106,9 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
 ) -> list[tuple[int, int]]:
-    """Pair n and m boxes one to one so that the sum of similarities is the largest possible.
+    """Pair boxes one to one by their indices, as many as can be, so that the sum of similarities is the largest.
 
     Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
-
-    Returns:
-        min(n, m) pairs (index of predicted, index of truth), also of boxes that do not overlap.
     """
     if not predicted or not truth:
         return []

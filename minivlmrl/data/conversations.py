@@ -94,9 +94,9 @@ def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict
     answers = {column: found[column] for column in ANSWERS if column in found}
     if not given:
         return "chosen", *_implicit_prompt(answers, columns)
+    turns = found[given[0]]
     if given != ["messages"]:
-        return given[0], found[given[0]], answers
-    turns = found["messages"]
+        return given[0], turns, answers
     if turns[-1]["role"] != "assistant":
         raise ValueError("column 'messages' must end with an assistant turn; cut it there, or call the column prompt")
     start = [turn["role"] for turn in turns].index("assistant")

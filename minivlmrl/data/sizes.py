@@ -41,10 +41,7 @@ def check_options(options: dict[str, float | None], known: Collection[str]) -> d
 
 
 def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collection[str] = BOUNDS):
-    """Refuse bounds that no image could keep; `factor` is the side of a decoder token in pixels.
-
-    The error calls a bound that the image does not ask for itself (`given`) the default.
-    """
+    """Refuse areas that no image of tokens `factor` pixels wide could keep; one that is not `given` is a default."""
     number("min_pixels", min_pixels, whole=True)
     number("max_pixels", max_pixels, whole=True)
     if min_pixels > max_pixels:

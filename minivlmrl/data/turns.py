@@ -52,15 +52,11 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def check_messages(messages: list[dict], tool_calls: bool = False):
-    """Refuse a message without role or content (unless it calls tools), or with a part of an unknown kind.
-
-    tool_calls: whether the chat template lays them out, which Qwen's default one does not.
-    """
+    """Refuse messages without role or content or with unknown parts, and calls unless the template has tool_calls."""
     for number, message in enumerate(messages):
-        role, calls, inside = None, False, None
-        if isinstance(message, dict):
-            role, calls, inside = message.get("role"), bool(message.get("tool_calls")), content_parts(message)
-        if not isinstance(role, str) or not (isinstance(inside, list) or (inside is None and calls)):
+        known = message if isinstance(message, dict) else {}
+        calls, inside = known.get("tool_calls"), content_parts(known)
+        if not isinstance(known.get("role"), str) or not (isinstance(inside, list) or (inside is None and calls)):
             needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
         for part in inside or ():
