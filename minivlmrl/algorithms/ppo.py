@@ -5,7 +5,6 @@ backbone, or a model of its own. Different from TRL 1.12: the score is earned at
 if the padding has it), and advantages are whitened over the rollout of all ranks. Left out: adaptive KL, entropy bonus.
 """
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -120,8 +119,7 @@ class PPO(GRPO):
     @torch.no_grad()
     def compute_advantages(self, rollout: Rollout, steps: list[list[PPOBatch]]) -> dict[str, float]:
         """Give the micro-batches advantages and returns, each (R, T)."""
-        config, weights = self.config, self.reward_weights
-        batches = list(itertools.chain.from_iterable(steps))
+        config, weights, batches = self.config, self.reward_weights, [batch for step in steps for batch in step]
         scores = combine(rollout.rewards, weights).nan_to_num(0.0)  # (n,)
         if config.missing_eos_penalty is not None:
             cut = torch.tensor([not c.stopped for group in rollout.completions for c in group])
@@ -130,11 +128,11 @@ class PPO(GRPO):
         rewards = [self.token_rewards(batch, scores[batch.rows]) for batch in batches]
         if config.whiten_rewards:
             rewards = whiten(rewards, masks, shift_mean=False, all_ranks=self.world.sum)
-        values = [batch.old_values for batch in batches]
-        pairs = [gae(*pair, config.gamma, config.lam) for pair in zip(rewards, values, strict=True)]
-        whitened = whiten([advantages for advantages, _ in pairs], masks, all_ranks=self.world.sum)
-        for batch, advantages, (_, returns) in zip(batches, whitened, pairs, strict=True):
-            batch.advantages, batch.returns = advantages, returns
+        for batch, earned in zip(batches, rewards, strict=True):
+            batch.advantages, batch.returns = gae(earned, batch.old_values, config.gamma, config.lam)
+        whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
+        for batch, advantages in zip(batches, whitened, strict=True):
+            batch.advantages = advantages
         every = self.world.all_gather(rollout.rewards)
         return rollout_metrics(self, rollout, every, combine(every, weights))
 
@@ -152,8 +150,7 @@ class PPO(GRPO):
         return logps, entropies, values
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        group = batch.group
-        logps, entropies, values = self.logps_and_values(group)
-        logps_and_values = group.pad(logps), group.pad(values)
-        loss, metrics = ppo_loss(*logps_and_values, batch.loss_mask, batch, self.config, counts=batch.counts)
+        logps, entropies, values = self.logps_and_values(batch.group)
+        padded = batch.group.pad(logps), batch.group.pad(values)
+        loss, metrics = ppo_loss(*padded, batch.loss_mask, batch, self.config, counts=batch.counts)
         return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)

@@ -27,11 +27,9 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
     values = {name: value for name, value in values.items() if value is not None}
     for name in values.keys() & NOT_SUPPORTED:
         if values[name] != NOT_SUPPORTED[name]:
-            cure = "do without the generation_config and set what you need of it yourself"
             found = f"{name} = {values[name]!r} changes what is drawn and is not supported"
-            raise ValueError(f"generation_config: {found}; {cure}")
-    kept = ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
-    asked = {"temperature": 0.0}
+            raise ValueError(f"generation_config: {found}; do without the file and set what you need of it yourself")
+    asked, kept = {"temperature": 0.0}, ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
     if overrides.get("temperature", values.get("do_sample")):
         asked = {"temperature": 1.0, "top_k": 50}
         kept += ["temperature", "top_k", "top_p", "min_p"]
