@@ -10,6 +10,7 @@ interpreter, which executes a kernel with numpy, one program after the other: sl
 
 import os
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,11 +30,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read; th
 CAPABILITY = (8, 0)  # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
 
 
-def backend_for(tensor: Tensor) -> str:
+def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
     """Choose the implementation for a tensor by its device, its dtype and MINIVLMRL_KERNELS.
 
-    Returns:
-        "torch" or "triton".
     Raises:
         ValueError: MINIVLMRL_KERNELS is none of auto, torch, triton, or asks for what cannot run here.
     """

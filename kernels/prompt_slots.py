@@ -8,14 +8,9 @@ from torch import Tensor
 
 
 class PromptSlots:
-    """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most rows.
+    """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most rows."""
 
-    Args:
-        owner: (R,) prompt of each row, ascending.
-        prompts: B.
-    """
-
-    def __init__(self, owner: Tensor, prompts: int):
+    def __init__(self, owner: Tensor, prompts: int):  # owner: (R,) prompt of each row, ascending; prompts: B
         counts = owner.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
         self.prompts, self.slots = prompts, int(counts.max())

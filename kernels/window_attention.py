@@ -40,12 +40,7 @@ TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Lengths of the segments and how batched_attention calls them; built once per batch, used by every block.
-
-    Args:
-        lengths: tokens of each segment, in order; they sum to T.
-        device: where the index tensors live.
-    """
+    """Lengths of the segments, in order, and how batched_attention calls them: built once per batch for all blocks."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)

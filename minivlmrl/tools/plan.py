@@ -116,14 +116,14 @@ class Costs:
     ) -> int:
         """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
         model, batch = copy.deepcopy(self.model).to(dtype), meta_batch(self.config, work)
-        frozen = [*shared_parameters(model, shared_layers), *(model.visual.parameters() if freeze_vision else ())]
-        for parameter in frozen:
+        model.visual.requires_grad_(not freeze_vision)
+        for parameter in shared_parameters(model, shared_layers):
             parameter.requires_grad_(False)
         if recompute:
             recompute_blocks(model)
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # gradients have a row of their own in the plan
-                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            # gradients have a row of their own in the plan
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         # the memory of a fused kernel, which keeps no scores: the meta device would write the formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0])
@@ -158,11 +158,7 @@ def _count(parameters) -> int:
 
 
 def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int) -> dict[str, dict]:
-    """Bytes on one GPU in each phase of a stage: {"train": {"weights": ..., "gradients": ...}, ...}.
-
-    Args:
-        text_tokens, image_tokens: of a prompt. Completions have sampling.max_new_tokens.
-    """
+    """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights": ...}, ...}."""
     config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
