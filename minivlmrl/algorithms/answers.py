@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
+from minivlmrl.batch import MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.grpo import Algorithm
 from minivlmrl.losses import Counts
@@ -41,8 +41,7 @@ class AnswerAlgorithm(Algorithm):
             yield self.step([self.micro_batch(part) for part in pieces(rows, self.config.micro_batch_size)])
 
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
-        """Encode rows and lay them end to end."""
-        return self.batch_type(*self.pack(*self.encode(rows)), None)
+        return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list]]:
         """The prompts; and for each row its answers: ids (C,) int64, and a loss mask (C,) bool of the assistant's."""
@@ -50,12 +49,15 @@ class AnswerAlgorithm(Algorithm):
         answers = [[encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows]
         return [row.prompt(self.processor) for row in rows], answers
 
-    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list]) -> tuple[GroupBatch, Tensor]:
-        """The batch, with R answers in order; and its loss mask, (R, T) float32."""
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list]) -> MicroBatch:
+        """Lay encoded rows end to end, answers in order; the reference scores them, if there is one."""
         ids, device = [[ids for ids, _ in row] for row in answers], self.world.device
         group = pack(prompts, ids, self.policy.config, device)
         loss_mask = torch.cat([mask for row in answers for _, mask in row])
-        return group, group.pad(loss_mask.float().to(device))
+        batch = self.batch_type(group, group.pad(loss_mask.float().to(device)), None)
+        if self.reference is not None:
+            batch.ref_per_token_logps = self.reference.logps(group)
+        return batch
 
     def step(self, batches: list[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""

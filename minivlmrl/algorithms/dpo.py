@@ -61,16 +61,14 @@ class DPO(PairAlgorithm):
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
-            group, _ = self.pack(*self.encode([rows[index] for index in piece]))  # images of one piece
+            group = super().micro_batch([rows[index] for index in piece]).group  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
             own |= {index: torch.cat(logps[2 * i : 2 * i + 2]) for i, index in enumerate(piece)}
         return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
 
     def micro_batch(self, rows: Sequence[Row], dataset: str = "train") -> AnswerBatch:
         batch = super().micro_batch(rows)
-        if self.reference is not None:
-            batch.ref_per_token_logps = self.reference.logps(batch.group)
-        elif self.config.precompute_ref_log_probs:
+        if self.config.precompute_ref_log_probs:
             known = [self.precomputed[dataset].get(row.index) for row in rows]
             if any(logps is None for logps in known):
                 cure = "resume with the rows and dpo.max_steps that this run began with"

@@ -34,7 +34,7 @@ class KTO(AnswerAlgorithm):
     The KL of kto_loss is measured on each prompt with the answer of the next row, as in TRL, but over a whole step.
     """
 
-    stage, needs = "kto", "labels"
+    stage, needs, batch_type = "kto", "labels", KTOBatch
 
     @staticmethod
     def check(run):
@@ -51,12 +51,11 @@ class KTO(AnswerAlgorithm):
             total, good = self.world.sum(len(rows), int(labels.sum()))
             prompts, answers = self.encode(rows)
             kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
-            fixed = {"kl": kl, "shares": (good / total, 1 - good / total)}
-            for part in pieces(range(len(rows)), self.config.micro_batch_size):
-                part = slice(part.start, part.stop)
-                batch = KTOBatch(*self.pack(prompts[part], answers[part]), None, **fixed)
-                batch.labels = labels[part].to(self.world.device)
-                batch.ref_per_token_logps = self.reference.logps(batch.group)
+            parts = [pieces(items, self.config.micro_batch_size) for items in (prompts, answers, labels)]
+            for *encoded, marks in zip(*parts, strict=True):
+                batch = self.pack(*encoded)
+                batch.labels, batch.kl = marks.to(self.world.device), kl
+                batch.shares = good / total, 1 - good / total
                 packed.append(batch)
             yield self.step(packed)
 
@@ -67,9 +66,10 @@ class KTO(AnswerAlgorithm):
         following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
         for part in zip(pieces(prompts, size), pieces(following, size), strict=True):
-            group, mask = self.pack(*part)
-            policy, ref = group.pad(per_token_logps(self.policy, group)[0]), self.reference.logps(group)
-            logps.append(torch.stack([(policy * mask).sum(1), (ref * mask).sum(1)], 1))
+            batch = self.pack(*part)
+            policy = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
+            both = [(x * batch.loss_mask).sum(1) for x in (policy, batch.ref_per_token_logps)]
+            logps.append(torch.stack(both, 1))
         policy, ref = self.world.all_gather(torch.cat(logps)).split(1, 1)  # (N, 1) each
         return kto_kl(policy, ref, torch.ones_like(policy))
 
