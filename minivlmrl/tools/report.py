@@ -53,7 +53,7 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
     """Draw the last stage's rewards, accuracy by stage, and the policy's entropy and KL."""
     lines = [line for line in lines if line["stage"] == lines[-1]["stage"]]
     steps = [line["step"] for line in lines]
-    curves = {name: [line[name] for line in lines] for name in (lines[0] if lines else ())}
+    curves = {name: [line.get(name) for line in lines] for name in (lines[0] if lines else ())}
     pairs = "reward" not in curves  # rewards of pairs, not of sampled answers
     shown = ("rewards/chosen", "rewards/rejected") if pairs else ("reward", "rewards/")
     for name, values in curves.items():
