@@ -83,8 +83,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     """Join the process group if torchrun started several of us, and choose device and CPU threads.
 
     Args:
-        num_threads: CPU threads of this process. None: its share of the machine's cores, which replaces the one
-            thread that torchrun sets for several ranks.
+        num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for several ranks.
         timeout: seconds that a rank waits for another before the run ends with an error.
         sharded: weights are sharded: a single process needs a group too.
     """
@@ -104,11 +103,10 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 
 
 def attempt_store(limit: timedelta) -> dist.Store:
-    """Make the store in which ranks find each other's addresses, a separate one for each attempt of --max-restarts.
+    """Make the store of the ranks' addresses, a separate one for each attempt of --max-restarts on a single host.
 
-    torchrun (2.13) keeps one store over all attempts, in which a restarted rank would find the address of a dead one
-    (pytorch issue 135712). Only on a single host do all ranks know the number of the attempt; for several hosts see
-    docs/many_gpus.md.
+    torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of a dead one (pytorch
+    issue 135712). On several hosts not all ranks know the number of the attempt, see docs/many_gpus.md.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -123,13 +121,7 @@ def shutdown():
 
 
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank of a run, and end the process with the exit code that it returns, or 1.
-
-    torchrun shows the traceback of the rank that failed first. Of ranks that fail in the same second it takes the
-    lowest for that one, so an error that another rank's failure has caused, a lost connection, is delayed.
-    One of several ranks ends without Python's shutdown: a worker thread of gloo that frees a tensor during it aborts
-    the process, seen in 3 of 30 runs on busy cores (pytorch pull request 179291 explains it).
-    """
+    """Call main as one rank of a run, and end the process with the exit code that it returns, or 1."""
 
     @record
     def recorded() -> int:
@@ -137,7 +129,7 @@ def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
             return main(arguments)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                time.sleep(3)  # torchrun ends this process meanwhile
+                time.sleep(3)  # caused by another rank, whose error torchrun must see first: it shows that one
             raise
 
     try:
@@ -149,4 +141,4 @@ def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request 179291)

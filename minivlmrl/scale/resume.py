@@ -3,19 +3,19 @@
 output_dir/states/000120/    after 120 optimizer steps of all stages
     *.distcp, .metadata      weights and moments, which torch.distributed.checkpoint reads on any number of ranks
     run.pt                   Progress, and the algorithm's state_dict
-    complete.json            length and checksum of every other file; written last
+    complete.json            checksums of the other files; written last
 
 A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a key, so no random
 generator is. While it is written its folder is called 000120.partial: under its own name it is complete or absent.
 """
 
+import hashlib
 import io
 import json
 import os
 import re
 import shutil
 import warnings
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,16 +63,13 @@ class Progress:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """One more optimizer step of a stage is done."""
+        """One more optimizer step is done."""
         self.step, self.steps, self.draws = self.step + 1, self.steps + 1, draws
         self.seconds[stage] = seconds
 
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name the weights and moments; they are no copies, and DTensors where the model is sharded.
-
-    A parameter that never had a gradient has no moments, and must have none when it is read back.
-    """
+    """Name the weights and moments themselves; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
     found = dict(modules.named_parameters())  # layers that policy and reference share once
@@ -117,7 +114,7 @@ def reason(error: BaseException) -> str:
 
 
 class States:
-    """The states of one run: config says where and how often to write them, how many to keep, and how to resume."""
+    """The states of one run."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
         self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
@@ -128,7 +125,7 @@ class States:
     ):
         """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted).
 
-        One is due at the end of a stage, and when a multiple of state_steps has been reached since the last one.
+        One is due at the end of a stage, and when a multiple of state_steps was reached since the last one.
         """
         stage_ends = progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
         if not ends_rollout and not stage_ends:
@@ -141,30 +138,24 @@ class States:
             raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
 
     def to_resume(self) -> State | None:
-        """Read the state to go on from; None: begin with the first step.
-
-        Raises:
-            ValueError: there are states and the recipe does not say what to do with them, all of them are damaged, or
-                the state is of a run with other stages or another seed.
-        """
+        """Read the state to go on from, as config.resume says; None: begin with the first step."""
         state = self.choose()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
-        if state is not None:
-            progress, config, known = state.progress, self.config, state.progress.stage + 1
-            if (progress.stages[:known], state.seed) != (config.stages[:known], config.seed):
-                raise ValueError(
-                    f"resume: {state.path} is of a run with stages {progress.stages} and seed {state.seed}; keep them"
-                )
-            if self.world.is_main:
-                done = f"{progress.step} steps of {progress.stages[progress.stage]} are done"
-                print(f"resumes from {state.path}: {done}", flush=True)
-            progress.stages, self.saved = config.stages, progress.steps
+        if state is None:
+            return None
+        progress, config, known = state.progress, self.config, state.progress.stage + 1
+        if (progress.stages[:known], state.seed) != (config.stages[:known], config.seed):
+            of = f"{state.path} is of a run with stages {progress.stages} and seed {state.seed}"
+            raise ValueError(f"resume: {of}; keep them")
+        if self.world.is_main:
+            done = f"{progress.step} steps of {progress.stages[progress.stage]} are done"
+            print(f"resumes from {state.path}: {done}", flush=True)
+        progress.stages, self.saved = config.stages, progress.steps
         return state
 
     def choose(self) -> State | None:
-        """Do as config.resume says."""
         resume = self.config.resume
         paths = self.world.gather_objects(self.paths())[0]  # a shared file system may show another host an older list
         restarted = self.world.sum(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))[0] > 0  # not all ranks know
@@ -184,7 +175,7 @@ class States:
             raise ValueError(f"resume: {path} is damaged")
         for other in paths if self.world.is_main else ():
             if not own or int(other.name) > int(path.name):  # of the run that is given up
-                _remove(other)
+                shutil.rmtree(_rename(other, "old.partial"))
         return state
 
     def paths(self) -> list[Path]:
@@ -205,15 +196,14 @@ class States:
 
     def read(self, path: Path) -> State | None:
         """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
-        damage = None
+        damages = []
         try:
             files = json.loads((path / COMPLETE).read_text())
-            for name in sorted(files)[self.world.rank :: self.world.size]:
-                if _fingerprint(path / name) != files[name]:
-                    damage = f"{name} is not what was written"
+            own = sorted(files)[self.world.rank :: self.world.size]
+            damages = [f"{name} is not what was written" for name in own if _checksum(path / name) != files[name]]
         except (OSError, ValueError) as error:
-            damage = str(error)
-        damages = [damage for damage in self.world.gather_objects(damage) if damage]
+            damages = [str(error)]
+        damages = [damage for part in self.world.gather_objects(damages) for damage in part]
         if damages:
             if self.world.is_main:
                 print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
@@ -222,11 +212,7 @@ class States:
             return State(path, *torch.load(path / RUN, weights_only=True))
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
-        """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder.
-
-        Raises:
-            ValueError: it could not be written, which file and why. Earlier states are as they were.
-        """
+        """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder."""
         path = self.folder / f"{progress.steps:06d}"
         partial = path.with_name(path.name + ".partial")
         torch.save((progress, algorithm.state_dict(), self.config.seed), run := io.BytesIO())
@@ -236,16 +222,16 @@ class States:
             if self.world.is_main:
                 (partial / RUN).write_bytes(run.getvalue())
                 names += [RUN, ".metadata"]
-            parts = self.world.gather_objects({name: _fingerprint(partial / name) for name in names})
+            parts = self.world.gather_objects({name: _checksum(partial / name) for name in names})
             if self.world.is_main:
-                fingerprints = {name: fingerprint for part in parts for name, fingerprint in part.items()}
-                (partial / COMPLETE).write_text(json.dumps(fingerprints, indent=1))
+                checksums = {name: checksum for part in parts for name, checksum in part.items()}
+                (partial / COMPLETE).write_text(json.dumps(checksums, indent=1))
                 for written in (partial / RUN, partial / COMPLETE, partial):  # torch has flushed its own files
                     flush_file(written)
                 partial.rename(path)
                 flush_file(self.folder)
                 for old in self.paths()[: -self.config.keep_states]:
-                    _remove(old)
+                    shutil.rmtree(_rename(old, "old.partial"))
         except (OSError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
             last = f"the last complete state is {kept[-1]}" if (kept := self.paths()) else "there is no earlier state"
@@ -255,20 +241,12 @@ class States:
 
 
 def _rename(path: Path, suffix: str) -> Path:
+    """Take its name from a state, also before it is removed: no incomplete state ever has it."""
     renamed = Path(f"{path}.{suffix}")
     shutil.rmtree(renamed, ignore_errors=True)  # of an earlier state of this number
     return path.rename(renamed)
 
 
-def _remove(path: Path):
-    """Remove a state. It loses its name first, so that no incomplete state ever has it."""
-    shutil.rmtree(_rename(path, "old.partial"))
-
-
-def _fingerprint(file: Path) -> list[int]:
-    """Length and CRC-32."""
-    checksum = 0
+def _checksum(file: Path) -> str:
     with file.open("rb") as handle:
-        while block := handle.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-        return [handle.tell(), checksum]
+        return hashlib.file_digest(handle, "blake2b").hexdigest()

@@ -1,12 +1,11 @@
 """Weights, gradients and optimizer state sharded over the ranks (FSDP2), from outside: models know nothing of it.
 
 Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed after that. All
-other weights (embeddings, patch embedding, merger, last norm, head) are one more unit, the root. Embeddings and head
-share a unit because they may be one tensor, and because the head's weight is read outside its forward (logprobs.py).
+other weights are one more unit, the root: embeddings and head may be one tensor, and logprobs.py reads the head's.
 
-A sharded forward or backward is joint work: every rank must run the same units in the same order, or all wait for ever.
-So ranks have equal numbers of prompts and of micro-batches. What still differs is made equal here: whether there are
-images (VisionInStep), and how many decode steps a rank needs (Joint).
+All ranks must run the same units in the same order, or they wait for ever. So they have equal numbers of prompts and of
+micro-batches. What still differs is made equal here: whether there are images (VisionInStep), and how many decode steps
+a rank needs (Joint).
 """
 
 import copy
@@ -49,9 +48,6 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        activation_checkpointing: see recompute_blocks.
-    Raises:
-        ValueError: the number of ranks is not a multiple of section.replicas.
     """
 
     def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, activation_checkpointing=False):
@@ -60,16 +56,14 @@ class Sharding:
             raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
         compute_dtype = section.compute_dtype and getattr(torch, section.compute_dtype)
         self.device = torch.device("cpu") if section.cpu_offload else device
-        names = ("shard",) if replicas == 1 else ("replicate", "shard")
-        shape = (size,) if replicas == 1 else (replicas, size // replicas)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        names, shape = ("replicate", "shard"), (replicas, size // replicas)
+        first = int(replicas == 1)  # without replicas the mesh has one dimension
+        self.mesh = init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.activation_checkpointing = activation_checkpointing
-        self.options = {
-            "mesh": self.mesh,
-            # inputs keep their dtypes: rotary angles stay float32, as without sharding
-            "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else OffloadPolicy(),
-        }
+        # inputs keep their dtypes: rotary angles stay float32, as without sharding
+        precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else OffloadPolicy()
+        self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
@@ -78,7 +72,12 @@ class Sharding:
         for block in family_of(model).blocks(model):
             fully_shard(block, **self.options)
         self.shard_alone(model)
-        _prefetch_backward(model)
+        # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards since the last
+        # backward, of which a rank may have had more: two ranks would then gather different layers as if they were one.
+        model.set_modules_to_backward_prefetch([model.model.layers[-1]])
+        for tower in (list(model.visual.blocks), list(model.model.layers)):
+            for before, block in zip([tower[0], *tower], tower, strict=False):
+                block.set_modules_to_backward_prefetch([before])
         vision = VisionInStep()
         model.register_forward_pre_hook(vision.before)  # runs after FSDP's own, which gathers the root
         model.register_forward_hook(vision.after, prepend=True)  # runs before FSDP's own, which waits for the gradient
@@ -97,21 +96,8 @@ class Sharding:
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
         own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
-        return DTensor.from_local(
-            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
-
-def _prefetch_backward(model: nn.Module):
-    """Have the backward of each unit gather the one before it, which is needed next.
-
-    FSDP's own guess follows the forwards since the last backward. In a rollout one rank may have had more of them than
-    another: they would then gather different layers of equal size as if these were one.
-    """
-    model.set_modules_to_backward_prefetch([model.model.layers[-1]])
-    for tower in (list(model.visual.blocks), list(model.model.layers)):
-        for before, block in zip([tower[0], *tower], tower, strict=False):
-            block.set_modules_to_backward_prefetch([before])
+        form = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+        return DTensor.from_local(own, like.device_mesh, like.placements, **form)
 
 
 class VisionInStep:
@@ -159,7 +145,7 @@ def reshard(module: nn.Module):
 
 @contextmanager
 def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Iterator["Joint | None"]:
-    """Run a model without gradient, to sample or to judge, with full weights or layer by layer.
+    """Run a model without gradient, to sample or to judge.
 
     Args:
         gather_weights: gather a sharded model's full weights on every rank first; each rank may then run it as often
@@ -233,9 +219,6 @@ def assign(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def recompute_blocks(model: nn.Module):
-    """Keep only the input of each vision block and decoder layer, and compute the block again in the backward.
-
-    The head is left out: linear_log_softmax recomputes its logits anyway.
-    """
+    """Keep only the input of each block, and compute the block again in the backward (the head does so anyway)."""
     for block in family_of(model).blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

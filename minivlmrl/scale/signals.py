@@ -29,7 +29,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Swallow Preempted, after its message is printed."""
+        """Print the message of Preempted instead of raising it."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
