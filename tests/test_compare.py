@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minivlmrl.audit.compare import Cell, NotInThisVersion, Outcome, ask, digits, judge, with_gradients
+from minivlmrl.audit.compare import Cell, NotInThisVersion, Outcome, ask, digits, judge, loss_cell
 
 
 def cell(ours, theirs, tolerance=1e-10):
@@ -68,8 +68,8 @@ def test_what_is_said_about_a_family(kinds, kind, verdict):
 
 def test_digits_and_gradients():
     assert [digits(error) for error in (0.0, 1e-17, 3e-12, 0.5)] == [16, 16, 11, 0]
-    x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-    result = with_gradients(x * x, {"m": 2}, {"x": x, "y": y})
+    batch = {"x": torch.tensor(3.0), "y": torch.tensor(1.0)}
+    result = loss_cell("fake", "", batch, lambda given: (given["x"] ** 2, {"m": 2}), None, ("x", "y")).ours()
     assert {name: value.item() for name, value in result.items()} == {
         "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
     }  # fmt: skip

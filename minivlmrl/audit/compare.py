@@ -58,9 +58,15 @@ class Row:
 def loss_cell(family: str, name: str, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
     """A cell about (loss, metrics), which both sides compute from the batch, and the gradients to its `leaves`."""
 
-    def answer(loss: Callable) -> Result:
+    def answer(loss_of: Callable) -> Result:
         given = {leaf: batch[leaf].clone().requires_grad_() for leaf in leaves}
-        return with_gradients(*loss(batch | given), given)
+        loss, metrics = loss_of(batch | given)
+        gradients = [torch.zeros_like(leaf) for leaf in given.values()]  # of a loss that depends on no leaf
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
+        result = {f"d loss / d {leaf}": gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+        result |= {f"metric {metric}": torch.as_tensor(value).detach() for metric, value in metrics.items()}
+        return {"loss": loss.detach()} | result
 
     return Cell(family, name, partial(answer, ours), partial(answer, theirs), tolerance)
 
@@ -68,19 +74,6 @@ def loss_cell(family: str, name: str, batch: dict, ours, theirs, leaves=("per_to
 def named(name: str, question: Callable[..., Tensor], *arguments, **options) -> Result:
     """A result of one value."""
     return {name: question(*arguments, **options)}
-
-
-def with_gradients(loss: Tensor, metrics: dict[str, float | Tensor], leaves: dict[str, Tensor]) -> Result:
-    """The result of a loss: its value, its gradient to each leaf (zeros where it does not depend on it), its metrics.
-
-    Example: loss = (x * x).sum() with x = 3 and no metrics: {"loss": 9, "d loss / d x": 6}.
-    """
-    gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    if loss.requires_grad:
-        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    named = {f"d loss / d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    named |= {f"metric {name}": torch.as_tensor(value).detach() for name, value in metrics.items()}
-    return {"loss": loss.detach()} | named
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

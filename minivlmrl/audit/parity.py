@@ -23,8 +23,7 @@ from minivlmrl.audit.compare import WORDS, Cell, NotInThisVersion, Row, ask, jud
 
 CELLS = (policy.by_loss_type, policy.by_option, policy.by_parameter, policy.together)
 CELLS += (policy.group_advantages, policy.rloo_advantages, policy.sampler_correction, policy.overlong)
-CELLS += (preference.dpo_losses, preference.dpo_options, preference.kto_losses)
-CELLS += (preference.sft_losses, preference.reward_losses)
+CELLS += (preference.dpo_losses, preference.kto_losses, preference.sft_losses, preference.reward_losses)
 INSTALL = "pip install trl==1.16.0 transformers==5.23.0"
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "TRL_EXPERIMENTAL_SILENCE"), "1")
 QUIET |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}

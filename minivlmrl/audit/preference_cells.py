@@ -62,17 +62,14 @@ def dpo_cell(family: str, seed: int, use_weighting: bool = False, **options) -> 
 
 
 def dpo_losses() -> Iterator[Cell]:
-    """Each loss, its label smoothing, and TRL's defaults for what is not said."""
+    """Each loss, its label smoothing, and its other options; TRL's defaults for what is not said."""
     for loss_type, beta, seed in product(preference.DPO_LOSSES, (0.1, 0.5), range(4)):
         smoothing = {"label_smoothing": 0.01} if loss_type == "exo_pair" else {}
         yield dpo_cell(f"dpo {loss_type}", seed, loss_type=loss_type, beta=beta, **smoothing)
     for loss_type, smoothing, seed in product(SMOOTHED, (0.1, 0.3), range(2)):
-        family = f"dpo {loss_type}, label_smoothing"
-        yield dpo_cell(family, seed, loss_type=loss_type, label_smoothing=smoothing, beta=0.5)
-
-
-def dpo_options() -> Iterator[Cell]:
-    """A family for each option over all losses that take it; exo_pair, of fewer digits, has its own."""
+        options = {"loss_type": loss_type, "label_smoothing": smoothing, "beta": 0.5}
+        yield dpo_cell(f"dpo {loss_type}, label_smoothing", seed, **options)
+    # a family for each option over all losses that take it; exo_pair, of fewer digits, has its own
     choices = [*product(DIVERGENCES, preference.ANY_DIVERGENCE)]
     choices += product(grid(ld_alpha=(0.0, 0.4)), preference.DPO_LOSSES)
     choices += product(grid(use_weighting=(True,)), WEIGHTABLE)

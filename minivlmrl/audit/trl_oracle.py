@@ -5,7 +5,6 @@ given log-probabilities. Many versions of TRL are understood: options are copied
 NotInThisVersion says what a version lacks. This is the one file that imports TRL; import it inside functions.
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -65,16 +64,18 @@ class GivenLogps(torch.nn.Module):
 
 def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
     """A trainer without __init__: its real config, its own options, the first of `num_processes`."""
-    trainer_class, config_class, problem = _classes(kind, module)
-    if problem is not None:
-        raise problem
-    known, off = _names(config_class), {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    classes = _classes(kind, module)
+    if isinstance(classes, Exception):
+        raise classes
+    trainer_class, config_class = classes
+    known, common = (found.__dataclass_fields__.keys() for found in (config_class, TrainingArguments))
     for name in options.keys() - known:
         if name not in NEUTRAL or options.pop(name) != NEUTRAL[name]:
             raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
     self = trainer_class.__new__(trainer_class)
+    off = {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
     self.args = config_class(tempfile.gettempdir(), use_cpu=True, **off | options)
-    for name in known - _names(TrainingArguments):
+    for name in known - common:
         setattr(self, name, getattr(self.args, name))
     self.accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), process_index=0)
     vars(self.accelerator).update(is_main_process=True, sync_gradients=True, parallelism_config=None)
@@ -89,22 +90,17 @@ def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
 
 
 @functools.cache
-def _classes(kind: str, module: str) -> tuple[type | None, type | None, Exception | None]:
+def _classes(kind: str, module: str) -> tuple[type, type] | Exception:
     """Trainer and config, or why there are none; TRL imports them when they are asked for, which may fail slowly."""
-    name, method = f"{module}.{kind}Trainer", METHODS.get(kind, "_compute_loss")
+    name = f"{module}.{kind}Trainer"
     try:
-        trainer_class = getattr(importlib.import_module(module), kind + "Trainer")
-        config_class = getattr(trl, kind + "Config")
+        classes = getattr(importlib.import_module(module), kind + "Trainer"), getattr(trl, kind + "Config")
     except (ImportError, RuntimeError, AttributeError) as error:
         if isinstance(error, AttributeError) or getattr(error, "name", None) == module:
-            return None, None, NotInThisVersion(f"no {name}")
-        return None, None, ImportError(f"{name} does not import here: {str(error).splitlines()[-1]}")
-    gone = None if hasattr(trainer_class, method) else NotInThisVersion(f"{kind}Trainer has no {method}")
-    return trainer_class, config_class, gone
-
-
-def _names(config_class: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(config_class)}
+            return NotInThisVersion(f"no {name}")
+        return ImportError(f"{name} does not import here: {str(error).splitlines()[-1]}")
+    method = METHODS.get(kind, "_compute_loss")
+    return classes if hasattr(classes[0], method) else NotInThisVersion(f"{kind}Trainer has no {method}")
 
 
 def _answer(method, *inputs):
@@ -125,17 +121,17 @@ def _unpacked(function, name: str) -> list[str]:
     return re.findall(r"\w+", found[1])
 
 
-def _policy_trainer(kind: str, module: str = "trl", reward_weights: list[float] | None = None, **options):
+def _policy_trainer(kind: str, module: str = "trl", reward_weights=(1.0,), **options):
     """A GRPOTrainer or RLOOTrainer with what both of its methods read."""
     self = bare(kind, module, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
-    args, functions = self.args, range(len(reward_weights or [1.0]))
+    args, functions = self.args, range(len(reward_weights))
     self.epsilon_low = args.epsilon
     self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     self.num_generations_eval = args.num_generations
     self.model, self.ref_model = torch.nn.Linear(1, 1).train(), torch.nn.Linear(1, 1) if args.beta else None
     self.model.is_gradient_checkpointing = False
     self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
-    self.reward_weights = torch.tensor(reward_weights or [1.0])
+    self.reward_weights = torch.tensor(reward_weights)
     self.reward_funcs = self.reward_processing_classes = [None for _ in functions]
     self.reward_func_names = [str(number) for number in functions]
     self.environment_factories = self.environments = self._buffered_inputs = None
