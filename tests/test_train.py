@@ -93,7 +93,8 @@ def test_pairs_are_judged_after_stages_that_can_tell(run, plain):
 
 
 def test_without_matplotlib_the_run_ends_well_and_says_what_is_missing(run, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     folder = run()
     assert not (folder / "report.png").exists()
     assert (folder / "summary.json").exists()
