@@ -120,9 +120,7 @@ class States:
         self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
         self.saved = 0  # optimizer steps of the last state
 
-    def after_step(
-        self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout: bool
-    ):
+    def after_step(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout):
         """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted).
 
         One is due at the end of a stage, and when a multiple of state_steps was reached since the last one.
@@ -166,10 +164,9 @@ class States:
             raise ValueError(f"resume: {path}: no such folder; give 'auto', 'never' or the folder of a state")
         own = path and path.resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
-            raise ValueError(
-                f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}; --resume=auto goes "
-                "on from there, --resume=never removes them and begins anew, another --output_dir leaves them alone"
-            )
+            cure = "--resume=auto goes on from there, --resume=never removes them and begins anew, another --output_dir"
+            newest = f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}"
+            raise ValueError(f"{newest}; {cure} leaves them alone")
         state = path and self.read(path)
         if path and state is None:
             raise ValueError(f"resume: {path} is damaged")
