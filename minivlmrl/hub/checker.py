@@ -33,11 +33,9 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        where, prefix: the file and the section in it, such as "grpo.", with which errors begin.
-        json: the file was written by a program: unknown keys are ignored and text is only text. A recipe may say "1e-4"
-            (which YAML reads as text) for a float and a single text for a list of texts.
-    Raises:
-        ValueError: the first wrong key or value: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
+        where, prefix: the file and the section in it: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
+        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may say "1e-4" (which
+            YAML reads as text) for a float and a single text for a list of texts.
     """
     with naming(where):
         return _build(cls, values, prefix, json)
@@ -128,12 +126,13 @@ def _read(hint, value, name: str, json: bool):
 
 def _bound(text: str):
     """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it."""
+    words = f"in {text}"
     if text[0] == ">":
         sign, number = text.split()
-        if sign == ">":
-            return (lambda value: value > float(number)), f"over {number}"
-        return (lambda value: value >= float(number)), f"{number} or more"
+        text, words = (
+            (f"({number}, inf]", f"over {number}") if sign == ">" else (f"[{number}, inf]", f"{number} or more")
+        )
     low, high = map(float, text[1:-1].split(","))
     above = operator.ge if text[0] == "[" else operator.gt
     below = operator.le if text[-1] == "]" else operator.lt
-    return (lambda value: above(value, low) and below(value, high)), f"in {text}"
+    return (lambda value: above(value, low) and below(value, high)), words

@@ -33,16 +33,12 @@ CARRIED = re.compile(
 TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
-def load_model(
-    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
-) -> nn.Module:
-    """Build the model of a folder or repository, with its weights.
+def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None):
+    """Build the model of a folder or repository with its weights (ValueError: names the file or tensor that is wrong).
 
     Args:
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
-    Raises:
-        ValueError: names a file that is missing or unreadable, or a tensor that is missing or wrong.
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
@@ -64,10 +60,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has.
-
-    torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names.
-    """
+    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has."""
+    # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names
     expected = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
     tied = model.config.tie_word_embeddings
     found: dict[str, Tensor] = {}
@@ -87,10 +81,8 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
-        raise ValueError(
-            f"{folder}/config.json has tie_word_embeddings true, but the safetensors hold another {HEAD}: set "
-            "tie_word_embeddings to false to use it (as transformers 5), or take it out of the file (as transformers 4)"
-        )
+        cure = "set tie_word_embeddings to false to use it (as transformers 5), or take it out (as transformers 4)"
+        raise ValueError(f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: {cure}")
     return found
 
 
@@ -118,10 +110,8 @@ def hub_name(name: str) -> str:
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
-def random_model(
-    config_file: str | Path, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None
-) -> tuple[nn.Module, Processor]:
-    """Build the model of a config.json with random weights and the vocabulary of a tokenizer.
+def random_model(config_file: str, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None):
+    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its Processor.
 
     Pixel bounds of an image are by default one merged token and the hub's upper bound.
     """
@@ -132,25 +122,22 @@ def random_model(
     model = family.model(config)
     initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
-    settings = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
-    settings["merge_size"] = vision.spatial_merge_size
-    least = min_pixels or (vision.patch_size * vision.spatial_merge_size) ** 2
-    images = family.read_image_processor(settings, "data", least, max_pixels or ImageProcessor.max_pixels)
+    patch, merge = vision.patch_size, vision.spatial_merge_size
+    settings = {"patch_size": patch, "temporal_patch_size": vision.temporal_patch_size, "merge_size": merge}
+    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
+    images = family.read_image_processor(settings, "data", *bounds)
     return model, Processor(tokenizer, images, family.template)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1, biases 0.
-
-    Projections into the residual stream are scaled by 1/sqrt(2 * depth), so that the sum over blocks does not grow.
-    """
+    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1, biases 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
-            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0
+            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0  # the sum does not grow
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -159,8 +146,7 @@ def initialize(model: nn.Module, generator: torch.Generator):
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
     """Read tokenizer, chat template and image settings of a folder or repository; pixel bounds override the folder's.
 
-    Raises:
-        ValueError: a file is missing or unreadable, or has other patches or tokens than config.json (named).
+    ValueError names a file that is missing, unreadable, or has other patches or tokens than config.json.
     """
     folder = find_folder(folder)
     config, (file, settings) = read_config(folder), image_settings(folder)
@@ -185,13 +171,10 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     return Processor(tokenizer, images, template or family.template, carried=carried)
 
 
-def save_model(
-    folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
-):
+def save_model(folder: str | Path, model, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9):
     """Write a folder that load_model, transformers and vLLM read; all or nothing (errors: see replacing, on all ranks).
 
     Args:
-        processor: files that it was read with are written as they were.
         world: all its ranks call this and the first one writes; None: this process alone.
         more: (folder) -> writes what else belongs into it.
         max_shard_size: bytes of one file of weights.

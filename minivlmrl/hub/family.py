@@ -11,14 +11,9 @@ from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checker import build
 from minivlmrl.hub.preprocessor import read_image_processor
 
-QWEN_CONTROL_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "eos_token_id": "<|im_end|>",
-    "bos_token_id": "<|endoftext|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
+QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+QWEN_CONTROL_TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endoftext|>"}
 
 
 class QuickGELUMLP(nn.Module):
@@ -74,20 +69,14 @@ def _read_qwen2_vl(vision: dict, where: str) -> dict:
 
 
 def _write_qwen2_vl(vision: dict) -> dict:
-    out = dict(vision)
-    width, ratio = out["hidden_size"], out.pop("intermediate_size") / out["hidden_size"]
-    out["hidden_size"] = out.pop("out_hidden_size")
+    out, width = dict(vision), vision["hidden_size"]
+    ratio, out["hidden_size"] = out.pop("intermediate_size") / width, out.pop("out_hidden_size")
     return out | {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
 
 
+QWEN2_VL = {"norm": "layer_norm", "mlp": "quick_gelu"}
+QWEN2_VL |= {"window_size": None, "fullatt_block_indexes": (), "tokens_per_second": None}
 FAMILIES = {
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", tower={"norm": "rms_norm", "mlp": "swiglu"}),
-    "qwen2_vl": Family(
-        "Qwen2VLForConditionalGeneration",
-        tower=dict(
-            norm="layer_norm", mlp="quick_gelu", window_size=None, fullatt_block_indexes=(), tokens_per_second=None
-        ),
-        read_vision=_read_qwen2_vl,
-        write_vision=_write_qwen2_vl,
-    ),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu"}),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", QWEN2_VL, _read_qwen2_vl, _write_qwen2_vl),
 }

@@ -22,9 +22,7 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "N
 def find_folder(name: str | Path) -> Path:
     """Turn what a recipe calls a model into a folder (ValueError: there is none, and no repository to download).
 
-    Args:
-        name: a folder, which wins over a repository of that name; or a repository on the Hugging Face hub,
-            "Qwen/Qwen2.5-VL-3B-Instruct", of a branch, tag or commit "Qwen/Qwen2.5-VL-3B-Instruct@main".
+    It is a folder, which wins, or a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch, tag or commit".
     """
     folder = Path(name)
     if folder.is_dir():
@@ -41,10 +39,8 @@ def find_folder(name: str | Path) -> Path:
         return _snapshot(repository["id"], repository["revision"])
     except Exception as error:  # each network library that huggingface_hub has used has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{name}: no such folder, not whole in the Hugging Face cache, and not downloaded ({reason}); check name "
-            "and network, or download it elsewhere and give its folder"
-        ) from error
+        missing = f"{name}: no such folder, not whole in the Hugging Face cache, and not downloaded ({reason})"
+        raise ValueError(f"{missing}; check name and network, or download it elsewhere and give its folder") from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
@@ -113,9 +109,9 @@ def write_json(path: Path, content: dict):
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Give an empty folder to write into, which replaces `folder` as a whole when the block has ended well.
 
-    It is written and flushed as NAME.partial; the old one is renamed to NAME.replaced and the new one to NAME. If a run
-    is killed between the renames, find_folder and the next save find the old one; it stays too if the disk is full or
-    broken (OSError). What is no checkpoint is not replaced (ValueError).
+    It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and the next save find it
+    if a run is killed now, and the new one to NAME. The old one stays if it is no checkpoint (ValueError) or the disk
+    is full or broken (OSError).
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
     new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")
