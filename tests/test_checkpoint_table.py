@@ -1,6 +1,7 @@
 """The table: every form in which a Qwen2.5-VL or Qwen2-VL folder is found loads, with the logits of transformers."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from hub_configs import tiny_config
 from safetensors.torch import save_file
 
-from minivlmrl.hub.checkpoint import hub_name, load_model
+from minivlmrl.hub.checkpoint import load_model
 
 import tiny
 
@@ -56,7 +57,8 @@ def source(request, tmp_path_factory):
     batches = {name: [tiny.prompt(generator, grids) for grids in rows] for name, rows in BATCHES.items()}
     with torch.no_grad():
         logits = {name: [model(**their_inputs(row)).logits[0] for row in rows] for name, rows in batches.items()}
-    weights = {hub_name(name): p.detach() for name, p in model.named_parameters()}
+    in_memory = re.compile(r"^model\.(?=visual\.)|^model\.language_(?=model\.)")
+    weights = {in_memory.sub("", name): p.detach() for name, p in model.named_parameters()}
     assert ("lm_head.weight" in weights) != flat["tie_word_embeddings"]
     return Source({"flat": flat, "nested": nested}, weights, batches, logits)
 

@@ -87,34 +87,24 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be copied.
-
-    The file is opened anew for each: pages that were read of an open one count as memory of this process.
-    """
+    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be copied."""
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        for name in names:
+        for name in names:  # opened anew for each: what was read of an open file counts as memory of this process
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
                 cure = "quantised checkpoints are not read, take the bfloat16 one that this was made of"
                 raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
-            yield hub_name(name), tensor
+            # transformers >= 4.52 calls them model.visual.* and model.language_model.* in memory
+            yield re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def hub_name(name: str) -> str:
-    """Translate the name that transformers >= 4.52 gives a module in memory: model.visual.*, model.language_model.*."""
-    return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
-
-
 def random_model(config_file: str, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None):
-    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its Processor.
-
-    Pixel bounds of an image are by default one merged token and the hub's upper bound.
-    """
+    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
     ids = {name: tokenizer.special_tokens[token] for name, token in family.control_tokens.items()}
@@ -124,7 +114,7 @@ def random_model(config_file: str, tokenizer, seed: int, min_pixels: int | None 
     vision = config.vision_config
     patch, merge = vision.patch_size, vision.spatial_merge_size
     settings = {"patch_size": patch, "temporal_patch_size": vision.temporal_patch_size, "merge_size": merge}
-    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
+    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels  # from one merged token on
     images = family.read_image_processor(settings, "data", *bounds)
     return model, Processor(tokenizer, images, family.template)
 
@@ -144,10 +134,7 @@ def initialize(model: nn.Module, generator: torch.Generator):
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Read tokenizer, chat template and image settings of a folder or repository; pixel bounds override the folder's.
-
-    ValueError names a file that is missing, unreadable, or has other patches or tokens than config.json.
-    """
+    """Read tokenizer, chat template and image settings of a folder or repository (ValueError: a file does not fit)."""
     folder = find_folder(folder)
     config, (file, settings) = read_config(folder), image_settings(folder)
     family, vision = FAMILIES[config.model_type], config.vision_config

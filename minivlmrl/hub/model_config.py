@@ -68,9 +68,8 @@ class ModelConfig:
         require(heads % groups == 0, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
         half = f"three numbers whose sum is half of head_dim {self.head_dim} (hidden_size / num_attention_heads)"
         require(sum(self.mrope_section) * 2 == self.head_dim, "mrope_section", list(self.mrope_section), half)
-        width, out = vision.hidden_size, vision.out_hidden_size
-        by_four = width % (4 * vision.num_heads) == 0
-        require(by_four, "vision_config.hidden_size", width, "a multiple of 4 x num_heads, for 2-D rotary")
+        width, out, by = vision.hidden_size, vision.out_hidden_size, 4 * vision.num_heads
+        require(width % by == 0, "vision_config.hidden_size", width, "a multiple of 4 x num_heads, for 2-D rotary")
         same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
         require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
 
@@ -80,10 +79,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
-        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and rope_parameters.
-
-        ValueError names a key that is missing or wrong, or that needs what this model does not compute.
-        """
+        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and rope_parameters."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
         if model_type not in list(FAMILIES):
             raise ValueError(f"{where}: model_type is {model_type!r:.40}, this model reads {' and '.join(FAMILIES)}")
@@ -116,12 +112,11 @@ class ModelConfig:
         """Write the hub's flat config.json, which transformers 4.49 to 5.23 and vLLM read."""
         family, out = FAMILIES[self.model_type], asdict(self)
         tower, extra, mrope_section = (out.pop(name) for name in ("vision_config", "extra", "mrope_section"))
-        vision = {"model_type": self.model_type}
-        vision |= {name: value for name, value in tower.items() if name not in family.tower}
+        vision = {name: value for name, value in tower.items() if name not in family.tower}
         vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
-        vision["spatial_patch_size"] = tower["patch_size"]
-        rope = {"type": "mrope", "mrope_section": mrope_section}
-        out |= {"rope_scaling": rope, "vision_config": family.write_vision(vision)}
+        vision = {"model_type": self.model_type, **vision, "spatial_patch_size": tower["patch_size"]}
+        out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
+        out["vision_config"] = family.write_vision(vision)
         return {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
 
 

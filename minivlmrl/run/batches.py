@@ -92,7 +92,7 @@ def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | N
     return JsonLines(path, ("problem", *columns), limit, **options)
 
 
-class Batches:
+class Batches(Iterator):
     """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new order.
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
@@ -104,9 +104,6 @@ class Batches:
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        return self
 
     def __next__(self) -> list[Row]:
         numbers, size = next(self.numbers), self.size
@@ -122,9 +119,9 @@ class Batches:
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
     """Refuse a step that the ranks cannot share equally (ValueError)."""
-    if prompts_per_step % ranks:
-        low = prompts_per_step // ranks * ranks
-        near = " or ".join(str(number) for number in (low, low + ranks) if number)
+    if over := prompts_per_step % ranks:
+        low = prompts_per_step - over
+        near = f"{low} or {low + ranks}" if low else ranks
         name = f"{stage}.prompts_per_step is {prompts_per_step}"
         raise ValueError(f"{name}, which {ranks} ranks cannot share equally: take {near}")
 

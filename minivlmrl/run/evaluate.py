@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from minivlmrl.generate import SamplingConfig, sample_completions
+from minivlmrl.generate import sample_completions
 from minivlmrl.rewards import required_columns, reward_columns, score
-from minivlmrl.rows import Dataset, Row
+from minivlmrl.rows import Row
 from minivlmrl.scale.ranks import World
 
 BATCH_SIZE = 64  # rows generated together
@@ -34,14 +34,11 @@ class Evaluation:
     pairs: float | None = None  # share of held-out pairs with the chosen answer ahead, where a stage can tell
 
 
-def evaluate(
-    model, processor, rows: Dataset, sampling: SamplingConfig, world: World, rewards=("accuracy", "format"), gather=True
-) -> Evaluation:
+def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy", "format"), gather=True) -> Evaluation:
     """Answer held-out rows, once sampled and once greedily; rank r answers rows r, r + size, ...
 
     Args:
-        sampling: says where answers end. Temperature, filters and penalty are the evaluation's own: results of runs
-            that sample differently stay comparable.
+        sampling: says where answers end; the rest is the evaluation's own, so that runs stay comparable.
         rewards: what counts, the form, and what else is to be reported.
         gather: see scale/sharding.rollout_weights.
     """
@@ -80,8 +77,7 @@ def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list
 
 def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) -> list[tuple]:
     """Rewards (K,), whether it is marked unseen, and the Answer of each row."""
-    prompts = [row.prompt(processor) for row in rows]
-    keys = [row.key for row in rows]
+    prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
     completions = sample_completions(model, processor, prompts, 1, sampling, keys, world, gather)
     texts = [processor.decode(completion.ids) for [completion] in completions]
     columns = reward_columns(rows, prompts, completions, processor)

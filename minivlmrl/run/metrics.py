@@ -12,23 +12,22 @@ from minivlmrl.advantages import group_std
 from minivlmrl.scale.ranks import World
 
 FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
-PEAKS = {"rollout/logp_mismatch"}  # the largest value over micro-batches counts ...
-SUMS = {"loss"}  # ... of shares of a step the sum, of all other metrics the mean
+OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
 
 
 class MetricsLog:
     """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had."""
 
     def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None):
-        self.silent = not world.is_main
-        self.files = {} if self.silent else {name: (folder / name).open("w+") for name in FILES}
+        self.files = {name: (folder / name).open("w+") for name in FILES if world.is_main}
         for name, file in self.files.items():
             print((written or {}).get(name, ""), file=file, end="", flush=True)
 
     def stage(self, name: str, steps: int, done: int = 0, seconds: float = 0.0):
         """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
         self.name = name
-        self.bar = tqdm(total=steps, initial=done, desc=name, disable=self.silent, mininterval=0.5, dynamic_ncols=True)
+        options = {"disable": not self.files, "mininterval": 0.5, "dynamic_ncols": True}
+        self.bar = tqdm(total=steps, initial=done, desc=name, **options)
         self.begin = time.perf_counter() - seconds
 
     @property
@@ -43,7 +42,7 @@ class MetricsLog:
     def step(self, step: int, metrics: dict[str, float]):
         """Record one optimizer step."""
         self.bar.update()
-        if self.silent:
+        if not self.files:
             return
         line = {"stage": self.name, "step": step}
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
@@ -59,16 +58,11 @@ class MetricsLog:
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine (metrics, weight) of micro-batches, or of ranks: weighted means, and the total weight.
-
-    A weight is the number of tokens or pairs that the metrics are means over.
-    """
+    """Combine (metrics, tokens or pairs that they are means over) of micro-batches or ranks, and add up the latter."""
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
-        if name in PEAKS:
-            merged[name] = max(metrics[name] for metrics, _ in parts)
-        elif name in SUMS:
-            merged[name] = sum(metrics[name] for metrics, _ in parts)
+        if name in OVER_STEP:
+            merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)
         else:
             merged[name] = sum(metrics[name] * weight for metrics, weight in parts) / (total or 1)
     return merged, total
@@ -94,6 +88,5 @@ def policy_metrics(batch, logps: Tensor, entropies: Tensor, fresh: bool) -> dict
     """Entropy; and while the policy is fresh, the one that sampled: do sampler and trainer score a token alike?"""
     metrics = {"entropy": batch.mean(entropies)}
     if fresh:
-        gap = batch.group.pad(logps.detach()) - batch.sampler_logps
-        metrics["rollout/logp_mismatch"] = gap.abs().max()
+        metrics["rollout/logp_mismatch"] = (batch.group.pad(logps.detach()) - batch.sampler_logps).abs().max()
     return metrics

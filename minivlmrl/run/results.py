@@ -1,10 +1,10 @@
 """What a run leaves in its folder beside metrics: config.yaml, summary.json, report.png and the checkpoint."""
 
-import json
 import math
 from pathlib import Path
 
 from minivlmrl.hub.checkpoint import save_model
+from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
 from minivlmrl.tasks.table import get_task
@@ -25,10 +25,9 @@ class Results:
         """Evaluate the model as it is now; an algorithm may also rank held-out pairs."""
         if self.held_out is None:
             return
-        config = self.config
+        options = self.config.data.eval_rewards, self.config.rollout.gather_weights
         try:
-            options = config.sampling, self.world, config.data.eval_rewards, config.rollout.gather_weights
-            result = evaluate(self.model, self.processor, self.held_out, *options)
+            result = evaluate(self.model, self.processor, self.held_out, self.config.sampling, self.world, *options)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         result.pairs = None if algorithm is None else algorithm.pair_accuracy(self.held_out)
@@ -42,7 +41,7 @@ class Results:
         task = self.config.data.task and get_task(self.config.data.task)
         chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
         summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(self.folder / "summary.json", summary)
         print_table(summary, chance_name)
         write_report(self.folder, summary, self.held_out, self.results, chance_name)
 
