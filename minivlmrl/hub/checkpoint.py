@@ -76,8 +76,7 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}")
             found[name] = copied(tensor, like)
-    missing = expected.keys() - found.keys()
-    if missing:
+    if missing := expected.keys() - found.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):

@@ -42,10 +42,8 @@ class Family:
     model: Callable[..., nn.Module] = Qwen2_5_VL  # (ModelConfig) -> a model with .visual, .model and .lm_head
     template: object = None  # of a folder that has none; None: chat.py's
     read_image_processor: Callable = read_image_processor  # of the content of a preprocessor_config.json
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """List the blocks that sharding gathers and activation checkpointing repeats, one at a time."""
-        return [*model.visual.blocks, *model.model.layers]
+    # (model) -> the blocks that sharding gathers and activation checkpointing repeats, one at a time
+    blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
 
 
 def family_of(model: nn.Module) -> Family:

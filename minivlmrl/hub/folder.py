@@ -32,8 +32,7 @@ def find_folder(name: str | Path) -> Path:
         killed = f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it"
         warnings.warn(killed, stacklevel=2)
         return replaced
-    repository = REPOSITORY.fullmatch(str(name))
-    if not repository:
+    if not (repository := REPOSITORY.fullmatch(str(name))):
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository")
     try:
         return _snapshot(repository["id"], repository["revision"])
@@ -71,8 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not shards or not all(map(SHARD.fullmatch, shards)):
         raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to a .safetensors file here")
     files = [folder / file for file in sorted(shards)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
+    if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}")
     return files
 

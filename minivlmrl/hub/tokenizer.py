@@ -19,10 +19,9 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 
 
 class Tokenizer:
-    """Text to ids and back. special_tokens: control token -> id.
+    """Text to ids and back; `special_tokens` (control token -> id) are Qwen2's and what the backend calls special.
 
-    Control tokens are what the backend calls special, and Qwen2's own in any case. Other added tokens, such as
-    <tool_call>, are words: text that spells one is that one id, as in transformers.
+    Other added tokens, such as <tool_call>, are words: text that spells one is that one id, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -34,9 +33,8 @@ class Tokenizer:
         backend.add_special_tokens([t.content for t in added if t.content in SPECIAL_TOKENS and not t.special])
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
-        for token in SPECIAL_TOKENS:
-            if token not in self.special_tokens:
-                raise ValueError(f"tokenizer.json: the control token {token} is missing")
+        if missing := set(SPECIAL_TOKENS) - self.special_tokens.keys():
+            raise ValueError(f"tokenizer.json: the control token {min(missing)} is missing")
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -63,13 +61,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
-        missing = [char for char in pre_tokenizers.ByteLevel.alphabet() if char not in vocabulary]
-        if missing:
+        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys():
             raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise ValueError("two of its tokens have the same id")
-        back = tokenizer.decode(tokenizer.encode(PROBE))
-        if back != PROBE:
+        if (back := tokenizer.decode(tokenizer.encode(PROBE))) != PROBE:
             raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
