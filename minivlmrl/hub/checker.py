@@ -63,8 +63,7 @@ def help_of(cls) -> dict[str, str]:
     """Field -> the comment after it in the source of a dataclass, its bases included; "" where there is none."""
     comments = {}
     for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        fields, _, _ = inspect.getsource(part).partition("\n    def ")
-        for line in fields.splitlines():
+        for line in inspect.getsource(part).partition("\n    def ")[0].splitlines():
             if field := re.match(r"    (\w+): ", line):
                 name, comments[field[1]] = field[1], ""
             if comments and "  # " in line:

@@ -26,10 +26,8 @@ INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.w
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files that belong to a model without being its weights: a checkpoint that we write keeps those it was read with
-CARRIED = re.compile(
-    r"(tokenizer|tokenizer_config|vocab|added_tokens|special_tokens_map|chat_template|generation_config"
-    r"|video_preprocessor_config)\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*"
-)
+JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
+CARRIED = re.compile(rf"({JSON})\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*")
 TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 

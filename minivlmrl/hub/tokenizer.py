@@ -12,9 +12,8 @@ from minivlmrl.chat import Control
 NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end vision_start"
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split())
 # how Qwen2 splits text before byte-pair encoding: contractions, words with one leading sign or space, digits, ...
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+QWEN2_SPLIT = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)  # has to come back
 
 

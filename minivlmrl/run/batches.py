@@ -1,5 +1,6 @@
 """Which rows each stage and the evaluation get, and in which order."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
@@ -131,11 +132,7 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)
-    waiting: list[int] = []
+    passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
+    numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
     while True:
-        while len(waiting) < per_draw:
-            waiting += torch.randperm(size, generator=generator).tolist()
-            dropped = min(skip, len(waiting))
-            waiting, skip = waiting[dropped:], skip - dropped
-        yield waiting[:per_draw]
-        waiting = waiting[per_draw:]
+        yield list(itertools.islice(numbers, per_draw))
