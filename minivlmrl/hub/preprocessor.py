@@ -1,13 +1,13 @@
 """preprocessor_config.json <-> ImageProcessor."""
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from typing import Annotated, Literal
 
 from minivlmrl.data.sizes import check_bounds
 from minivlmrl.hub.checker import build, naming
 from minivlmrl.image import ImageProcessor
 
-Count = Annotated[int, ">= 1"] | None
+Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
 # Fast resizes with torch. In transformers 5 the plain name does so too where torchvision is installed; not here.
@@ -17,22 +17,11 @@ FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rg
 FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
 ALL_FIXED = {**FIXED, "do_center_crop": False, "do_pad": False}
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")  # as in ImageProcessor
-Fixed = make_dataclass("Fixed", [(name, Literal[value] | None, None) for name, value in ALL_FIXED.items()])
-
-
-@dataclass
-class Settings(Fixed):
-    """The file; null is missing."""
-
-    image_processor_type: Literal[TYPES] | None = None
-    patch_size: Count = None
-    temporal_patch_size: Count = None
-    merge_size: Count = None
-    min_pixels: Count = None
-    max_pixels: Count = None
-    size: dict | None = None
-    image_mean: tuple[Mean, Mean, Mean] | None = None
-    image_std: tuple[Std, Std, Std] | None = None
+KEYS = {"image_processor_type": Literal[TYPES], "size": dict}
+KEYS |= {name: Literal[value] for name, value in ALL_FIXED.items()}
+KEYS |= dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"), Count)
+KEYS |= {"image_mean": tuple[Mean, Mean, Mean], "image_std": tuple[Std, Std, Std]}
+Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint in KEYS.items()])  # null is missing
 
 
 def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):

@@ -83,5 +83,5 @@ def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) 
     columns = reward_columns(rows, prompts, completions, processor)
     values = score(list(rewards), texts, columns)  # (rows, K)
     unseen = [bool(row.columns.get("unseen")) for row in rows]
-    said = zip(texts, values[:, 0].tolist(), columns["answer_extents"], strict=True)
-    return list(zip(values, unseen, [Answer(*parts) for parts in said], strict=True))
+    said = map(Answer, texts, values[:, 0].tolist(), columns["answer_extents"])
+    return list(zip(values, unseen, said, strict=True))
