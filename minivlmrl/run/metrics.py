@@ -30,6 +30,11 @@ class MetricsLog:
         self.bar = tqdm(total=steps, initial=done, desc=name, **options)
         self.begin = time.perf_counter() - seconds
 
+    @property
+    def seconds(self) -> float:
+        """Since the stage began."""
+        return time.perf_counter() - self.begin
+
     def written(self) -> dict[str, str]:
         """What the files hold, for the state of the run."""
         return {name: Path(file.name).read_text() for name, file in self.files.items()}
@@ -42,14 +47,14 @@ class MetricsLog:
         line = {"stage": self.name, "step": step}
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
-        print(json.dumps(line | {"seconds": time.perf_counter() - self.begin}), file=self.files[TIMINGS], flush=True)
+        print(json.dumps(line | {"seconds": self.seconds}), file=self.files[TIMINGS], flush=True)
         shown = [name for name in ("reward", "rewards/accuracy", "kl", "loss") if name in metrics]
         self.bar.set_postfix({name.rpartition("/")[2]: f"{metrics[name]:.3f}" for name in shown[:3]}, refresh=False)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
         self.bar.close()
-        return time.perf_counter() - self.begin
+        return self.seconds
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
