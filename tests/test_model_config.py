@@ -44,6 +44,10 @@ def test_the_top_level_decides_whether_the_head_is_tied():
     assert not ModelConfig.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
 
 
+def test_mrope_section_counts_inside_rope_scaling_alone():
+    assert ModelConfig.from_dict(tiny.RUN_MODEL | {"mrope_section": [1, 2]}) == ModelConfig.from_dict(tiny.RUN_MODEL)
+
+
 def test_what_a_config_leaves_out_is_what_transformers_takes():
     transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}

@@ -31,7 +31,9 @@ CARRIED = re.compile(rf"({JSON})\.json|merges\.txt|chat_template\.jinja|LICENSE.
 TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
-def load_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None):
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
+) -> nn.Module:
     """Build the model of a folder or repository with its weights (ValueError: names the file or tensor that is wrong).
 
     Args:
@@ -100,7 +102,9 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def random_model(config_file: str, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None):
+def random_model(
+    config_file: str, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None
+) -> tuple[nn.Module, Processor]:
     """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
@@ -155,7 +159,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     return Processor(tokenizer, images, template or family.template, carried=carried)
 
 
-def save_model(folder: str | Path, model, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9):
+def save_model(
+    folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
+):
     """Write a folder that load_model, transformers and vLLM read; all or nothing (errors: see replacing, on all ranks).
 
     Args:

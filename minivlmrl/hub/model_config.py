@@ -87,6 +87,7 @@ class ModelConfig:
         # rms_norm_eps: where a config does not say it, transformers takes 1e-5, which is not the hub's value
         flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": model_type}
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
+        flat.pop("mrope_section", None)  # only the rope's own counts
         flat |= {name: rope[name] for name in ("rope_theta", "mrope_section") if name in rope}
         flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
         # transformers 5 repeats this key inside text_config with its class default; the top level decides
