@@ -45,7 +45,9 @@ def test_the_top_level_decides_whether_the_head_is_tied():
 
 
 def test_mrope_section_counts_inside_rope_scaling_alone():
-    assert ModelConfig.from_dict(tiny.RUN_MODEL | {"mrope_section": [1, 2]}) == ModelConfig.from_dict(tiny.RUN_MODEL)
+    outside = {"mrope_section": tiny.RUN_MODEL["rope_scaling"]["mrope_section"], "rope_scaling": {"type": "mrope"}}
+    with pytest.raises(ValueError, match=r"mrope_section is \[16, 24, 24\]"):
+        ModelConfig.from_dict(tiny.RUN_MODEL | outside)
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes():
