@@ -7,7 +7,7 @@ from interpreter import INTERPRETED, run_interpreted
 from minivlmrl.kernels import selective_log_softmax as kernel
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 
-only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls the kernel itself")
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # relative to the norm of the float64 result; bfloat16 gradients are rounded once
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float64: 1e-14}

@@ -147,7 +147,7 @@ def test_gather_rows_is_indexing():
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, index), (x,))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 def test_the_operator_keeps_its_promises():
     """Schema, fake tensors, autograd registration and tracing, by torch's own checks."""
     inputs = make([16, 3], 2, 16, torch.float32)
@@ -158,7 +158,7 @@ def test_the_operator_keeps_its_promises():
     torch.library.opcheck(torch.ops.minivlmrl.window_attention_backward.default, (grad, *inputs, cu_seqlens, 16))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 def test_rows_may_lie_beyond_2_to_the_31():
     """The last rows of 2^27 of 16 numbers each. Nothing touches the others, so 4 GiB tensors cost no memory."""
     T = 2**27 + 8
@@ -173,7 +173,7 @@ def test_rows_may_lie_beyond_2_to_the_31():
         assert_close(gradient[-8:], of_formula, torch.bfloat16)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a kernel's")
+@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 def test_the_vision_tower_computes_the_same_through_the_kernels(monkeypatch):
     """Both ways in one process: windows through the kernels, frames of more than 64 patches through torch in both."""
     tower, generator = tiny.model().visual, torch.Generator().manual_seed(0)
