@@ -1,29 +1,16 @@
 """Shared by test_losses.py and test_policy_losses.py: a loss of the family, with grpo_loss beside it where it can."""
 
 from dataclasses import fields
-from math import exp, log
+from math import log
 
-import pytest
 import torch
+from by_hand import tensor
 
 from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
 from minivlmrl.losses import LOSSES, Counts, PolicyLoss, counts_of, grpo_loss
 
 OPTIONS, BOOK, INPUTS = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss, PolicyInputs))
 BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def near(*values):
-    """For numbers that are written with seven digits or computed with math."""
-    return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
-
-
-def sigmoid(x):
-    return 1 / (1 + exp(-x))
 
 
 def loss_of(per_token_logps, advantages, mask, **given):

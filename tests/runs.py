@@ -13,19 +13,7 @@ from minivlmrl.tasks.shapes import Shapes
 import tiny
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
-RECIPE = {
-    "stages": ["sft", "grpo"],
-    "num_threads": 1,
-    "model": {"config": "model.json"},
-    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 4},
-    "sampling": {"max_new_tokens": 6},
-    "sft": STAGE,
-    "dpo": STAGE,
-    "kto": STAGE,
-    "reward_model": STAGE,
-    "grpo": STAGE | {"num_generations": 3},
-    "ppo": STAGE | {"num_generations": 2},
-}
+RECIPE = tiny.recipe(STAGE, stages=["sft", "grpo"], data={"demonstrations": 8, "eval_rows": 4})
 LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 

@@ -17,25 +17,15 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import LabelledShapes, Shapes
 
-from tiny import RUN_MODEL
+from tiny import RUN_MODEL, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
     "lr_scheduler_type": "constant",
 }  # fmt: skip
-RECIPE = {
-    "num_threads": 1,
-    "model": {"config": "model.json"},
-    "data": {"task": "shapes", "demonstrations": 8, "eval_rows": 2, "pairs": 8},
-    "sampling": {"max_new_tokens": 6},
-    "rewards": {"letters": 1.0},
-    "sft": STAGE,
-    "dpo": STAGE,
-    "kto": STAGE,
-    "reward_model": STAGE,
-    "grpo": STAGE | {"num_generations": 3},
-    "ppo": STAGE | {"num_generations": 2},
-}
+RECIPE = recipe(STAGE, data={"demonstrations": 8, "eval_rows": 2, "pairs": 8}, rewards={"letters": 1.0})
+# share of pairs whose chosen answer is ahead -> which of eight pairs to turn around for it
+FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
 ONE = World(0, 1, torch.device("cpu"))
 
@@ -97,6 +87,14 @@ class Stage:
     def go(self, steps=1):
         """Metrics of the next steps."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
+
+    def hold_out(self, share, number):
+        """Held-out pairs; number(row, answer) is larger for the chosen answer in this share of them."""
+        self.held_out = Rows()
+        for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
+            if (number(row, row.chosen) > number(row, row.rejected)) == flip:
+                row.chosen, row.rejected = row.rejected, row.chosen
+            self.held_out.append(row)
 
     def accuracy(self):
         return self.algorithm.pair_accuracy(self.held_out)

@@ -4,10 +4,9 @@ from math import log
 
 import pytest
 import torch
+from by_hand import near, tensor
 
 from minivlmrl.algorithms.baselines import gae, leave_one_out, normalize_then_sum, token_rewards, whiten
-
-from policy_by_hand import near, tensor
 
 NAN = float("nan")
 

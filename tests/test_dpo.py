@@ -13,10 +13,9 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks.shapes import Shapes
 
-from stages import Rows
+from stages import FLIPS, Rows
 
 PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
-FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
 
 
 def test_it_is_measured_against_the_reference_of_its_step(stage):
@@ -115,11 +114,7 @@ def test_pair_accuracy(stage, share):
         prompt, ids = processor(row.messages, row.images), encode_completion(processor, row.messages, answer)[0]
         return per_token_logps(run.model, pack([prompt], [[ids]], run.model.config))[0].sum().item()
 
-    run.held_out = Rows()
-    for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
-        if (likelihood(row, row.chosen) > likelihood(row, row.rejected)) == flip:
-            row.chosen, row.rejected = row.rejected, row.chosen
-        run.held_out.append(row)
+    run.hold_out(share, likelihood)
     assert run.accuracy() == share
 
 

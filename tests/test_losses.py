@@ -4,12 +4,13 @@ from math import exp, log
 
 import pytest
 import torch
+from by_hand import near, tensor
 
 from minivlmrl.algorithms import policy_losses
 from minivlmrl.audit.policy_cells import LOSS_TYPES, policy_batch
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss, importance_ratio, kl_term
 
-from policy_by_hand import OFF_POLICY, loss_of, near, policy, tensor
+from policy_by_hand import OFF_POLICY, loss_of, policy
 
 
 def value_and_gradient(batch, **options):

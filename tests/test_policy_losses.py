@@ -8,6 +8,7 @@ from math import exp, log
 
 import pytest
 import torch
+from by_hand import near, sigmoid, tensor
 
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.policy_losses import (
@@ -24,7 +25,7 @@ from minivlmrl.audit.policy_cells import policy_batch
 from minivlmrl.grpo import GRPOConfig
 from minivlmrl.losses import LOSSES, Counts, PolicyLoss, grpo_loss
 
-from policy_by_hand import OFF_POLICY, loss_of, near, policy, sigmoid, tensor
+from policy_by_hand import OFF_POLICY, loss_of, policy
 
 NAN = float("nan")
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from by_hand import near, sigmoid, tensor
 
 from minivlmrl.algorithms.preference_losses import (
     ANY_DIVERGENCE,
@@ -17,19 +18,6 @@ from minivlmrl.algorithms.preference_losses import (
     kto_loss,
     reward_loss,
 )
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def near(*values):
-    """For numbers that are written with seven digits or computed with math."""
-    return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
-
-
-def sigmoid(x):
-    return 1 / (1 + exp(-x))
 
 
 def softplus(x):

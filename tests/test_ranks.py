@@ -19,7 +19,7 @@ from minivlmrl.run.model import build_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
-from tiny import RUN_MODEL
+from tiny import RUN_MODEL, recipe
 
 STAGE = {
     "max_steps": 5,
@@ -28,19 +28,9 @@ STAGE = {
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
 }
-RECIPE = {
-    "num_threads": 1,
-    "model": {"config": "model.json", "dtype": "float64"},
-    "data": {"task": "shapes"},
-    "sampling": {"max_new_tokens": 12},
-    "rewards": {"letters": 1.0},
-    "sft": STAGE,
-    "dpo": STAGE,
-    "kto": STAGE,
-    "reward_model": STAGE,
-    "grpo": STAGE | {"num_generations": 3},
-    "ppo": STAGE | {"num_generations": 2, "kl_coef": 0.1},
-}
+RECIPE = recipe(
+    STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
+)
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 STAGES = {
     "sft": ["--stages=[sft]"],

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from by_hand import near
 from torch import nn
 
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.logprobs import per_token_logps
 
-from policy_by_hand import near
 from stages import snapshot
 
 

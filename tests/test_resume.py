@@ -32,33 +32,29 @@ from minivlmrl.scale import signals
 from minivlmrl.scale.resume import Progress
 from minivlmrl.scale.signals import PREEMPTED
 
-from tiny import RUN_MODEL
+import tiny
 
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
-RECIPE = {
-    "stages": ["grpo"],
-    "num_threads": 1,
-    "timeout": 30,
-    "model": {"config": "model.json"},
-    "data": {"task": "shapes", "demonstrations": 10, "eval_rows": 2, "pairs": 10},
-    "sampling": {"max_new_tokens": 6},
-    "rewards": {"letters": 1.0},
-    "sft": STAGE,
-    "dpo": STAGE | {"precompute_ref_log_probs": True},
-    "reward_model": STAGE,
+RECIPE = tiny.recipe(
+    STAGE,
+    stages=["grpo"],
+    timeout=30,
+    data={"demonstrations": 10, "eval_rows": 2, "pairs": 10},
+    rewards={"letters": 1.0},
+    dpo={"precompute_ref_log_probs": True},
     # rollouts of two steps that are gone through twice, whose reference has moved
-    "grpo": STAGE | {
-        "num_generations": 3, "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "sync_ref_model": True,
+    grpo={
+        "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "sync_ref_model": True,
         "ref_model_sync_steps": 3, "top_entropy_quantile": 0.5, "rollout_correction": "token_truncate",
     },
-    "ppo": STAGE | {"num_generations": 2, "num_mini_batches": 2, "num_ppo_epochs": 2, "critic": "separate"},
-}  # fmt: skip
+    ppo={"num_mini_batches": 2, "num_ppo_epochs": 2, "critic": "separate"},
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder / "recipe.yaml"
 

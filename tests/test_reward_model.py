@@ -11,10 +11,9 @@ from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.tasks.shapes import Shapes
 
-from stages import Rows, main, snapshot
+from stages import FLIPS, main, snapshot
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
-FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
 
 
 def test_the_policy_stays_as_it_was(stage):
@@ -53,11 +52,7 @@ def test_pair_accuracy(stage, share):
         batch = pack_to_end([row.prompt(processor)], [[ids]], run.model.config, "cpu")
         return run.algorithm.trained.at_end(batch).item()
 
-    run.held_out = Rows()
-    for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
-        if (number(row, row.chosen) > number(row, row.rejected)) == flip:
-            row.chosen, row.rejected = row.rejected, row.chosen
-        run.held_out.append(row)
+    run.hold_out(share, number)
     assert run.accuracy() == share
 
 

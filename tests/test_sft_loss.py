@@ -5,17 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from by_hand import near, tensor
 
 from minivlmrl.algorithms.sft_loss import sft_loss
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def near(*values):
-    """For numbers that are written with seven digits or computed with math."""
-    return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
 def test_dft():

@@ -18,6 +18,18 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
+
+
+def recipe(stage: dict, **sections) -> dict:
+    """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
+    base = {"num_threads": 1, "model": {"config": "model.json"}, "data": {"task": "shapes"}}
+    base |= {"sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "kto", "reward_model"), stage)}
+    base |= {"grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2}}
+    for name, value in sections.items():
+        base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
+    return base
+
+
 IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
 
 
