@@ -4,7 +4,7 @@ B completions, T tokens of the longest; rows are filled up on the right.
 
     ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       importance_ratio
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                clipped
-    KL         + beta * KL(pi || pi_ref), from the one drawn token            kl_term
+    KL         + beta * KL(pi || pi_ref) of tokens, from the drawn one        kl_term
     average    over tokens and rows: all that tells GRPO, DAPO and Dr. GRPO apart   AVERAGES
 
 Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
@@ -113,6 +113,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
 
+    The KL of whole completions has another gradient, as a token also changes which prefixes follow:
+    none of these has it, weighed with the ratio or not. A KL in the reward does.
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
     """
     if ref_logps is None:
@@ -124,13 +126,10 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
-    """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too.
-
-    k2 has that gradient already, so there the ratio is a constant.
-    """
+    """Weigh k1 and k3 with the ratio: they then have the token KL's gradient, off-policy too."""
     if not options.use_bias_correction_kl:
         return kl
-    return kl * (ratio.detach() if options.kl_estimator == "k2" else ratio)
+    return kl * (ratio.detach() if options.kl_estimator == "k2" else ratio)  # k2 already has it
 
 
 AVERAGES = {  # (per-token losses, 0 outside the mask; mask; Counts) -> scalar
