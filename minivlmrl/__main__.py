@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
-        print(f"python -m minivlmrl {name}: {error}", file=sys.stderr)
+        from minivlmrl.hub.checker import one_line
+
+        print(f"python -m minivlmrl {name}: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

@@ -73,15 +73,15 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     state = states.to_resume()
     progress = state.progress if state else Progress(config.stages)
     results = Results(config, model, processor, world, held_out, progress.results)
-    log = MetricsLog(results.folder, world, progress.logs)
     if state is None:
         results.measure("start")
-    for number, stage in list(enumerate(config.stages))[progress.stage :]:
-        algorithm = algorithms[stage](config, model, processor, world)
-        train(algorithm, datasets[stage], held_out, log, states, progress, state)
-        results.measure(f"after_{stage}", algorithm)
-        progress.begin_stage(number + 1)
-        state = None
+    with MetricsLog(results.folder, world, progress.logs) as log:
+        for number, stage in list(enumerate(config.stages))[progress.stage :]:
+            algorithm = algorithms[stage](config, model, processor, world)
+            train(algorithm, datasets[stage], held_out, log, states, progress, state)
+            results.measure(f"after_{stage}", algorithm)
+            progress.begin_stage(number + 1)
+            state = None
     results.write(progress.seconds)
 
 

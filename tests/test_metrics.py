@@ -49,6 +49,14 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
     assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
 
 
+def test_what_ends_a_run_does_not_share_a_line_with_the_bar(tmp_path, capsys):
+    with pytest.raises(ValueError), MetricsLog(tmp_path, ONE) as log:
+        log.stage("sft", 3)
+        log.step(0, {"loss": 1.0})
+        raise ValueError
+    assert capsys.readouterr().err.endswith("\n")
+
+
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
     """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
     parts = [

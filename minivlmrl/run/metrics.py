@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import Tensor
@@ -15,13 +16,21 @@ FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager):
     """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had."""
 
     def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None):
         self.files = {name: (folder / name).open("w+") for name in FILES if world.is_main}
+        self.bar = None
         for name, file in self.files.items():
             print((written or {}).get(name, ""), file=file, end="", flush=True)
+
+    def __exit__(self, *_error):
+        """End the line of the bar: what ended the run is printed on a line of its own."""
+        if self.bar is not None:
+            self.bar.close()
+        for file in self.files.values():
+            file.close()
 
     def stage(self, name: str, steps: int, done: int = 0, seconds: float = 0.0):
         """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""

@@ -1,5 +1,6 @@
 """The processes of a run: which one this is, its share of the work, and what is added up or gathered over all."""
 
+import json
 import os
 import sys
 import time
@@ -7,11 +8,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
+
+from minivlmrl.hub.checker import one_line
+
+PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass
@@ -120,13 +126,34 @@ def shutdown():
         dist.destroy_process_group()
 
 
+def is_mistake(error: Exception) -> bool:
+    """Whether an error is one that this package has put into words; of any other one its traceback is needed."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(PACKAGE) and last.line.startswith("raise ")
+
+
+def show_mistake(error: Exception):
+    """Print an error as one line, and leave that line for torchrun's summary in place of a traceback."""
+    line, file = one_line(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        info = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": info}}))
+    if file is None or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
+        print(line, file=sys.stderr)
+
+
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank of a run, and end the process with the exit code that it returns, or 1."""
+    """Call main as one rank of a run, and end the process with its exit code: 2 after a mistake, 1 after a bug."""
 
     @record
     def recorded() -> int:
         try:
             return main(arguments)
+        except (ValueError, OSError) as error:
+            if not is_mistake(error):
+                raise
+            show_mistake(error)
+            return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 time.sleep(3)  # caused by another rank, whose error torchrun must see first: it shows that one
