@@ -1,6 +1,7 @@
 """Files, URLs, data URIs and bytes: where images come from, damaged ones, and downloads."""
 
 import base64
+import os
 import struct
 import warnings
 import zlib
@@ -14,6 +15,7 @@ import pytest
 from record_vision import encoded, noise
 
 from minivlmrl.data import fetch
+from minivlmrl.data.video import load_video
 from minivlmrl.image import load_image
 
 HAS = [kind for kind in ("AVIF", "JPEG2000") if PIL.features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind])]
@@ -78,9 +80,32 @@ def test_large_photos_pass_the_pixel_limit_without_a_warning():
     assert not any(word in str(refused.value) for word in ("bomb", "over", "exceeds"))
 
 
-def test_a_postscript_file_is_not_executed():
-    with pytest.raises(ValueError, match="EPS files are programs"):
-        load_image(encoded(noise("RGB", (4, 4)), "EPS"))
+def iptc(content):
+    """An IPTC file of 4 x 4 pixels whose picture is another file."""
+    fields = {(3, 60): b"\1\0", (3, 20): b"\0\4", (3, 30): b"\0\4", (3, 120): b"\5", (8, 10): content}
+    head = b"\x1c%c%c"
+    return b"".join(head % key + struct.pack(">H", len(value)) + value for key, value in fields.items())
+
+
+WMF = b"\xd7\xcd\xc6\x9a\0\0" + struct.pack("<4hH", 0, 0, 4, 4, 72) + bytes(6) + b"\1\0\x09\0" + bytes(40)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "IPTC", "WMF"])
+def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
+    """Pillow would run Ghostscript for an EPS file, also for one inside an IPTC file."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript"))
+    postscript = encoded(noise("RGB", (4, 4)), "EPS")
+    content = {"EPS": postscript, "IPTC": iptc(postscript), "WMF": WMF}[kind]
+    with pytest.raises(ValueError, match=f"^{len(content)} bytes: .*{kind} files can hold programs; convert it to PNG"):
+        load_image(content)
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", "/dev/zero"):
+        for load in (load_image, load_video):
+            with pytest.raises(ValueError, match=rf"^{path}: a pipe or device; give a file"):
+                load(path)
 
 
 PICTURE = noise("RGB", (6, 5), seed=3)

@@ -77,6 +77,13 @@ def test_a_column_of_the_wrong_type_is_named_with_its_line(write_rows, row):
         JsonLines(write_rows(row))[0]
 
 
+@pytest.mark.parametrize("name", ["completions", "prompts", "image_sizes"])
+def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
+    """`completions` was a TypeError inside the first reward, the others were replaced without a word."""
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
+        JsonLines(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
+
+
 HI, YES = user("hi"), assistant("yes")
 
 

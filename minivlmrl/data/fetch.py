@@ -4,6 +4,7 @@ import base64
 import contextlib
 import http.client
 import io
+import os
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ from minivlmrl.hub.checker import naming
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
+PROGRAMS = "EPS", "IPTC", "WMF"  # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
 
 Source = str | Path | bytes
@@ -37,8 +39,8 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
                 image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
-            if image.format == "EPS":  # Pillow would run Ghostscript, and Ghostscript the program that an EPS file is
-                raise ValueError("EPS files are programs; convert it to PNG")
+            if image.format in PROGRAMS:
+                raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
     except Exception as error:  # damaged files make Pillow's decoders raise anything: struct.error, IndexError, ...
         unknown = isinstance(error, PIL.UnidentifiedImageError)
@@ -64,6 +66,8 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
     if url.startswith("file://"):
         text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # it might never end
+        raise ValueError(f"{path}: a pipe or device; give a file")
     return str(path) if len(str(path)) <= 400 else name, path
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from minivlmrl.data.conversations import read_conversation
 from minivlmrl.data.media import Media, check_columns, load_media, place_media, read_media
 from minivlmrl.hub.checker import naming, require
+from minivlmrl.rewards import GIVEN
 from minivlmrl.rows import Row
 
 
@@ -69,6 +70,8 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     require(isinstance(columns, dict), "a row", columns, "an object with columns")
+    if taken := [name for name in GIVEN if columns.get(name) is not None]:
+        raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
     margin, label = columns.get("margin"), columns.get("label")
     good = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))
     require(good, "column 'margin'", margin, "a number, by how much chosen is better")
