@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivlmrl.kernels.float32_matmul import float32_matmul
+
 # On a CPU, with at most this many keys and heads this narrow, the formula written out is faster than the fused kernel:
 # with 16 to 110 keys, forward and backward on two threads took about half the time. With more keys the scores no longer
 # fit the caches, and with wider heads (80 and 128 were tried) the fused kernel is as fast or faster.
@@ -40,10 +42,17 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     if not short:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     else:
-        scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (S, K, repeat*L, T)
+        scores = attention_scores(q, k)  # (S, K, repeat*L, T)
         scores = scores if mask is None else scores + mask
-        out = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+        out = scores.softmax(-1).to(q.dtype) @ v
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
+
+
+def attention_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Compute q k^T D^-1/2 in float32 (float64 of float64), (S, K, L, T), of q (S, K, L, D) and k (S, K, T, D)."""
+    if q.dtype == torch.promote_types(q.dtype, torch.float32):
+        return (q * q.shape[-1] ** -0.5) @ k.mT
+    return float32_matmul(q, k.mT) * q.shape[-1] ** -0.5  # a scaled q would be rounded
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

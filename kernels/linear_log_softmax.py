@@ -11,17 +11,19 @@ multiplications in all. Rows with both upstream gradients zero (advantage 0, cli
 backward skips them; nothing is approximated.
 
     torch     a piece is a few rows with all of their logits, small enough for the CPU's caches
-    Triton    a piece is a tile of 4096 rows by 4096 ids: it stays in the GPU's L2 cache between the product that
+    Triton    a piece is a tile of 4096 rows by 2048 ids: it stays in the GPU's L2 cache between the product that
               computes it and the kernel that adds it to top, s and t. dW is finished tile by tile, without (V, D) in
               float32
 
-Products of bfloat16 are summed in float32, and so are the contributions of the pieces to dh and dW.
+Logits are float32 also of bfloat16 states, where they would step by .06 to .125 nats; dz is rounded to bfloat16 for its
+products, which are summed in float32, and so are the contributions of the pieces to dh and dW.
 """
 
 import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import DTYPES, backend_for
+from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.selective_log_softmax import (
     GPU_ROWS,
     differences_,
@@ -35,26 +37,25 @@ from minivlmrl.kernels.selective_log_softmax import (
 )
 
 CHUNK_BYTES = 16 * 2**20  # of float32 logits in one piece of the torch path; at least 32 and at most 256 rows
-TILE = 4096  # rows, and ids, of one piece of the Triton path: 34 MB of bfloat16
+TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB of float32
 
 
 def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
     """logp, H, top and s, each (M,)."""
-    logits, scratch = _buffers(hidden, weight)
-    scored = []
+    (logits, scratch), head, scored = _buffers(hidden, weight), _wide(weight), []
     for h, y in zip(hidden.split(len(logits)), ids.split(len(logits)), strict=True):
-        scored.append(score_rows_(_product(h, weight, logits), y, temperature, scratch[: len(h)]))
+        scored.append(score_rows_(_product(h, head, logits), y, temperature, scratch[: len(h)]))
     return [torch.cat(parts) for parts in zip(*scored, strict=True)]
 
 
 def _differentiate_by_rows(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
     """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums; None: not needed."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    logits, scratch = _buffers(hidden, weight)
+    (logits, scratch), head = _buffers(hidden, weight), _wide(weight)
     for start in range(0, len(hidden), len(logits)):
         rows = slice(start, start + len(logits))
         h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
-        d = differences_(_product(h, weight, logits), kept[1], temperature)
+        d = differences_(_product(h, head, logits), kept[1], temperature)
         dz = differentiate_rows_(d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]).to(h.dtype)
         if grad_hidden is not None:
             accumulate_(grad_hidden[rows], dz, weight)
@@ -76,8 +77,12 @@ def _rows(rows: int, vocab: int, device_type: str) -> int:
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """hidden @ weight.T in the first rows of out."""
-    out = out[: len(hidden)]
-    return torch.mm(hidden, weight.T, out=out) if out.dtype == hidden.dtype else out.copy_(hidden @ weight.T)
+    return float32_matmul(hidden, weight.T, out=out[: len(hidden)])
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """The head for _product of all pieces; a CPU, which has no float32 products of bfloat16, converts it once."""
+    return weight if weight.is_cuda else weight.to(_sum_dtype(weight))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -116,7 +121,8 @@ def _differentiate_by_tiles(inputs: list[Tensor], saved: list, upstream: list, t
             rows = slice(start, start + TILE)
             h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
             z = _tile_product(h, tile, memory)
-            dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, z, first)
+            out = z if z.dtype == h.dtype else torch.empty_like(z, dtype=h.dtype)
+            dz = differentiate_part_(z, ids[rows], kept, grads_of_rows, temperature, out, first)
             if grad_hidden is not None:
                 accumulate_(grad_hidden[rows], dz, tile)
             if grad_weight is not None:
@@ -127,13 +133,13 @@ def _differentiate_by_tiles(inputs: list[Tensor], saved: list, upstream: list, t
 
 def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
     """(first id, rows of the head) of each tile, and memory for the logits of one."""
-    tiles = list(zip(range(0, len(weight), TILE), weight.split(TILE), strict=True))
-    return tiles, hidden.new_empty(min(TILE, len(hidden)) * min(TILE, len(weight)))
+    tiles = list(zip(range(0, len(weight), TILE // 2), weight.split(TILE // 2), strict=True))
+    return tiles, hidden.new_empty(min(TILE, len(hidden)) * min(TILE // 2, len(weight)), dtype=torch.float32)
 
 
 def _tile_product(h: Tensor, tile: Tensor, memory: Tensor) -> Tensor:
     """h @ tile.T at the begin of memory."""
-    return torch.mm(h, tile.T, out=memory[: len(h) * len(tile)].view(len(h), len(tile)))
+    return float32_matmul(h, tile.T, out=memory[: len(h) * len(tile)].view(len(h), len(tile)))
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
@@ -209,7 +215,7 @@ def linear_log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor, temperature:
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
     """Memory for logits that linear_log_softmax of this many rows takes, forward or backward."""
     if device_type == "cuda" and dtype in DTYPES:
-        return min(TILE, rows) * min(TILE, vocab) * dtype.itemsize
+        return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)  # logits, and dz unless it is float32
     return 2 * _rows(rows, vocab, device_type) * vocab * torch.promote_types(dtype, torch.float32).itemsize
 
 
@@ -220,5 +226,6 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
     Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
     logits, _ = _buffers(hidden, weight)
-    log_p = (_product(h, weight, logits).log_softmax(-1) for h in hidden.split(len(logits)))
+    head = _wide(weight)
+    log_p = (_product(h, head, logits).log_softmax(-1) for h in hidden.split(len(logits)))
     return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])

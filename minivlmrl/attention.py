@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.kernels.dense_attention import dense_attention
+from minivlmrl.kernels.dense_attention import attention_scores, dense_attention
 from minivlmrl.kernels.prompt_slots import PromptSlots
 from minivlmrl.kernels.window_attention import gather_rows
 
@@ -168,11 +168,11 @@ class DecodeAttention:
         own_k[:, :, self.length], own_v[:, :, self.length] = k, v
         own_k, own_v = own_k[:, :, :end], own_v[:, :, :end]  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt[layer_index]  # (B, K, P, D)
-        q = (q * D**-0.5).view(R, K, H // K, D)
+        q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
-        to_prompt = self.slots.by_prompt(q) @ prompt_k.mT + self.bias[:, None, None]
-        scores = torch.cat([self.slots.by_row(to_prompt), q @ own_k.mT], dim=-1)
-        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k) + self.bias[:, None, None]
+        to_own = attention_scores(q, own_k)
+        weights = torch.cat([self.slots.by_row(to_prompt), to_own], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_own = weights.split([prompt_k.shape[2], end], dim=-1)
         out = self.slots.by_row(self.slots.by_prompt(to_prompt) @ prompt_v) + to_own @ own_v
         return out.reshape(R, H, D)

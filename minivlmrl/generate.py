@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.rows import Processor, Prompt
 
 UNITS = 2**52  # to a probability of 1: their sums stay below 2^53, where float64 is exact
@@ -104,7 +105,7 @@ def generate(
         position_ids = (position[running] + step).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)
         decode.advance()
-        logits = model.lm_head(hidden)  # (r, V)
+        logits = float32_matmul(hidden, model.lm_head.weight.T)  # (r, V)
     if joint is not None:
         joint.finish(model)
     if not logps.isfinite().all():
@@ -122,7 +123,7 @@ def prefill(
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
     decode = DecodeAttention(attention.keys, batch.layout, owner, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
-    logits = model.lm_head(hidden)[owner]
+    logits = float32_matmul(hidden, model.lm_head.weight.T)[owner]
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
     return logits, decode, torch.stack(ends)[owner]

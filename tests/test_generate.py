@@ -155,6 +155,22 @@ def test_sampler_logps_equal_the_scorer_in_float32():
     assert len({len(ids) for ids in ids_of(completions)}) > 3
 
 
+def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
+    """Biases at the slowest rotary frequency put all scores near 220, where bfloat16 scores would step by 1 nat."""
+    model = tiny.model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                proj.bias.view(-1, 16)[:, 7::8] += 440**0.5  # twice its square by 16^-1/2 is 220
+    rows = prompts(5)
+    completions = generate(model, rows, 6, options(), STOP, seeded())
+    batch = pack(rows, [[c.ids for c in group] for group in completions], model.config)
+    logps, _ = per_token_logps(model, batch)
+    recorded = torch.cat([c.logps for group in completions for c in group])
+    difference = (logps - recorded).abs()
+    assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
+
+
 def test_temperature_of_the_scorer_matters():
     model = tiny.model()
     rows = prompts(2)

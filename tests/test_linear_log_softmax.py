@@ -31,8 +31,8 @@ def naive(hidden, weight, ids, temperature=1.0):
 
 
 def exact(hidden, weight, ids, upstream, temperature):
-    """Values and both gradients in float64, from logits as hidden's dtype rounds them."""
-    z = (hidden @ weight.T).detach().double().requires_grad_()
+    """Values and both gradients in float64; logits are not rounded."""
+    z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
     log_p = (z / temperature).log_softmax(-1)
     logps, entropies = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     [dz] = torch.autograd.grad((upstream * torch.stack([logps, entropies])).sum(), z)

@@ -143,7 +143,8 @@ class Costs:
         return 2 * layers * heads * self.config.head_dim * dtype.itemsize * work.prompts * tokens
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
-        """Bytes of one decode step's logits and of what the sampler computes from them."""
+        """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes from them."""
+        dtype = torch.promote_types(dtype, torch.float32)
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         uniform = torch.empty(rows, dtype=torch.float64, device="meta")
         with LiveBytes([]) as live:

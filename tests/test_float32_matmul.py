@@ -1,0 +1,22 @@
+"""Products of bfloat16 tensors in float32. On a GPU PyTorch makes them; here only what is asked of it can be seen."""
+
+import pytest
+import torch
+
+from minivlmrl.kernels.float32_matmul import float32_matmul
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=["matrices", "batches"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_result_is_not_rounded_to_the_dtype_of_its_factors(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.randn(*shape, 5, 16, generator=generator) + 4).to(dtype)
+    b = (torch.randn(*shape, 7, 16, generator=generator) + 4).to(dtype).mT
+    found = float32_matmul(a, b)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), atol=0, rtol=1e-6)
+
+
+def test_a_result_goes_where_it_is_asked_to():
+    a, b, out = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16(), torch.empty(3, 5)
+    assert float32_matmul(a, b, out=out) is out and torch.equal(out, a.float() @ b.float())
