@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
-from minivlmrl.rewards import load_name, required_columns
+from minivlmrl.rewards import load_name
 
 ALGORITHMS = {  # stage: module:class
     "sft": "minivlmrl.algorithms.sft:SFT",
@@ -56,6 +56,7 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
+    from minivlmrl.reward_functions.names import required_columns
     from minivlmrl.run.batches import check_shares, load_datasets
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog

@@ -185,6 +185,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
         "grpo.multi_objective_aggregation": GRPO,
         "ppo.critic": PPO,
         "ppo.kl_estimator": PPO_KL,
+        "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
         "data.box_space": ["boxes", "--stages=grpo", "--rewards={iou: 1}"],
     }.items()],
     ("dpo.loss_type", tuple(DPO_LOSSES), [*DPO, "--dpo.label_smoothing=0.1"]),
@@ -244,7 +245,12 @@ def drifting(*arguments):
 
 def boxed(processor, ids):
     """What an untrained model does not write: a box, at the image's corner."""
-    return f"<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+    return f"Here:\n<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+
+
+def said(answer_texts, **columns):
+    """A reward for the length of answers."""
+    return [float(len(text)) for text in answer_texts]
 
 
 def differ(first, second):

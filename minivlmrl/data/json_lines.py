@@ -70,7 +70,7 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     require(isinstance(columns, dict), "a row", columns, "an object with columns")
-    if taken := [name for name in GIVEN if columns.get(name) is not None]:
+    if taken := [name for name in GIVEN - {"images"} if columns.get(name) is not None]:
         raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
     margin, label = columns.get("margin"), columns.get("label")
     good = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))

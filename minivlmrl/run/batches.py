@@ -46,6 +46,7 @@ class DataSection:
     allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
+    answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
     demonstrations: Annotated[int, ">= 1"] = 96  # embedded tasks: rows for sft
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # embedded tasks: share of them with a random label or box
