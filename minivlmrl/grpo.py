@@ -122,7 +122,7 @@ class GRPO(Algorithm):
             last = self.config.num_iterations * len(steps) - 1
             for number in range(last + 1):
                 self.fresh = number == 0  # the policy is the one that sampled
-                yield Step(steps[number % len(steps)], metrics, number == last, rollout)
+                yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
         """Draw rows, sample G completions of each and let the rewards judge them."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
-from minivlmrl.reward_functions.names import REWARDS
+from minivlmrl.rewards import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import results
 from minivlmrl.run.batches import shuffled
