@@ -283,7 +283,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.resize", "data.thinking", "sharding.compute_dtype"}
+    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "sharding.compute_dtype"}
     others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

@@ -26,7 +26,7 @@ class RowOptions:
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
     video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
-    allow_urls: bool = False  # fetch images and videos where a row names an http(s) URL
+    allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
 class JsonLines:

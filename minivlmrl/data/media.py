@@ -80,7 +80,7 @@ def place_media(
     return placed, used
 
 
-def load_media(media: list[Media], folder: Path, allow_urls: bool) -> tuple[list[PIL.Image.Image], list[Video]]:
+def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tuple[list[PIL.Image.Image], list[Video]]:
     """Read the images and videos of a row."""
     images, videos = [], []
     for one in media:

@@ -43,7 +43,7 @@ class DataSection:
     max_pixels: int | None = None  # upper bound of the area
     resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
     video: VideoSection = field(default_factory=VideoSection)
-    allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL
+    allow_urls: bool | Literal["private"] = False  # fetch http(s) URLs of rows; "private": of private networks too
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
