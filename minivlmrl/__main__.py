@@ -11,6 +11,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
+    "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
 }

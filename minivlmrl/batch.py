@@ -114,3 +114,4 @@ class Step:
     micro_batches: list[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
     ends_rollout: bool = True  # a state of the run is only written after such a step
+    rollout: object | None = None  # grpo.Rollout, whose completions it trains on

@@ -75,11 +75,11 @@ class Algorithm:
         reference = {} if self.reference is None else {"reference": self.reference.model}
         return {"policy": self.policy} | reference
 
-    def state_dict(self) -> dict:
-        """Plain data, the same on all ranks."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """What else a state keeps, the same on all ranks."""
         return {}
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Tensor]):
         """Take what state_dict gave, maybe on another number of ranks."""
 
     def save(self, folder: Path):
@@ -122,7 +122,7 @@ class GRPO(Algorithm):
             last = self.config.num_iterations * len(steps) - 1
             for number in range(last + 1):
                 self.fresh = number == 0  # the policy is the one that sampled
-                yield Step(steps[number % len(steps)], metrics, ends_rollout=number == last)
+                yield Step(steps[number % len(steps)], metrics, number == last, rollout)
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
         """Draw rows, sample G completions of each and let the rewards judge them."""

@@ -85,8 +85,6 @@ def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
 
 def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
     """Ask K rewards about n texts: (n, K) float32, NaN where one answers None."""
-    from minivlmrl.reward_functions.checked_values import checked_values
-
     rewards = torch.empty(len(completions), len(names))
     for k, name in enumerate(names):
         missing = [column for column in required_columns([name]) if column not in columns]
@@ -94,7 +92,10 @@ def score(names: list[str], completions: list[str], columns: dict[str, list]) ->
             found = sorted(set(columns) - GIVEN)
             raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {found}")
         values = get_reward(name)(completions=completions, **columns)
-        rewards[:, k] = torch.tensor(checked_values(name, values, completions))
+        if len(values) != len(completions):
+            count = f"{len(values)} values for {len(completions)} completions"
+            raise ValueError(f"reward {name} returned {count}")
+        rewards[:, k] = torch.tensor([float("nan") if v is None else v for v in values])
     return rewards
 
 

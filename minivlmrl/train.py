@@ -57,10 +57,10 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
     from minivlmrl.run.batches import check_shares, load_datasets
+    from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results
-    from minivlmrl.run.start import show_rows, try_rewards
     from minivlmrl.scale.resume import Progress, States
 
     for stage in config.stages:
@@ -69,16 +69,15 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
     datasets = load_datasets(config.data, needs, config.seed, *judged)
     held_out = datasets.get("eval")
-    try_rewards(config, needs, datasets)
     model, processor = build_model(config, world)
-    show_rows(datasets, processor, world)
     states = States(config, world, signals)
     state = states.to_resume()
-    progress = state.progress if state else Progress(config.stages)
+    progress = state.progress if state else Progress(config.seed, config.stages)
     results = Results(config, model, processor, world, held_out, progress.results)
+    completions = CompletionsLog(config, world, progress)
     if state is None:
         results.measure("start")
-    with MetricsLog(results.folder, world, progress.logs) as log:
+    with MetricsLog(results.folder, world, progress.logs, completions) as log:
         for number, stage in list(enumerate(config.stages))[progress.stage :]:
             algorithm = algorithms[stage](config, model, processor, world)
             train(algorithm, datasets[stage], held_out, log, states, progress, state)
@@ -114,7 +113,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
             cure = f"{folder} is intact. Try a lower {stage}.learning_rate"
             text = f"{error}; stopped before the update, the last checkpoint in {cure}"
             raise ValueError(f"{stage} step {number}: {text}") from error
-        log.step(number, metrics)
+        log.step(number, metrics, algorithm, step)
         if config.save_steps and (number + 1) % config.save_steps == 0:
             algorithm.save(folder)
         progress.advance(stage, batches.draws, log.seconds)

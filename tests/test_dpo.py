@@ -68,6 +68,9 @@ def test_a_resumed_run_has_what_was_precomputed(stage):
     assert not resumed.algorithm.precomputed["train"]
     resumed.algorithm.load_state_dict(run.algorithm.state_dict())
     assert resumed.go(3) == run.go(3)
+    damaged = run.algorithm.state_dict() | {"train/lengths": torch.ones(2, 2).long()}
+    with pytest.raises(RuntimeError):  # which scale/resume.py puts into words
+        resumed.algorithm.load_state_dict(damaged)
 
 
 def test_precomputing_tells_rows_apart(stage):

@@ -3,6 +3,7 @@
 Killed at any step or out of disk, a save leaves the old or the new checkpoint, whole.
 """
 
+import errno
 import json
 import os
 import socket
@@ -12,14 +13,14 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from minivlmrl.hub.checkpoint import CARRIED, save_model
-from minivlmrl.hub.folder import find_folder, read_json, replacing
+from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -321,3 +322,18 @@ def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
         with pytest.raises(ValueError, match="not a checkpoint"):
             save(path, "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["for years"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSPC])
+def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, number):
+    """FUSE and CIFS are; a file that is not written is an error there too."""
+
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", fsync)
+    with nullcontext() if number != errno.ENOSPC else pytest.raises(OSError, match="No space left"):
+        flush_file(tmp_path)
+    with pytest.raises(OSError):
+        flush_file(tmp_path / "file")

@@ -199,7 +199,15 @@ OTHERS = {
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *("output_dir", "num_threads", "model.path", "model.config", "model.activation_checkpointing"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
-    *("state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *(
+        "log_completions",
+        "show_completions",
+        "state_steps",
+        "keep_states",
+        "resume",
+        "timeout",
+        "rollout.gather_weights",
+    ),
     *("sharding.enabled", "sharding.compute_dtype", "sharding.replicas", "sharding.cpu_offload"),
 }
 
@@ -283,7 +291,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "sharding.compute_dtype"}
+    others = {"model.dtype", "data.resize", "data.thinking", "sharding.compute_dtype"}
     others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

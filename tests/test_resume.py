@@ -1,10 +1,12 @@
 """Runs that are killed and resumed end with the bytes of one that was not; states that are hurt are not trusted."""
 
+import contextlib
 import errno
 import functools
 import gc
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -18,15 +20,15 @@ import torch
 import tqdm
 import yaml
 from safetensors.torch import load
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
 from minivlmrl.rewards import REWARDS
 from minivlmrl.rows import Processor
-from minivlmrl.run import results
+from minivlmrl.run import results, state_files
 from minivlmrl.run.batches import shuffled
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.state_files import find_pieces
 from minivlmrl.scale import resume as resume_file
 from minivlmrl.scale import signals
 from minivlmrl.scale.resume import Progress
@@ -99,8 +101,8 @@ PLACES = {
     "in backward": (torch.Tensor, "backward", {"after": kill}),
     "in the optimizer": (torch.optim.AdamW, "step", {"after": kill}),
     "when metrics are written": (MetricsLog, "step", {"after": kill}),
-    "before the tensors of a state": (FileSystemWriter, "write_data", {"before": kill}),
-    "after the tensors of a state": (FileSystemWriter, "finish", {"after": kill}),
+    "before the tensors of a state": (state_files, "save_file", {"before": kill}),
+    "after the tensors of a state": (state_files, "save_file", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
@@ -236,6 +238,13 @@ def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
     assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
 
 
+@pytest.mark.slow
+def test_a_save_may_take_longer_than_timeout(recipe, tmp_path):
+    PLACES["slow disk"] = (state_files, "save_file", {"before": lambda *_: time.sleep(6)})
+    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--state_steps=1"]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die="slow disk", rank=1) == [0, 0]
+
+
 # signals
 
 
@@ -300,7 +309,7 @@ HURT = {
 
 
 @pytest.mark.parametrize("how", HURT)
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.pt", "complete.json"])
+@pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", "complete.json"])
 def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished, copy, capsys, monkeypatch, name, how):
     HURT[how](copy / "states" / "000003" / name)
     monkeypatch.setattr(train, "train", lambda *_: None)
@@ -311,14 +320,61 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished
     assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003.damaged"]
 
 
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, (ATTACKED,)
+
+
+ATTACKED = "attacked"
+
+
+def rewrite(state, name, content):
+    """Put other bytes into a state, and their checksum too."""
+    (state / name).write_bytes(content)
+    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
+    (state / "complete.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", "run.pt", ".metadata"])
+def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
+    """Pickles of whoever wrote the folder, in the files of a state and in those of torch.distributed.checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    rewrite(copy / "states" / "000003", name, pickle.dumps(Attack()))
+    shutil.rmtree(copy / "states" / "000002")
+    with contextlib.suppress(ValueError):
+        resume(recipe, copy, "--resume=auto")
+    assert not Path(ATTACKED).exists()
+    pickle.loads(pickle.dumps(Attack()))
+    assert Path(ATTACKED).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage": 99}, "stage is 99, it must be one of 1"),
+        ({"step": -5}, "step is -5, it must be 0 or more"),
+        ({"draws": "many"}, "draws is 'many', it must be of type int"),
+        ({"results": {"start": {"sampled": 1.0}}}, "results.start.greedy is missing"),
+        ([], "it must hold a JSON object"),
+    ],
+)
+def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, capsys, change, message):
+    state = copy / "states" / "000003"
+    values = json.loads((state / "run.json").read_text())
+    rewrite(state, "run.json", json.dumps(values | change if change else change).encode())
+    monkeypatch.setattr(train, "train", lambda *_: None)
+    resume(recipe, copy, "--resume=auto")
+    assert f"{message}" in capsys.readouterr().out
+
+
 def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
     for path in (copy / "states").iterdir():
-        flip(path / "run.pt")
+        flip(path / "run.json")
     with pytest.raises(ValueError, match="all states are damaged; --resume=never"):
         resume(recipe, copy, "--resume=auto")
 
 
-@pytest.mark.parametrize("owner, name", [(Path, "write_bytes"), (FileSystemWriter, "write_data"), (Path, "rename")])
+@pytest.mark.parametrize("owner, name", [(resume_file, "flush_file"), (state_files, "save_file"), (Path, "rename")])
 def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, monkeypatch, owner, name):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
@@ -353,10 +409,19 @@ def test_auto_begins_where_there_is_no_state(recipe, finished, tmp_path):
     assert outcome(tmp_path) == outcome(finished)
 
 
-def test_a_restarted_rank_resumes_by_itself(recipe, copy, monkeypatch, capsys):
+def test_a_restarted_rank_resumes_from_states_of_its_own_job_alone(recipe, finished, copy, monkeypatch, capsys):
+    """Another job's states are as safe from an attempt that was restarted as from the first one."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ValueError, match="holds states of an earlier run, the newest 000003"):
+        resume(recipe, copy)
+    for attempt_number in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt_number)
+        resume(recipe, copy, "--resume=never", "--state_steps=1")
+    assert capsys.readouterr().out.count("states/000003: 3 steps of grpo are done") == 1
+    assert outcome(copy) == outcome(finished)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
     resume(recipe, copy, "--resume=never")
-    assert "states/000003: 3 steps of grpo are done" in capsys.readouterr().out
+    assert [path.name for path in (copy / "states").iterdir()] == ["job"]
 
 
 def test_going_back_to_a_state_gives_up_the_later_ones(recipe, finished, copy):
@@ -411,7 +476,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--state_steps=1", die="in backward", number=3)
     assert codes == [-signal.SIGKILL]
-    keys = FileSystemReader(tmp_path / "run" / "states" / "000002").read_metadata().state_dict_metadata
+    keys = find_pieces(tmp_path / "run" / "states" / "000002")
     assert "optimizer.model.norm.weight/exp_avg" in keys
     assert "policy.visual.merger.ln_q.weight" in keys
     assert not any(key.startswith("optimizer.visual.") for key in keys)
@@ -420,7 +485,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
 
 
 def test_another_number_of_rows_is_refused():
-    progress = Progress(["sft", "grpo"])
+    progress = Progress(0, ["sft", "grpo"])
     progress.check_rows(8)
     progress.check_rows(8)
     with pytest.raises(ValueError, match="the state is of a run with 8 rows, this one has 9"):

@@ -34,7 +34,8 @@ CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)
 def test_a_run_writes_its_files(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoint", "config.yaml", "metrics.jsonl", "report.png", "summary.json", "timings.jsonl",
+        "checkpoint", "completions.jsonl", "config.yaml", "images", "metrics.jsonl", "page.html",
+        "report.png", "summary.json", "timings.jsonl",
     ]  # fmt: skip
     with PIL.Image.open(folder / "report.png") as image:
         assert image.size[0] > 1000

@@ -96,11 +96,20 @@ class DPO(PairAlgorithm):
         u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
         return u - v
 
-    def state_dict(self) -> dict:
-        return {"precomputed": self.precomputed}
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {}
+        for name, known in self.precomputed.items():
+            if known:
+                lengths = torch.tensor([[index, len(logps)] for index, logps in known.items()])
+                state |= {f"{name}/lengths": lengths, f"{name}/logps": torch.cat(list(known.values()))}
+        return state
 
-    def load_state_dict(self, state: dict):
-        self.precomputed = state["precomputed"]
+    def load_state_dict(self, state: dict[str, Tensor]):
+        for name in ("train", "held_out"):
+            if f"{name}/lengths" in state:
+                indices, lengths = state[f"{name}/lengths"].unbind(1)
+                logps = state[f"{name}/logps"].split(lengths.tolist())
+                self.precomputed[name] = dict(zip(indices.tolist(), logps, strict=True))
 
 
 def by_pair(rows: Tensor | None) -> Tensor | None:

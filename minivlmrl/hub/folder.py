@@ -1,5 +1,6 @@
 """The folder of a checkpoint: found by path or repository id, its small files, and how it is replaced as a whole."""
 
+import errno
 import json
 import os
 import re
@@ -144,5 +145,8 @@ def flush_file(path: Path):
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
+            raise  # FUSE and CIFS do not do it for folders
     finally:
         os.close(handle)

@@ -54,6 +54,8 @@ class RunConfig:
     state_steps: Annotated[int, ">= 0"] = 0  # save the state every this many optimizer steps; 0: only after a signal
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
+    show_completions: bool = False  # print the best and the worst of a group as often
     timeout: Annotated[float, "> 0"] = 600.0  # seconds that a rank waits for another before the run ends with an error
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)

@@ -17,9 +17,13 @@ OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of 
 
 
 class MetricsLog(AbstractContextManager):
-    """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had."""
+    """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had.
 
-    def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None):
+    `completions`, a CompletionsLog, also gets each step.
+    """
+
+    def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None, completions=None):
+        self.completions = completions
         self.files = {name: (folder / name).open("w+") for name in FILES if world.is_main}
         self.bar = None
         for name, file in self.files.items():
@@ -48,12 +52,14 @@ class MetricsLog(AbstractContextManager):
         """What the files hold, for the state of the run."""
         return {name: Path(file.name).read_text() for name, file in self.files.items()}
 
-    def step(self, step: int, metrics: dict[str, float]):
+    def step(self, number: int, metrics: dict[str, float], algorithm=None, step=None):
         """Record one optimizer step."""
         self.bar.update()
+        if self.completions is not None:
+            self.completions.step(algorithm, step, number)
         if not self.files:
             return
-        line = {"stage": self.name, "step": step}
+        line = {"stage": self.name, "step": number}
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
         print(json.dumps(line | {"seconds": self.seconds}), file=self.files[TIMINGS], flush=True)
@@ -82,9 +88,6 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     drawn = [completion for group in rollout.completions for completion in group]
     lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
     length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
-    if rewards.isnan().all():
-        names = ", ".join(algorithm.run.rewards)
-        raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions: there is nothing to learn from")
     rewards, total = rewards.double(), total.double()  # sums that do not depend on the order of the ranks
     metrics = {"reward": total.nanmean().item()}
     metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.run.rewards)}

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside metrics: config.yaml, summary.json, report.png and the checkpoint."""
+"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and the checkpoint."""
 
 import math
 from pathlib import Path
@@ -8,6 +8,7 @@ from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
 from minivlmrl.tasks.table import get_task
+from minivlmrl.tools.page import write_page
 from minivlmrl.tools.report import print_table, write_report
 
 
@@ -44,6 +45,7 @@ class Results:
         write_json(self.folder / "summary.json", summary)
         print_table(summary, chance_name)
         write_report(self.folder, summary, self.held_out, self.results, chance_name)
+        write_page([self.folder], self.folder / "page.html")
 
 
 def row(result: Evaluation) -> dict[str, float]:

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,6 +64,18 @@ class World:
         values = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def together(self, work: Callable[[], object]):
+        """Call work on every rank; it may take longer than `timeout`, and an error of one is raised on all."""
+        if self.size == 1:
+            work()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(work)
+            while self.sum(not future.done())[0]:  # ranks that have finished hear of those that still work
+                wait([future], 0.1)
+        for error in filter(None, self.gather_objects(future.exception())):
+            raise error
 
     def barrier(self):
         """Wait for all ranks."""

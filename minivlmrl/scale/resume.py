@@ -1,56 +1,61 @@
 """The states of a run on the disk: all that a killed run needs to go on as if it had never stopped.
 
 output_dir/states/000120/    after 120 optimizer steps of all stages
-    *.distcp, .metadata      weights and moments, which torch.distributed.checkpoint reads on any number of ranks
-    run.pt                   Progress, and the algorithm's state_dict
+    *.safetensors            weights, moments and the algorithm's state_dict, see run/state_files.py
+    run.json                 Progress
     complete.json            checksums of the other files; written last
+states/job                   the job of torchrun that began or resumed the run: its restarts go on by themselves
 
 A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a key, so no random
 generator is. While it is written its folder is called 000120.partial: under its own name it is complete or absent.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
-import warnings
-from dataclasses import dataclass, field
+import socket
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from minivlmrl.grpo import Algorithm
-from minivlmrl.hub.folder import flush_file
+from minivlmrl.hub.checker import build, require
+from minivlmrl.hub.folder import flush_file, read_json
 from minivlmrl.run.config import RunConfig
-from minivlmrl.run.evaluate import Answer, Evaluation
+from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 from minivlmrl.scale.signals import Preempted, StopSignals
 
-RUN, COMPLETE = "run.pt", "complete.json"
-warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
+RUN, COMPLETE, JOB = "run.json", "complete.json", "job"
 
 
 @dataclass
 class Progress:
     """How far a run has come: the same on all ranks, except `seconds` and `logs`, of which rank 0's are kept."""
 
+    seed: int  # of the run
     stages: list[str]  # as in the recipe
-    stage: int = 0  # the index of the present one
-    step: int = 0  # its optimizer steps so far ...
-    steps: int = 0  # ... and those of all stages
-    draws: int = 0  # how often the present stage has drawn rows ...
-    rows: int = 0  # ... and of how many; 0: it has not begun
+    stage: Annotated[int, ">= 0"] = 0  # the index of the present one
+    step: Annotated[int, ">= 0"] = 0  # its optimizer steps so far ...
+    steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
+    draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
+    rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
     results: dict[str, Evaluation] = field(default_factory=dict)  # evaluations so far
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
     logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl and timings.jsonl so far
+
+    def __post_init__(self):
+        require(self.stage < max(len(self.stages), 1), "stage", self.stage, f"one of {len(self.stages)}")
 
     def begin_stage(self, number: int):
         """The stage of this number is next."""
@@ -69,14 +74,14 @@ class Progress:
 
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name the weights and moments themselves; a parameter that never had a gradient has no moments."""
+    """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
     found = dict(modules.named_parameters())  # layers that policy and reference share once
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value
-    return found
+    return found | {f"algorithm.{name}": value for name, value in algorithm.state_dict().items()}
 
 
 @dataclass
@@ -85,32 +90,26 @@ class State:
 
     path: Path
     progress: Progress
-    algorithm: dict  # its state_dict
-    seed: int  # of the run
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer):
         """Read it into a newly built algorithm and optimizer on any number of ranks (ValueError: they do not fit)."""
-        saved = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        for name, parameter in algorithm.trained.named_parameters():
-            for key in [key for key in saved if key.startswith(f"optimizer.{name}/")]:
-                scalar = saved[key].size != parameter.shape  # AdamW's step
-                like = torch.zeros((), device=parameter.device) if scalar else torch.zeros_like(parameter)
-                optimizer.state[parameter][key.rpartition("/")[2]] = like
-        found = tensors(algorithm, optimizer)
-        if found.keys() != saved.keys():
-            other = min(found.keys() ^ saved.keys())
-            raise ValueError(f"{self.path}: this state is of another model or recipe; only one of the two has {other}")
         try:
-            load(found, checkpoint_id=self.path)
-        except CheckpointException as error:
-            raise ValueError(f"{self.path}: cannot be read into this model ({reason(error)})") from error
-        algorithm.load_state_dict(self.algorithm)
-
-
-def reason(error: BaseException) -> str:
-    """The first rank's own error in a CheckpointException."""
-    failures = getattr(error, "failures", None)
-    return str(next(iter(failures.values()))[0] if failures else error)
+            pieces = find_pieces(self.path)
+            for name, parameter in algorithm.trained.named_parameters():
+                for key in [key for key in pieces if key.startswith(f"optimizer.{name}/")]:
+                    moment, device = key.rpartition("/")[2], parameter.device
+                    like = torch.zeros((), device=device) if moment == "step" else torch.zeros_like(parameter)
+                    optimizer.state[parameter][moment] = like
+            state = {name: parts for name, parts in pieces.items() if name.startswith("algorithm.")}
+            state = {name.partition(".")[2]: read_rows(name, parts, 0, 2**62) for name, parts in state.items()}
+            algorithm.load_state_dict(state)
+            found = tensors(algorithm, optimizer)
+            if other := min(found.keys() ^ pieces.keys(), default=None):
+                raise ValueError(f"only one of the two has {other}")
+            for name, tensor in found.items():
+                read_into(tensor, name, pieces[name])
+        except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{self.path}: this state is of another model or recipe; {error}") from error
 
 
 class States:
@@ -139,13 +138,16 @@ class States:
         """Read the state to go on from, as config.resume says; None: begin with the first step."""
         state = self.choose()
         if self.world.is_main:
+            if job := job_name():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / JOB).write_text(job)
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
         if state is None:
             return None
         progress, config, known = state.progress, self.config, state.progress.stage + 1
-        if (progress.stages[:known], state.seed) != (config.stages[:known], config.seed):
-            of = f"{state.path} is of a run with stages {progress.stages} and seed {state.seed}"
+        if (progress.stages[:known], progress.seed) != (config.stages[:known], config.seed):
+            of = f"{state.path} is of a run with stages {progress.stages} and seed {progress.seed}"
             raise ValueError(f"resume: {of}; keep them")
         if self.world.is_main:
             done = f"{progress.step} steps of {progress.stages[progress.stage]} are done"
@@ -157,7 +159,9 @@ class States:
         resume = self.config.resume
         paths = self.world.gather_objects(self.paths())[0]  # a shared file system may show another host an older list
         restarted = self.world.sum(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))[0] > 0  # not all ranks know
-        if (restarted and paths) or resume == "auto":
+        job, file = job_name(), self.folder / JOB
+        own_job = self.world.gather_objects(bool(job) and file.is_file() and file.read_text() == job)[0]
+        if (restarted and own_job and paths) or resume == "auto":
             return self.newest(paths)
         path = None if resume in (None, "never") else Path(resume)
         if path and not path.is_dir():
@@ -195,44 +199,52 @@ class States:
         """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
         damages = []
         try:
-            files = json.loads((path / COMPLETE).read_text())
+            files = read_json(path / COMPLETE)
+            if {file.name for file in path.iterdir()} != {COMPLETE, RUN, *files}:
+                raise ValueError(f"{path} does not have the files that {COMPLETE} lists")
             own = sorted(files)[self.world.rank :: self.world.size]
             damages = [f"{name} is not what was written" for name in own if _checksum(path / name) != files[name]]
+            progress = build(Progress, read_json(path / RUN), str(path / RUN), json=True)
         except (OSError, ValueError) as error:
-            damages = [str(error)]
+            damages.append(str(error))
         damages = [damage for part in self.world.gather_objects(damages) for damage in part]
-        if damages:
-            if self.world.is_main:
-                print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
-            return None
-        with torch.serialization.safe_globals([Progress, Evaluation, Answer]):
-            return State(path, *torch.load(path / RUN, weights_only=True))
+        if damages and self.world.is_main:
+            print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
+        return None if damages else State(path, progress)
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
         """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder."""
         path = self.folder / f"{progress.steps:06d}"
         partial = path.with_name(path.name + ".partial")
-        torch.save((progress, algorithm.state_dict(), self.config.seed), run := io.BytesIO())
+        found, files = tensors(algorithm, optimizer), {}
+
+        def write():
+            partial.mkdir(parents=True, exist_ok=True)
+            names = write_tensors(partial, found, self.world)
+            if self.world.is_main:
+                (partial / RUN).write_text(json.dumps(asdict(progress)))
+                flush_file(partial / RUN)
+                names.append(RUN)
+            files.update({name: _checksum(partial / name) for name in names})
+
+        def finish():
+            (partial / COMPLETE).write_text(json.dumps(files, indent=1))
+            flush_file(partial / COMPLETE)
+            flush_file(partial)
+            partial.rename(path)
+            flush_file(self.folder)
+            for old in self.paths()[: -self.config.keep_states]:
+                shutil.rmtree(_rename(old, "old.partial"))
+
         try:
-            save(tensors(algorithm, optimizer), storage_writer=FileSystemWriter(partial))  # fails on all ranks or none
-            names = [file.name for file in partial.glob(f"__{self.world.rank}_*")]
-            if self.world.is_main:
-                (partial / RUN).write_bytes(run.getvalue())
-                names += [RUN, ".metadata"]
-            parts = self.world.gather_objects({name: _checksum(partial / name) for name in names})
-            if self.world.is_main:
-                checksums = {name: checksum for part in parts for name, checksum in part.items()}
-                (partial / COMPLETE).write_text(json.dumps(checksums, indent=1))
-                for written in (partial / RUN, partial / COMPLETE, partial):  # torch has flushed its own files
-                    flush_file(written)
-                partial.rename(path)
-                flush_file(self.folder)
-                for old in self.paths()[: -self.config.keep_states]:
-                    shutil.rmtree(_rename(old, "old.partial"))
-        except (OSError, CheckpointException) as error:
+            self.world.together(write)
+            for part in self.world.gather_objects(files):
+                files.update(part)
+            self.world.together(finish if self.world.is_main else int)
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             last = f"the last complete state is {kept[-1]}" if (kept := self.paths()) else "there is no earlier state"
-            raise ValueError(f"the state {path} could not be written ({reason(error)}); {last}") from error
+            raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
         self.saved = progress.steps
         return path
 
@@ -247,3 +259,11 @@ def _rename(path: Path, suffix: str) -> Path:
 def _checksum(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "blake2b").hexdigest()
+
+
+def job_name() -> str:
+    """What all attempts of one torchrun have in common, and no other job; empty without torchrun."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return ""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # of --rdzv_id, or drawn by --standalone
+    return f"{socket.gethostname()} {os.getppid()}" if name in ("", "none") else name

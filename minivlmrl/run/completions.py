@@ -1,0 +1,141 @@
+"""completions.jsonl: what the policy wrote in training, one line for a prompt and its group of completions.
+
+A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the run's folder), truth
+(boxes), and completions: text, rewards by name, reward (their weighted sum), advantage, stopped, boxes, and tokens
+[[text, log-probability in nats], ...]. Boxes are [x1, y1, x2, y2] in shares of the image's width and height.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
+
+from minivlmrl.advantages import combine
+from minivlmrl.batch import Step
+from minivlmrl.chat import content_parts
+from minivlmrl.generate import Completion
+from minivlmrl.grpo import Algorithm, Rollout
+from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.reward_functions.box_rewards import answered_boxes, box_columns
+from minivlmrl.rows import Row
+from minivlmrl.scale.ranks import World
+
+COMPLETIONS, IMAGES = "completions.jsonl", "images"
+GROUPS = 4  # prompts of a logged step: the first ones of the first rank
+LONGEST_SIDE = 384  # pixels of an image that is saved here
+
+
+class CompletionsLog:
+    """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
+
+    A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of steps that come again.
+    With show_completions the best and the worst completion of the first group are printed too.
+    """
+
+    def __init__(self, config, world: World, progress):
+        self.folder, self.show = Path(config.output_dir), config.show_completions
+        self.every = config.log_completions if world.is_main else 0
+        if not self.every:
+            return
+        path, kept = self.folder / COMPLETIONS, ""
+        if not progress.steps:
+            shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
+        elif path.is_file():
+            kept = "".join(line for line in path.read_text().splitlines(keepends=True) if is_past(line, progress))
+        path.write_text(kept)
+        self.file = path.open("a")
+
+    def step(self, algorithm: Algorithm, step: Step, number: int):
+        """Record an optimizer step, if it is due and trains on a rollout."""
+        if not self.every or number % self.every or step.rollout is None:
+            return
+        lines = []
+        for row, line in islice(groups(algorithm, step), GROUPS):
+            name = f"{algorithm.stage}-{row.index}"
+            images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
+            lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
+        self.file.writelines(json.dumps(line) + "\n" for line in lines)
+        self.file.flush()
+        if self.show:
+            tqdm.write(best_and_worst(number, lines[0]))
+
+    def save(self, image, name: str) -> str:
+        """Save an image, scaled down, unless it is there; returns its path from the run's folder."""
+        path = self.folder / IMAGES / f"{name}.webp"
+        if not path.is_file():
+            path.parent.mkdir(exist_ok=True)
+            small = image.copy()
+            small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            small.save(path, quality=90)
+        return f"{IMAGES}/{path.name}"
+
+
+def is_past(line: str, progress) -> bool:
+    """Whether a line is of a step that a resumed run does not repeat."""
+    line = json.loads(line)
+    number = progress.stages.index(line["stage"])
+    return number < progress.stage or (number == progress.stage and line["step"] < progress.step)
+
+
+def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
+    """Each group of this rank that a step trains on: its row, and what a line says of it."""
+    rollout, G = step.rollout, algorithm.config.num_generations
+    for batch in step.micro_batches:
+        advantages = batch.advantages.view(
+            len(batch.loss_mask), -1
+        )  # (R, 1), or PPO's (R, T), of which the mean counts
+        mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
+        means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+        for start in range(batch.rows.start, batch.rows.stop, G):
+            first = start - batch.rows.start
+            yield rollout.rows[start // G], describe(algorithm, rollout, start // G, means[first : first + G].tolist())
+
+
+def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
+    """A prompt of a rollout and its G completions, all but the images: see the file's docstring."""
+    row, processor, G = rollout.rows[index], algorithm.processor, len(advantages)
+    rewards, weights = rollout.rewards[index * G :][:G], torch.tensor(list(algorithm.run.rewards.values()))
+    [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
+    solution, said = row.columns.get("solution"), []
+    truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
+    total = combine(rewards, weights).tolist()
+    for completion, values, *worth in zip(rollout.completions[index], rewards.tolist(), total, advantages, strict=True):
+        text = processor.decode(completion.ids)
+        line = {"text": text, "rewards": dict(zip(algorithm.run.rewards, map(finite, values), strict=True))}
+        line |= {"reward": finite(worth[0]), "advantage": worth[1], "stopped": completion.stopped}
+        line |= {"tokens": list(tokens(completion, processor.tokenizer)), "boxes": boxes(text, extent) if truth else []}
+        said.append(line)
+    asked = "\n".join(part.get("text") or "" for m in row.messages for part in content_parts(m)).strip()
+    about = {"row": row.index, "where": row.where, "prompt": asked, "solution": solution}
+    return about | {"truth": truth, "completions": said}
+
+
+def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
+    """Read the boxes of a text, in shares of the image's sides; none without an image."""
+    found = [box.to((1.0, 1.0)) for box in answered_boxes(text, extent) if box.valid] if extent else []
+    return [[box.x1, box.y1, box.x2, box.y2] for box in found]
+
+
+def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float]]:
+    """Text and log-probability of each token; a character of several tokens is with the last of them."""
+    stream = DecodeStream(skip_special_tokens=False)
+    for token_id, logp in zip(completion.ids.tolist(), completion.logps.tolist(), strict=True):
+        yield stream.step(tokenizer.backend, token_id) or "", round(logp, 4)
+
+
+def finite(value: float) -> float | None:
+    """None for NaN, which JSON does not have: the reward could not judge."""
+    return None if math.isnan(value) else value
+
+
+def best_and_worst(number: int, line: dict) -> str:
+    """Two lines for the terminal: the completions of a group with the highest and the lowest reward."""
+    judged = sorted((c for c in line["completions"] if c["reward"] is not None), key=lambda c: c["reward"])
+    shown = [judged[-1], judged[0]] if judged else []
+    return "\n".join(f"step {number}, row {line['row']}: reward {c['reward']:.3f}  {c['text']!r:.200}" for c in shown)

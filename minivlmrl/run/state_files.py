@@ -1,0 +1,81 @@
+"""The tensors of a state in safetensors files, which hold numbers and cannot run code, as a pickle can.
+
+Each rank writes the rows that it holds, and any number of ranks reads the rows that each of them needs. The tensor
+"128:policy.model.norm.weight" of a file has the rows from 128 on of policy.model.norm.weight.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from minivlmrl.hub.checker import require
+from minivlmrl.hub.folder import flush_file
+from minivlmrl.scale.ranks import World
+
+FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a tensor, as a view that has rows, and the index of the first of them."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().reshape(tensor.shape or (1,)), 0
+    mesh = tensor.device_mesh
+    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1))
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
+    """Write this rank's part of tensors into a folder, every row once; returns the names of its files."""
+    own, files, content = [], [], {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if not isinstance(tensor, DTensor):
+            own += [name] if number % world.size == world.rank else []
+        elif not any(tensor.device_mesh.get_coordinate()[:-1]) and len(tensor.to_local()):  # the first of the replicas
+            own.append(name)
+    for name in own:
+        rows, first = local_rows(tensors[name])
+        content[f"{first}:{name}"] = rows.cpu().contiguous()
+        if name == own[-1] or sum(part.nbytes for part in content.values()) >= FILE_SIZE:
+            files.append(f"{world.rank:04d}_{len(files):04d}.safetensors")
+            save_file(content, folder / files[-1])
+            flush_file(folder / files[-1])
+            content = {}
+    return files
+
+
+def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
+    """Name of a tensor -> (index of the first row, number of rows, file) of its pieces; a number is one row."""
+    pieces = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            for key in handle.keys():  # noqa: SIM118
+                first, name = key.split(":", 1)
+                pieces.setdefault(name, []).append((int(first), handle.get_slice(key).get_shape()[0], file))
+    return {name: sorted(parts) for name, parts in pieces.items()}
+
+
+def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
+    """Read the rows from `start` to `end` of a tensor."""
+    found = []
+    for first, rows, file in pieces:
+        low, high = max(start, first), min(end, first + rows)
+        if low < high:
+            with safe_open(file, framework="pt") as handle:  # not kept open: all that was read would be in memory
+                found.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
+    """Read the rows that this rank holds of a tensor into it (ValueError: shape or dtype are others)."""
+    own, start = local_rows(tensor)
+    saved, count = sum(rows for _, rows, _ in pieces), len(tensor) if tensor.dim() else 1
+    require(saved == count, name, f"{saved} rows", f"{count} rows")
+    if len(own):
+        rows = read_rows(name, pieces, start, start + len(own))
+        is_like, expected = (rows.shape, rows.dtype) == (own.shape, own.dtype), f"{own.dtype} {list(own.shape)}"
+        require(is_like, name, f"{rows.dtype} {list(rows.shape)}", expected)
+        own.copy_(rows)

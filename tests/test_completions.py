@@ -1,0 +1,77 @@
+"""completions.jsonl: what it says is what the step trained on, and writing it changes nothing else."""
+
+import json
+import shutil
+
+import PIL.Image
+import pytest
+import torch
+from pytest import approx
+from runs import LETTERS, metrics
+
+from minivlmrl.hub.checkpoint import load_processor
+from minivlmrl.run.completions import tokens
+
+EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", LETTERS)
+
+
+def completions(folder):
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_line_says_what_the_step_trained_on(run):
+    folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1")
+    lines, steps = completions(folder), metrics(folder)
+    assert [(line["stage"], line["step"]) for line in lines] == [("grpo", step) for step in (0, 0, 1, 1, 2, 2)]
+    for number, step in enumerate(steps):
+        both = [c for line in lines[2 * number : 2 * number + 2] for c in line["completions"]]
+        assert len(both) == 8
+        assert step["reward"] == approx(sum(c["reward"] for c in both) / 8)
+        for name in ("letters", "format", "accuracy"):
+            assert step[f"rewards/{name}"] == approx(sum(c["rewards"][name] for c in both) / 8)
+        assert step["completions/mean_length"] == approx(sum(len(c["tokens"]) for c in both) / 8)
+        assert step["completions/clipped_ratio"] == sum(not c["stopped"] for c in both) / 8
+    for line in lines:
+        earned = torch.tensor([c["reward"] for c in line["completions"]])
+        expected = (earned - earned.mean()) / (earned.std() + 1e-4)
+        assert [c["advantage"] for c in line["completions"]] == approx(expected.tolist(), abs=1e-5)
+        assert line["prompt"] == "What is it?" and line["solution"].count(" ") == 1
+        assert all(logp <= 0 for c in line["completions"] for _, logp in c["tokens"])
+        [image] = line["images"]
+        assert PIL.Image.open(folder / image).size == (56, 56)
+
+
+@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.parametrize("stage", ["grpo", "ppo"])
+def test_metrics_are_the_same_with_and_without(run, stage, capsys):
+    loud = run(*EVERY_STEP, f"--stages=[{stage}]", "--show_completions=true", name="loud")
+    assert "step 2, row" in capsys.readouterr().out
+    silent = run(*EVERY_STEP, f"--stages=[{stage}]", "--log_completions=0", name="silent")
+    assert (loud / "metrics.jsonl").read_bytes() == (silent / "metrics.jsonl").read_bytes()
+    assert len(completions(loud)) == 3 * 4 and not (silent / "completions.jsonl").exists()
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_resumed_run_writes_each_step_once(run):
+    options = (*EVERY_STEP, "--state_steps=2")
+    folder = run(*options)
+    whole = (folder / "completions.jsonl").read_bytes()
+    shutil.rmtree(folder / "states" / "000003")  # as if it had been killed in the last step
+    run(*options, "--resume=auto")
+    assert (folder / "completions.jsonl").read_bytes() == whole
+
+
+@pytest.mark.usefixtures("plain")
+def test_boxes_are_shares_of_the_image(run, own, rows):
+    boxes = f"--data.train_file={rows.parent / 'boxes.jsonl'}"
+    folder = run(*own, boxes, *EVERY_STEP[:3], "--rewards={iou: 1}", "--grpo.max_steps=1")
+    assert completions(folder)[0]["truth"] == [[0, 0, 0.5, 0.5]]
+
+
+def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
+    tokenizer = load_processor(checkpoint).tokenizer
+    ids = tokenizer.encode("a \u4f60!")
+    drawn = type("Drawn", (), {"ids": torch.tensor(ids), "logps": torch.full((len(ids),), -0.5)})
+    texts = [text for text, _ in tokens(drawn, tokenizer)]
+    assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)

@@ -1,0 +1,80 @@
+"""The page of a run: in a real browser it shows what the run's files say, and nothing in them can break it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from pytest import approx
+from runs import LETTERS, metrics
+
+from minivlmrl.tools import page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+
+
+@pytest.fixture
+def trained(run, plain, lively):
+    """The folder of a run whose steps train on one group of eight completions."""
+    options = ("--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=5")
+    return run("--stages=[grpo]", *options, LETTERS)
+
+
+def browse(path, place, folder):
+    """What the page shows: its HTML after its script has run, without the script."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: apt install chromium")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{path}#{place}"]
+    html = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return html.partition('<script id="data"')[0]
+
+
+def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "grpo/3/1", tmp_path)
+    assert '<output id="step">grpo 3</output>' in html
+    rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
+    steps = metrics(trained)
+    assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[3]["reward"])
+    charts = re.findall(r'aria-label="(\S+) by step"', html)
+    assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"})
+    assert html.count('src="data:image/webp;base64,') == 1
+    assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
+
+
+def test_two_runs_are_beside_each_other(trained, tmp_path):
+    other = shutil.copytree(trained, tmp_path / "other")
+    page.main([str(trained), str(other), "--out", str(tmp_path / "two.html")])
+    html = browse(tmp_path / "two.html", "grpo/0/1", tmp_path)
+    assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
+
+
+def test_what_a_model_writes_is_text(trained, tmp_path):
+    """It may write tags, also those that end a script."""
+    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    lines[-1]["prompt"] = lines[-1]["completions"][0]["tokens"][0][0] = evil
+    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "grpo/4/1", tmp_path)
+    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
+
+
+def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "STEPS", 3)
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
+    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = page.collect(tmp_path)
+    assert [line["step"] for line in shown["completions"]] == [0, 0, 3, 3, 6, 6, 7, 7]
+    assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give the output_dir of a run"):
+        page.main([str(tmp_path)])
+    with pytest.raises(ValueError, match="one run or two"):
+        page.main(["a", "b", "c"])

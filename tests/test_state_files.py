@@ -1,0 +1,75 @@
+"""Tensors of a state: written in pieces, each row once, and read by any number of ranks; whole runs: test_resume.py."""
+
+import pytest
+import torch
+from on_ranks import launch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from minivlmrl.run import state_files
+from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
+from minivlmrl.scale.ranks import World
+
+ONE = World(0, 1, torch.device("cpu"))
+TENSORS = {
+    "matrix": torch.arange(21.0, dtype=torch.float64).view(7, 3), "step": torch.tensor(5.0),
+    "vector": torch.arange(3), "small": torch.arange(2.0).bfloat16(),
+}  # fmt: skip
+
+
+def test_files_hold_what_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_files, "FILE_SIZE", 28)
+    names = write_tensors(tmp_path, TENSORS, ONE)
+    assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
+    pieces = find_pieces(tmp_path)
+    assert {name: sum(rows for _, rows, _ in parts) for name, parts in pieces.items()} == {
+        "matrix": 7, "step": 1, "vector": 3, "small": 2,
+    }  # fmt: skip
+    for name, tensor in TENSORS.items():
+        found = torch.zeros_like(tensor)
+        read_into(found, name, pieces[name])
+        assert torch.equal(found, tensor) and torch.equal(
+            read_rows(name, pieces[name], 0, 9), found.view(found.shape or 1)
+        )
+
+
+def test_rows_come_from_several_files(tmp_path):
+    rows = TENSORS["matrix"]
+    for first, end in ((0, 3), (3, 4), (4, 7)):
+        save_file({f"{first}:matrix": rows[first:end].contiguous()}, tmp_path / f"{9 - first}.safetensors")
+    assert torch.equal(read_rows("matrix", find_pieces(tmp_path)["matrix"], 2, 6), rows[2:6])
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"0:w": torch.zeros(2, 3)}, "w is '2 rows', it must be 3 rows"),
+        ({"0:w": torch.zeros(3, 2)}, r"w is 'torch.float32 \[3, 2\]', it must be torch.float32 \[3, 3\]"),
+        ({"0:w": torch.zeros(3, 3).int()}, r"w is 'torch.int32 \[3, 3\]', it must be torch.float32 \[3, 3\]"),
+        ({"1:w": torch.zeros(3, 3)}, r"w is 'torch.float32 \[2, 3\]', it must be torch.float32 \[3, 3\]"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
+    save_file(written, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_into(torch.zeros(3, 3), "w", find_pieces(tmp_path)["w"])
+
+
+def replicas(folder, _, world):
+    """Two replicas of two shards write and read."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
+    (folder / "state").mkdir(exist_ok=True)
+    world.together(lambda: write_tensors(folder / "state", {"matrix": sharded, "vector": TENSORS["vector"]}, world))
+    back = torch.zeros_like(sharded)
+    read_into(back, "matrix", find_pieces(folder / "state")["matrix"])
+    return torch.equal(back.full_tensor(), TENSORS["matrix"])
+
+
+@pytest.mark.slow
+def test_each_row_is_written_once(tmp_path):
+    assert launch(4, tmp_path, {"replicas": []}, replicas) == [{"replicas": True}] * 4
+    written = {key: rows for file in (tmp_path / "state").iterdir() for key, rows in load_file(file).items()}
+    assert {key: len(rows) for key, rows in written.items()} == {"0:matrix": 4, "4:matrix": 3, "0:vector": 3}
+    assert sum(len(load_file(file)) for file in (tmp_path / "state").iterdir()) == 3
