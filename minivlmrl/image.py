@@ -15,12 +15,12 @@ Source = str | Path | bytes | Image
 Grid = tuple[int, int, int]  # patches in time, height and width
 
 
-def load_image(source: Source, folder: str | Path | None = None, allow_url: bool = False) -> Image:
+def load_image(source: Source, folder: str | Path | None = None, allow_url=False) -> Image:
     """Read an image as RGB, upright by its EXIF orientation, its transparent parts white.
 
     Args:
         source: path, URL, data URI, bytes or image; data/fetch.py opens it.
-        folder, allow_url: where a relative path starts; whether http(s) URLs are downloaded.
+        folder, allow_url: where a relative path starts; whether URLs are downloaded (data.allow_urls).
     Raises:
         ValueError: names the source and says why it gives no image.
     """

@@ -4,28 +4,20 @@
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 None for a completion says "cannot judge": it counts neither in the group's mean nor in any
-advantage. A recipe names a reward of the table below, or one of your own by where it is:
-rewards: {accuracy: 1.0, "my_rewards.py:brevity": 0.2}, or "package.module:function".
+advantage. A recipe names rewards with their weights; reward_functions/names.py has the table of
+names and finds your own, {accuracy: 1.0, "my_rewards.py:brevity": 0.2}.
 """
 
 import functools
 import importlib
-import inspect
 import re
 import runpy
 
 import torch
 from torch import Tensor
 
-SHELF = "minivlmrl.reward_functions."
-REWARDS = {
-    "format": "minivlmrl.rewards:format",
-    "accuracy": "minivlmrl.rewards:accuracy",
-    "reward_model": SHELF + "reward_model_scores:reward_model",
-    **{name: f"{SHELF}box_rewards:{name}" for name in ("iou", "acc_0_5", "giou", "box_format")},
-}
 # what rewards are given besides the columns of their rows
-GIVEN = {"prompts", "completions", "completion_ids"}
+GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
 GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
@@ -44,16 +36,29 @@ def format(completions: list[str], **columns) -> list[float]:
     return [float(fits(completion)) for completion in completions]
 
 
-def accuracy(completions: list[str], solution: list, **columns) -> list[float | None]:
-    """1.0 if the last answer is the solution, but for case, spacing and a final full stop."""
+def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
+    """1.0 if the answer is the solution, but for case, spacing and a final full stop."""
 
-    def judged(completion: str, truth: str | float | None) -> float | None:
+    def judged(said: str | None, truth: str | float | None) -> float | None:
         if truth is None or not normalize(str(truth)):
             return None
-        answers = ANSWER.findall(completion)
-        return float(bool(answers) and normalize(answers[-1]) == normalize(str(truth)))
+        return float(said is not None and normalize(said) == normalize(str(truth)))
 
-    return [judged(c, s) for c, s in zip(completions, solution, strict=True)]
+    return [judged(a, s) for a, s in zip(answer_texts, solution, strict=True)]
+
+
+def find_answer(completion: str, where: str = "tags") -> str | None:
+    """Find what a completion answers; None: nothing.
+
+    "tags": inside the last <answer>...</answer>. "whole": all of it. "last_line": its last line.
+    Without tags what is thought is no answer: it begins after the last </think>.
+    """
+    if where == "tags":
+        return (ANSWER.findall(completion) or [None])[-1]
+    text = completion.rpartition("</think>")[2].strip()
+    if not text or "<think>" in text:
+        return None
+    return text.splitlines()[-1] if where == "last_line" else text
 
 
 def normalize(text: str) -> str:
@@ -68,53 +73,30 @@ def judge(rewards, rows, prompts, completions, processor, reward_model=None) -> 
     columns = reward_columns(rows, prompts, completions, processor)
     if reward_model is not None:
         columns["reward_model_scores"] = reward_model(prompts, completions)
-    return score(list(rewards), texts, columns)
+    return score(list(rewards), texts, columns, processor.answer)
 
 
 def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """What rewards are given: every column of B rows, each value once per completion, and GIVEN."""
+    """What rewards are given: every column of B rows, each value once per completion, and more."""
     from minivlmrl.reward_functions.box_rewards import box_columns
 
     G = len(completions[0])
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(G)] for name in names}
     columns["prompts"] = [row.messages for row in rows for _ in range(G)]
+    columns["images"] = [row.images for row in rows for _ in range(G)]
+    columns["row_names"] = [row.where or f"row {row.index}" for row in rows for _ in range(G)]
     columns["completion_ids"] = [c.ids.tolist() for group in completions for c in group]
     return columns | box_columns(rows, prompts, processor, G)
 
 
-def score(names: list[str], completions: list[str], columns: dict[str, list]) -> Tensor:
+def score(names: list[str], completions: list[str], columns: dict, where: str = "tags") -> Tensor:
     """Ask K rewards about n texts: (n, K) float32, NaN where one answers None."""
-    rewards = torch.empty(len(completions), len(names))
-    for k, name in enumerate(names):
-        missing = [column for column in required_columns([name]) if column not in columns]
-        if missing:
-            found = sorted(set(columns) - GIVEN)
-            raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {found}")
-        values = get_reward(name)(completions=completions, **columns)
-        if len(values) != len(completions):
-            count = f"{len(values)} values for {len(completions)} completions"
-            raise ValueError(f"reward {name} returned {count}")
-        rewards[:, k] = torch.tensor([float("nan") if v is None else v for v in values])
-    return rewards
+    from minivlmrl.reward_functions.calls import call_reward
 
-
-def required_columns(names) -> list[str]:
-    """Columns that these rewards cannot do without: their named parameters without a default."""
-    functions = [inspect.signature(get_reward(name)) for name in names]
-    parameters = [p for function in functions for p in function.parameters.values()]
-    needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
-    return sorted(needed - GIVEN)
-
-
-def get_reward(name: str):
-    """The function of a name in REWARDS, or of "package.module:function" or "file.py:function"."""
-    if ":" not in REWARDS.get(name, name):
-        raise ValueError(f"unknown reward {name!r}; there are: {', '.join(sorted(REWARDS))}")
-    try:
-        return load_name(REWARDS.get(name, name))
-    except (OSError, ImportError, KeyError, AttributeError) as error:
-        raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
+    columns = columns | {"answer_texts": [find_answer(text, where) for text in completions]}
+    values = [call_reward(name, completions, columns) for name in names]  # K lists of n
+    return torch.tensor(values, dtype=torch.float32).T.reshape(len(completions), len(names))
 
 
 @functools.cache

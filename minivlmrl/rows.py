@@ -34,6 +34,7 @@ class Processor:
     image_processor: ImageProcessor
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
+    answer: str = "tags"  # where a completion says its answer, see rewards.find_answer
     carried: dict[str, bytes] = field(default_factory=dict, repr=False)  # files that a save keeps
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
-from minivlmrl.rewards import load_name, required_columns
+from minivlmrl.rewards import load_name
 
 ALGORITHMS = {  # stage: module:class
     "sft": "minivlmrl.algorithms.sft:SFT",
@@ -56,11 +56,13 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
+    from minivlmrl.reward_functions.names import required_columns
     from minivlmrl.run.batches import check_shares, load_datasets
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results
+    from minivlmrl.run.start import show_rows, try_rewards
     from minivlmrl.scale.resume import Progress, States
 
     for stage in config.stages:
@@ -69,7 +71,9 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
     datasets = load_datasets(config.data, needs, config.seed, *judged)
     held_out = datasets.get("eval")
+    try_rewards(config, needs, datasets)
     model, processor = build_model(config, world)
+    show_rows(datasets, processor, world)
     states = States(config, world, signals)
     state = states.to_resume()
     progress = state.progress if state else Progress(config.seed, config.stages)

@@ -17,7 +17,7 @@ import PIL.Image
 import torch
 
 from minivlmrl import train
-from minivlmrl.rewards import REWARDS
+from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config

@@ -6,9 +6,10 @@ import pytest
 import torch
 import yaml
 
-from minivlmrl import rewards, train
+from minivlmrl import train
 from minivlmrl.grpo import GRPO
 from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.reward_functions import calls, names
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config
@@ -48,7 +49,7 @@ def letters(completions, **columns):
 @pytest.fixture
 def lively(monkeypatch):
     """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
-    monkeypatch.setitem(rewards.REWARDS, "letters", "stages:letters")
+    monkeypatch.setitem(names.REWARDS, "letters", "stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 
@@ -118,13 +119,13 @@ def script(monkeypatch):
     """script(list or number, ...): what `letters` says of each rollout; a number is for all of its completions."""
 
     def script(*values):
-        left, original = list(values), rewards.get_reward
+        left, original = list(values), calls.get_reward
 
         def reward(completions, **columns):
             values = left.pop(0)
             return values if isinstance(values, list) else [values] * len(completions)
 
-        monkeypatch.setattr(rewards, "get_reward", lambda name: reward if name == "letters" else original(name))
+        monkeypatch.setattr(calls, "get_reward", lambda name: reward if name == "letters" else original(name))
         return left
 
     return script

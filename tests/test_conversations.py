@@ -50,10 +50,27 @@ def test_a_prompt_of_text_is_a_problem(write_rows):
 
 def test_a_prompt_of_turns_is_taken_as_it_is(write_rows):
     turns = [user("one"), assistant("two"), user([text("th"), text("ree")]), {"role": "tool", "content": "4"}]
-    row = JsonLines(write_rows({"prompt": turns, "level": 1}), prompt_template="Look: {problem}")[0]
+    row = JsonLines(write_rows({"prompt": turns, "level": 1}))[0]
     assert as_parts(row.messages) == as_parts(turns)
     assert row.columns == {"prompt": turns, "level": 1}
     assert (row.completion, row.chosen, row.rejected) == (None, None, None)
+
+
+def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
+    turns = [system("Be brief."), user("one"), assistant("two"), user([IMAGE_PART, text("three")])]
+    file = write_rows(
+        {"prompt": turns, "image": "red.png"}, {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
+    )
+    for row in JsonLines(file, prompt_template="Look: {problem} Think."):
+        said = row.messages[3]["content"]
+        assert as_parts(row.messages[:3]) == as_parts(turns[:3])
+        assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
+    for turns in ([], [user([text("th"), text("ree")])]):
+        file = write_rows({"messages": [*turns, assistant("four")]})
+        with pytest.raises(
+            ValueError, match=r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
+        ):
+            JsonLines(file, prompt_template="Look: {problem}")
 
 
 def as_parts(turns):
@@ -89,7 +106,7 @@ def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
         prompt_template="Look: {problem}",
         system_prompt="Unused.",
     )[0]
-    assert row.messages == as_parts(turns[:2])
+    assert row.messages == as_parts([turns[0], user("Look: one")])
     assert row.completion == turns[2:]
     assert row.columns == {"messages": turns}
 

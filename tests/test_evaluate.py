@@ -33,7 +33,7 @@ class Scripted(Row):
         return self
 
 
-PROCESSOR = SimpleNamespace(decode=lambda ids: ids)  # completions are texts here
+PROCESSOR = SimpleNamespace(decode=lambda ids: ids, answer="whole")  # completions are texts here
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def scripted(monkeypatch):
         asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
         return [[Completion(text, None, True)] for text in texts]
 
-    def score(names, texts, columns):
+    def score(names, texts, columns, where):
+        assert where == "whole"
         assert tuple(names) == REWARDS
         return torch.tensor([asked[text][0].columns[text.split()[1]] for text in texts]).view(-1, len(REWARDS))
 

@@ -1,8 +1,11 @@
 """Files, URLs, data URIs and bytes: where images come from, damaged ones, and downloads."""
 
 import base64
+import contextlib
 import os
+import socket
 import struct
+import time
 import warnings
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -184,16 +187,26 @@ def test_a_source_that_gives_no_image_is_named(source, message):
         load_image(source)
 
 
+UNASKED = []  # MiB that came with a redirect
+
+
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/missing.png":
             self.send_error(404)
             return
-        if self.path == "/to-a-file.png":
+        if self.path.startswith("/to/"):
             self.send_response(302)
-            self.send_header("Location", "file:///etc/hostname")
+            self.send_header("Location", self.path.removeprefix("/to/"))
             self.end_headers()
+            with contextlib.suppress(OSError):  # until nobody listens any more
+                while self.path.endswith("?for-ever") and len(UNASKED) < 64:
+                    UNASKED.append(self.wfile.write(bytes(2**20)))
             return
+        with contextlib.suppress(OSError):
+            while self.path == "/drip.png":
+                self.wfile.write(b"H")
+                time.sleep(0.05)
         self.send_response(200)
         self.send_header("Content-Length", str(len(PNG) + (self.path == "/cut.png")))
         self.end_headers()
@@ -213,7 +226,7 @@ def server():
 
 
 def test_a_url_is_downloaded_when_allowed(server):
-    assert same(load_image(f"{server}/a.png", allow_url=True))
+    assert same(load_image(f"{server}/a.png", allow_url="private"))
 
 
 @pytest.mark.parametrize(
@@ -222,23 +235,57 @@ def test_a_url_is_downloaded_when_allowed(server):
         ("missing.png", r"missing\.png: cannot be downloaded \(HTTP Error 404"),
         ("cut.png", r"cut\.png: cannot be downloaded \(the connection ended 1 bytes early"),
         ("text.png", r"text\.png: cannot be read as an image"),
-        ("to-a-file.png", r"to-a-file\.png: cannot be downloaded"),
+        ("to/file:///etc/hostname", r"hostname: cannot be downloaded \(.*not allowed"),
+        ("to/ftp://127.0.0.1:9/a.png", r"a\.png: cannot be downloaded \(it leads to ftp://127\.0\.0\.1:9/a\.png\)$"),
     ],
 )
 def test_a_url_without_an_image_is_named(server, path, message):
     with pytest.raises(ValueError, match=message):
-        load_image(f"{server}/{path}", allow_url=True)
+        load_image(f"{server}/{path}", allow_url="private")
+
+
+def test_what_comes_with_a_redirect_is_not_read(server):
+    assert same(load_image(f"{server}/to//a.png?for-ever", allow_url="private"))
+    assert len(UNASKED) < 64
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:10.0.0.1]", "169.254.169.254", "0", "224.0.0.1"]
+)
+def test_a_private_address_is_not_asked(host, monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
+    with pytest.raises(ValueError, match=r"a\.png: .* has the private address .*: private permits it"):
+        load_image(f"http://{host}/a.png", allow_url=True)
+
+
+def test_a_redirect_or_a_second_answer_of_a_name_server_leads_to_no_private_address(server, monkeypatch):
+    """A public host leads to this machine; a name is public when it is checked, and this machine's right after."""
+    port, resolve, connect = int(server.rpartition(":")[2]), socket.getaddrinfo, socket.create_connection
+    answers, asked = iter(["93.184.216.34", "93.184.216.34", "127.0.0.1"]), []
+
+    def answer(host, *rest, **more):
+        return resolve(next(answers) if host.endswith(".example") else host, *rest, **more)
+
+    def connect_here(address, timeout):
+        asked.append(address)
+        return connect(("127.0.0.1", port), timeout)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    monkeypatch.setattr(socket, "create_connection", connect_here)
+    assert same(load_image("http://public.example/a.png", allow_url=True))
+    with pytest.raises(ValueError, match=r"other\.example has the private address 127\.0\.0\.1"):
+        load_image("http://public.example/to/http://other.example/a.png", allow_url=True)
+    assert asked == [("93.184.216.34", 80)] * 2
 
 
 def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
     monkeypatch.setattr(fetch, "MAX_DOWNLOAD", len(PNG) - 1)
     with pytest.raises(ValueError, match=rf"a\.png: cannot be downloaded \(over {len(PNG) - 1} bytes"):
-        load_image(f"{server}/a.png", allow_url=True)
+        load_image(f"{server}/a.png", allow_url="private")
     monkeypatch.undo()
-    clock = iter([0.0, fetch.TIMEOUT + 1.0])
-    monkeypatch.setattr(fetch.time, "monotonic", lambda: next(clock, 1e9))
-    with pytest.raises(ValueError, match=r"cannot be downloaded \(not finished after 60 seconds"):
-        load_image(f"{server}/a.png", allow_url=True)
+    monkeypatch.setattr(fetch, "TIMEOUT", 0.3)
+    with pytest.raises(ValueError, match=r"drip\.png: cannot be downloaded \(not finished after 0\.3 seconds"):
+        load_image(f"{server}/drip.png", allow_url="private")
 
 
 @pytest.mark.parametrize(
@@ -246,4 +293,4 @@ def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
 )
 def test_a_url_that_nobody_answers_is_named(url):
     with pytest.raises(ValueError, match="cannot be downloaded"):
-        load_image(url, allow_url=True)
+        load_image(url, allow_url="private")

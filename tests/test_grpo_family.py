@@ -5,7 +5,6 @@ from dataclasses import fields
 import pytest
 import torch
 
-from minivlmrl import rewards as rewards_file
 from minivlmrl.algorithms import grpo_family as family_file
 from minivlmrl.algorithms.grpo_family import Family, FamilyConfig, beyond_the_book, soft_overlong_punishment
 from minivlmrl.grpo import GRPO, GRPOConfig
@@ -168,7 +167,7 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     def get_reward(name):
         return lambda completions, **_: values[name] * (len(completions) // 2)
 
-    monkeypatch.setattr(rewards_file, "get_reward", get_reward)
+    monkeypatch.setattr("minivlmrl.reward_functions.calls.get_reward", get_reward)
     options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")

@@ -231,7 +231,58 @@ def test_the_options_of_a_video_reach_the_grid(folder):
     assert side(resized_height=42, resized_width=42) == 6
 
 
-@pytest.mark.parametrize("missing", ["image", "video"])
-def test_a_missing_file_is_named_with_its_row(folder, missing):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*none\.xyz"):
-        read(folder, {missing: "none.xyz", "problem": "a"})
+def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
+    rows = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
+    rows += [
+        {"video": ["frame0.png", "3.png"], "problem": "a"},
+        {"images": ["4.png", "5.png", "6.png"], "problem": "a"},
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\), \.\.\.$"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .*: {listed}"):
+        JsonLines(folder / "rows.jsonl")
+    assert len(JsonLines(folder / "rows.jsonl", limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ({"img": "red.png"}, "img"),
+        ({"image_path": ["red.png"]}, "image_path"),
+        ({"image_paths": ["a"]}, "image_paths"),
+        ({"file_name": "red"}, "file_name"),
+        ({"Image": "red"}, "Image"),
+        ({"photo": {"bytes": "", "path": "red.png"}}, "photo"),
+        ({"where": "folder/red.JPEG"}, "where"),
+        ({"shot": "data:image/png;base64,AAAA"}, "shot"),
+        ({"video_path": "clip.mkv"}, "video_path"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("problem", ["What?", "<image>What?"])
+def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
+    meant = "video" if "video" in name else "image"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' looks like an {meant} .* mean '{meant}'\?"):
+        read(folder, {"problem": problem, **columns})
+    if problem == "What?":
+        assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
+
+
+def test_a_question_without_an_image_may_have_other_columns(folder):
+    columns = {
+        "solution": "red.png",
+        "images": [],
+        "image_id": 3,
+        "img": None,
+        "hint": "It is a.png, or so.",
+        "file_name": "",
+    }
+    assert read(folder, {"problem": "Which file?", **columns}).images == []
+
+
+def test_boxes_that_are_not_filled_in_are_refused(folder):
+    """ms-swift puts the numbers of column `objects` in place of <bbox>."""
+    row = {"image": "red.png", "problem": "What is at <bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: <bbox> in the text is not filled in from column 'objects'"):
+        read(folder, row)
+    assert read(folder, {**row, "objects": None}).images

@@ -185,6 +185,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
         "grpo.multi_objective_aggregation": GRPO,
         "ppo.critic": PPO,
         "ppo.kl_estimator": PPO_KL,
+        "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
         "data.box_space": ["boxes", "--stages=grpo", "--rewards={iou: 1}"],
     }.items()],
     ("dpo.loss_type", tuple(DPO_LOSSES), [*DPO, "--dpo.label_smoothing=0.1"]),
@@ -244,7 +245,12 @@ def drifting(*arguments):
 
 def boxed(processor, ids):
     """What an untrained model does not write: a box, at the image's corner."""
-    return f"<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+    return f"Here:\n<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
+
+
+def said(answer_texts, **columns):
+    """A reward for the length of answers."""
+    return [float(len(text)) for text in answer_texts]
 
 
 def differ(first, second):
@@ -291,7 +297,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.resize", "data.thinking", "sharding.compute_dtype"}
+    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "sharding.compute_dtype"}
     others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

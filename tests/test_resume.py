@@ -23,7 +23,7 @@ from safetensors.torch import load
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
-from minivlmrl.rewards import REWARDS
+from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import results, state_files
 from minivlmrl.run.batches import shuffled

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl import rewards
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
+from minivlmrl.reward_functions import names
 from minivlmrl.reward_functions import reward_model_scores as file
 from minivlmrl.reward_functions.reward_model_scores import RewardModelScores, check_reward_model, reward_model
 
@@ -45,9 +45,9 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
 
 
 def test_it_is_a_reward_with_the_scores_as_a_column():
-    assert rewards.get_reward("reward_model") is reward_model
+    assert names.get_reward("reward_model") is reward_model
     assert reward_model(["a", "b"], [0.5, -2.0], solution=["a", "b"]) == [0.5, -2.0]
-    assert rewards.required_columns(["reward_model"]) == []  # a row need not have it
+    assert names.required_columns(["reward_model"]) == []  # a row need not have it
 
 
 def test_it_takes_the_dtype_of_the_policy(stage, judge):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minivlmrl.generate import Completion
-from minivlmrl.rewards import REWARDS, accuracy, format, get_reward, normalize, required_columns, reward_columns, score
+from minivlmrl.reward_functions.names import REWARDS, get_reward, required_columns
+from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns, score
 from minivlmrl.rows import Prompt, Row
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
@@ -96,12 +97,12 @@ def test_format_is_not_earned(completion):
     ],
 )
 def test_accuracy_is_earned(completion, solution):
-    assert accuracy([completion], [solution]) == [1.0]
+    assert score(["accuracy"], [completion], {"solution": [solution]}).item() == 1
 
 
 @pytest.mark.parametrize("solution", [None, "", "  ", ".", "<answer></answer>"])
 def test_accuracy_cannot_judge_without_a_solution(solution):
-    assert accuracy([GOOD], [solution]) == [None]
+    assert accuracy(["green square"], [solution]) == [None]
 
 
 # what a policy might try instead of looking at the picture, for the solution "green square": (format, accuracy)
@@ -153,6 +154,27 @@ def test_endless_repetition_is_judged_quickly(unit):
     begin = time.process_time()
     assert score(["format", "accuracy"], [completion], {"solution": ["x"]}).tolist() == [[0.0, 0.0]]
     assert time.process_time() - begin < 1
+
+
+# where a completion says its answer: (tags, whole, last_line)
+ANSWERS = {
+    "frilly": (None, "frilly", "frilly"),
+    "It has frills.\n\nfrilly\n": (None, "It has frills.\n\nfrilly", "frilly"),
+    "<think>dotted\n</think>\nfrilly": (None, "frilly", "frilly"),
+    "<think>dotted</think><answer>frilly</answer>": ("frilly", *["<answer>frilly</answer>"] * 2),
+    "<think>frilly": (None, None, None),
+    "<think>a</think>frilly<think>dotted": (None, None, None),
+    "<think>frilly</think> \n": (None, None, None),
+    "": (None, None, None),
+    "<answer>dotted</answer> or\n<answer> frilly</answer>": (
+        " frilly", "<answer>dotted</answer> or\n<answer> frilly</answer>", "<answer> frilly</answer>"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("completion", ANSWERS)
+def test_where_an_answer_is(completion):
+    assert tuple(find_answer(completion, where) for where in ("tags", "whole", "last_line")) == ANSWERS[completion]
 
 
 def test_normalize_docstring_example():

@@ -21,7 +21,7 @@ def read_conversation(
 
     Args:
         row: columns, of which these are read; None counts as missing. Turns are messages as in chat.render.
-            problem, prompt: text, which goes through prompt_template; or prompt: turns, taken as they are.
+            problem, prompt: text; or prompt: turns. Text, or that of the last user turn, goes through prompt_template.
             messages: a whole conversation. All before its first assistant turn is the prompt, the rest the completion.
             completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
             chosen, rejected: alone two whole conversations; what both begin with is the prompt (TRL's implicit one).
@@ -48,14 +48,26 @@ def conversation(
     prompt: str | list[dict], media: dict[str, int], prompt_template="{problem}", system_prompt: str | None = None
 ) -> list[dict]:
     """Make messages that ask about a problem, or of a prompt's turns; for the arguments see read_conversation."""
-    turns = prompt
-    if isinstance(prompt, str):
-        turns = [{"role": "user", "content": prompt_template.replace("{problem}", prompt)}]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     own = system_prompt is None or (turns and turns[0]["role"] == "system")
     system = [] if own else [{"role": "system", "content": system_prompt}]
-    return system + _place_media(turns, media)
+    return system + _place_media(_fill(prompt_template, turns), media)
+
+
+def _fill(template: str, turns: list[dict]) -> list[dict]:
+    """Put the question, the text of the last user turn, into a template."""
+    if template == "{problem}":
+        return turns
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
+    parts = list(content_parts(turns[last])) if last >= 0 else []
+    texts = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
+    if len(texts) != 1:
+        question = f"the last user turn of this prompt has {len(texts)} texts"
+        raise ValueError(f"data.prompt_template is put around one text, but {question}; make it one, or leave it out")
+    parts[texts[0]] = {"type": "text", "text": template.replace("{problem}", parts[texts[0]]["text"])}
+    return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
 
 
 def _place_media(turns: list[dict], media: dict[str, int]) -> list[dict]:

@@ -4,7 +4,10 @@ import base64
 import contextlib
 import http.client
 import io
+import ipaddress
 import os
+import socket
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -26,7 +29,7 @@ Source = str | Path | bytes
 
 
 @contextlib.contextmanager
-def open_image(source: Source | Image, folder: str | Path | None = None, allow_url: bool = False) -> Iterator[Image]:
+def open_image(source: Source | Image, folder: str | Path | None = None, allow_url=False) -> Iterator[Image]:
     """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
     if in_memory := isinstance(source, Image):
         name = f"image of {source.width} x {source.height} pixels"
@@ -48,7 +51,7 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
         raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
 
 
-def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> tuple[str, Path | io.BytesIO]:
+def open_source(source: Source, folder: str | Path | None, allow_url: bool | str) -> tuple[str, Path | io.BytesIO]:
     """Find a path, file:// URL, base64 data URI, http(s) URL or bytes: a name for errors; the path or the bytes."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
@@ -62,7 +65,7 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool) -> t
         if url.startswith(("http://", "https://")):
             if not allow_url:
                 raise ValueError("URLs are not downloaded unless data.allow_urls: true")
-            return name, io.BytesIO(_download(url))
+            return name, io.BytesIO(_download(url, private=allow_url == "private"))
     if url.startswith("file://"):
         text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
@@ -80,19 +83,66 @@ def _decode_data_uri(uri: str) -> bytes:
         return base64.b64decode("".join(data.split()), validate=True)
 
 
-def _download(url: str) -> bytes:
-    content, deadline = io.BytesIO(), time.monotonic() + TIMEOUT
+def _download(url: str, private: bool) -> bytes:
+    """Read a URL; `private`: also one that is, or leads to, an address of a private network or of this machine."""
+    content, web = io.BytesIO(), _Web(private, deadline := time.monotonic() + TIMEOUT)
+    timer = threading.Timer(TIMEOUT, web.close)  # no read times out where a server sends a byte now and then
+    timer.start()
     try:
-        request = urllib.request.Request(url, headers={"User-Agent": "minivlmrl"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.build_opener(web).open(url, timeout=TIMEOUT) as response:
             while chunk := response.read1(2**20):
                 content.write(chunk)
                 if content.tell() > MAX_DOWNLOAD:
                     raise ValueError(f"over {MAX_DOWNLOAD} bytes")
-                if time.monotonic() > deadline:
-                    raise ValueError(f"not finished after {TIMEOUT} seconds")
-            if response.length:
+            if response.length or time.monotonic() > deadline:
                 raise ValueError(f"the connection ended {response.length} bytes early")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ValueError(f"cannot be downloaded ({error})") from error
+        reason = f"not finished after {TIMEOUT} seconds" if time.monotonic() > deadline else error
+        raise ValueError(f"cannot be downloaded ({reason})") from error
+    finally:
+        timer.cancel()
+        web.close()
     return content.getvalue()
+
+
+class _Web(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler):
+    """http and https to addresses that were checked, also after redirects."""
+
+    def __init__(self, private: bool, deadline: float):
+        super().__init__()
+        self.private, self.deadline, self.opened = private, deadline, []
+
+    def do_open(self, http_class, req, **options):
+        def connection(*args, **more):
+            made = http_class(*args, **more)
+            made._create_connection = self.connect
+            return made
+
+        return super().do_open(connection, req, **options)
+
+    def connect(self, address: tuple[str, int], *_) -> socket.socket:
+        """Resolve a name once, for a second answer might be another one, and connect to what was checked."""
+        found = list(dict.fromkeys(info[4][0] for info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)))
+        for ip in () if self.private else map(ipaddress.ip_address, found):
+            if not ip.is_global or ip.is_multicast:
+                raise ValueError(f"{address[0]} has the private address {ip}; data.allow_urls: private permits it")
+        for ip in found:
+            try:
+                connection = socket.create_connection((ip, address[1]), self.deadline - time.monotonic())
+                self.opened.append(connection.dup())  # TLS takes the socket itself over
+                return connection
+            except OSError:
+                if ip == found[-1]:
+                    raise
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        fp.close()  # urllib would read all that comes with a redirect
+        if not newurl.startswith(("http://", "https://")):  # urllib would take ftp too
+            raise ValueError(f"it leads to {newurl:.200}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+    def close(self):
+        for connection in self.opened:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()

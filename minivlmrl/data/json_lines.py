@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minivlmrl.data.conversations import read_conversation
-from minivlmrl.data.media import Media, check_columns, load_media, place_media, read_media
+from minivlmrl.data.media import Media, check_columns, check_unread, load_media, missing_files, place_media, read_media
 from minivlmrl.hub.checker import naming, require
 from minivlmrl.rewards import GIVEN
 from minivlmrl.rows import Row
@@ -22,11 +22,11 @@ from minivlmrl.rows import Row
 class RowOptions:
     """How the rows of a file are read."""
 
-    prompt_template: str = "{problem}"  # the user message; {problem} is the row's
+    prompt_template: str = "{problem}"  # what the (last) user turn says; {problem} is the row's text of it
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
     video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
-    allow_urls: bool = False  # fetch images and videos where a row names an http(s) URL
+    allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
 class JsonLines:
@@ -48,6 +48,11 @@ class JsonLines:
                     self.rows.append((number, *read_row(line, required, self.options)))
         if not self.rows:
             raise ValueError(f"{path}: has no rows")
+        folder = self.path.parent
+        missing = [f"{file} (line {n})" for n, _, media in self.rows for file in missing_files(media, folder)]
+        if missing:
+            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"{path}: {len(missing)} file(s) that its rows name are not in {folder}: {first}")
         self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
 
     def __len__(self) -> int:
@@ -70,7 +75,7 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     require(isinstance(columns, dict), "a row", columns, "an object with columns")
-    if taken := [name for name in GIVEN if columns.get(name) is not None]:
+    if taken := [name for name in GIVEN - {"images"} if columns.get(name) is not None]:
         raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
     margin, label = columns.get("margin"), columns.get("label")
     good = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))
@@ -79,8 +84,13 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
     require(good, "column 'label'", label, "true or false, whether the completion is good")
     listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
     counts = {kind: len(media) for kind, media in listed.items()}
-    messages, answers = read_conversation(columns, counts, options.prompt_template, options.system_prompt)
-    messages, media = place_media(messages, listed, options.video_options)
+    media = []
+    try:
+        messages, answers = read_conversation(columns, counts, options.prompt_template, options.system_prompt)
+        messages, media = place_media(messages, listed, options.video_options)
+    finally:  # also where the text says <image> and none came
+        if not media and not any(counts.values()):
+            check_unread(columns)
     check_columns(columns, media)
     present = {"problem", *answers, *(name for name, value in columns.items() if value is not None)}
     for name in required:

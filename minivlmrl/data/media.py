@@ -1,5 +1,8 @@
 """Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
 
+import json
+import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,11 +10,17 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.chat import IMAGE, VIDEO, content_parts, part_kind
+from minivlmrl.data.fetch import open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import Video, load_video
 from minivlmrl.hub.checker import naming
 from minivlmrl.image import load_image
 
+# what people call the column of an image or a video, and what such a column says
+UNREAD = re.compile(
+    r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*|file_?names?"
+)
+PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
 COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options that may also be columns for rewards
 
@@ -71,7 +80,7 @@ def place_media(
     return placed, used
 
 
-def load_media(media: list[Media], folder: Path, allow_urls: bool) -> tuple[list[PIL.Image.Image], list[Video]]:
+def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tuple[list[PIL.Image.Image], list[Video]]:
     """Read the images and videos of a row."""
     images, videos = [], []
     for one in media:
@@ -110,12 +119,32 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):
 
 
 def check_columns(columns: dict, media: list[Media]):
-    """Refuse columns that look like options of the row's images or videos, where they would do nothing."""
+    """Refuse columns that look like options of the row's images or videos, or fill its text, where they do nothing."""
+    if columns.get("objects") and "<bbox>" in json.dumps({**columns, "objects": None}):
+        raise ValueError("<bbox> in the text is not filled in from column 'objects'; write the numbers into the text")
     for kind in dict.fromkeys(one.kind for one in media):
         for name in OPTIONS[kind]:
             if columns.get(name) is not None and name not in COLUMNS_TOO:
                 cure = f'as an option of the {kind} it belongs beside the source, {{"{kind}": ..., "{name}": ...}}'
                 raise ValueError(f"column {name!r} does nothing; {cure}, and anything else needs another name")
+
+
+def check_unread(columns: dict):
+    """Refuse a row without images and videos of which a column looks like one: it would be trained on blind."""
+    for name, value in columns.items():
+        first = value[0] if isinstance(value, list) and value else value
+        named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
+        if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
+            kind = "video" if "video" in name.lower() else "image"
+            cure = f"did you mean {kind!r}? Rename it, or leave it out of a question without {kind}"
+            raise ValueError(f"column {name!r} looks like an {kind} and is not read; {cure}")
+
+
+def missing_files(media: list[Media], folder: Path) -> list[str]:
+    """List the files of a row's images and videos that are not there; URLs are not asked."""
+    sources = [source for one in media for source in ([one.source] if isinstance(one.source, str) else one.source)]
+    local = [source for source in sources if not source.startswith(("data:", "http://", "https://"))]
+    return [source for source in local if not os.path.isfile(open_source(source, folder, False)[1])]
 
 
 def has_source(part: dict) -> bool:

@@ -37,15 +37,16 @@ class DataSection:
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
-    prompt_template: str = "{problem}"  # what the user message says; {problem} is the row's
+    prompt_template: str = "{problem}"  # what the (last) user turn says; {problem} is the row's text of it
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None  # upper bound of the area
     resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
     video: VideoSection = field(default_factory=VideoSection)
-    allow_urls: bool = False  # fetch images and videos of rows that name an http(s) URL
+    allow_urls: bool | Literal["private"] = False  # fetch http(s) URLs of rows; "private": of private networks too
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
+    answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
     demonstrations: Annotated[int, ">= 1"] = 96  # embedded tasks: rows for sft
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # embedded tasks: share of them with a random label or box
@@ -55,6 +56,8 @@ class DataSection:
     thinking: Literal["name", "position"] = "name"  # localisation: what is thought, the object's name or its position
 
     def __post_init__(self):
+        template = self.prompt_template
+        require("{problem}" in template, "prompt_template", template, "a text with {problem} in it, the row's question")
         require(len(self.eval_rewards) > 1, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")

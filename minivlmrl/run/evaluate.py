@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from minivlmrl.generate import sample_completions
-from minivlmrl.rewards import required_columns, reward_columns, score
+from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.rewards import reward_columns, score
 from minivlmrl.rows import Row
 from minivlmrl.scale.ranks import World
 
@@ -81,7 +82,7 @@ def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) 
     completions = sample_completions(model, processor, prompts, 1, sampling, keys, world, gather)
     texts = [processor.decode(completion.ids) for [completion] in completions]
     columns = reward_columns(rows, prompts, completions, processor)
-    values = score(list(rewards), texts, columns)  # (rows, K)
+    values = score(list(rewards), texts, columns, processor.answer)  # (rows, K)
     unseen = [bool(row.columns.get("unseen")) for row in rows]
     said = map(Answer, texts, values[:, 0].tolist(), columns["answer_extents"])
     return list(zip(values, unseen, said, strict=True))

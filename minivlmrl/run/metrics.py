@@ -88,6 +88,9 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     drawn = [completion for group in rollout.completions for completion in group]
     lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
     length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
+    if rewards.isnan().all():
+        names = ", ".join(algorithm.run.rewards)
+        raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions: there is nothing to learn from")
     rewards, total = rewards.double(), total.double()  # sums that do not depend on the order of the ranks
     metrics = {"reward": total.nanmean().item()}
     metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.run.rewards)}

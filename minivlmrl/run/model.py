@@ -31,5 +31,5 @@ def build_model(config, world: World) -> tuple[nn.Module, Processor]:
     if recompute and sharding is None:
         recompute_blocks(model)
     processor.image_processor.resize = data.resize or processor.image_processor.resize
-    processor.add_vision_id = data.add_vision_id
+    processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
     return model, processor

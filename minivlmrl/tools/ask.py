@@ -30,8 +30,8 @@ def main(arguments: list[str]):
     options = parser().parse_args(arguments)
     params, device = sampling(options), seeded_device(options.device, options.seed)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    images = [load_image(source, allow_url=True) for source in options.image]  # a URL on the command line is allowed
-    videos = [load_video(source, allow_url=True) for source in options.video]
+    images = [load_image(source, allow_url="private") for source in options.image]  # a URL that you give is allowed
+    videos = [load_video(source, allow_url="private") for source in options.video]
     messages = conversation(options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system)
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)

@@ -1,0 +1,71 @@
+"""One call of a reward: what it is given, in which of TRL's two forms, and what is wrong when it fails."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from minivlmrl.chat import content_parts
+from minivlmrl.reward_functions.checked_values import checked_values
+from minivlmrl.reward_functions.names import get_reward, required_columns
+from minivlmrl.rewards import GIVEN
+
+CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold turns where a row is a conversation
+
+
+def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
+    """Ask one reward about n completions: n numbers, NaN for None.
+
+    Raises:
+        ValueError: a column is missing; the function fails or returns something else (names reward, row and text).
+    """
+    missing = [column for column in required_columns([name]) if column not in columns]
+    if missing:
+        raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {sorted(set(columns) - GIVEN)}")
+    function = get_reward(name)
+    if not str(getattr(function, "func", function).__module__).startswith("minivlmrl."):
+        columns = columns | trl_columns(completions, columns)
+    columns = {"completions": completions} | columns
+    try:
+        values = _call(function, columns)
+    except Exception as error:
+        raise _blamed(name, function, completions, columns, error) from error
+    return checked_values(name, values, completions)
+
+
+def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+    """Write completions and prompts as TRL does: as messages if the row is a conversation, else as text."""
+    asked = columns.get("prompts", [[]] * len(completions))
+    turns = [columns[name] for name in CONVERSATIONS if name in columns]
+    found = {"completions": [], "prompts": []}
+    for i, (text, messages) in enumerate(zip(completions, asked, strict=True)):
+        chat = any(isinstance(column[i], list) for column in turns)
+        found["completions"].append([{"role": "assistant", "content": text}] if chat else text)
+        found["prompts"].append(messages if chat else _text(messages))
+    return found
+
+
+def _text(messages: list[dict]) -> str:
+    """The text of the last turn."""
+    return "".join(part.get("text", "") for part in content_parts(messages[-1])) if messages else ""
+
+
+def _call(function: Callable, columns: dict[str, list]) -> list:
+    values = function(**columns)
+    if inspect.iscoroutine(values):  # in a thread of its own: a notebook's has a running event loop
+        with ThreadPoolExecutor(1) as pool:
+            values = pool.submit(asyncio.run, values).result()
+    return values
+
+
+def _blamed(name: str, function: Callable, completions: list[str], columns: dict[str, list], error) -> ValueError:
+    """Find the first completion with which a reward fails, by asking about one at a time."""
+    for i, text in enumerate(completions):
+        try:
+            _call(function, {column: values[i : i + 1] for column, values in columns.items()})
+        except Exception as alone:
+            row = columns["row_names"][i] if "row_names" in columns else f"completion {i}"
+            if isinstance(alone, ValueError) and str(alone).startswith("reward "):  # one of ours says what is wrong
+                return ValueError(f"{row}: {alone}")
+            return ValueError(f"{row}: reward {name} raised {alone!r} for the completion {text!r:.200}")
+    return ValueError(f"reward {name} raised {error!r} for {len(completions)} completions together, for none alone")

@@ -1,0 +1,61 @@
+"""Names of rewards -> functions: the table of names, your own functions, and options of either.
+
+accuracy                         a name of the table
+my_rewards.py:brevity            a function of a file
+package.module:brevity           a function of a module
+number(tolerance=0.05)           any of them with options: named parameters of the function
+"""
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+
+from minivlmrl.rewards import GIVEN, load_name
+
+FILES = {  # file: its rewards
+    "minivlmrl.rewards": "format accuracy",
+    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
+    "minivlmrl.reward_functions.reward_model_scores": "reward_model",
+}
+REWARDS: dict[str, str | Callable] = {name: f"{file}:{name}" for file in FILES for name in FILES[file].split()}
+
+
+def get_reward(name: str) -> Callable:
+    """Find the function of a reward (ValueError: there is none, or it has no such option)."""
+    written = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", name, re.DOTALL)
+    target, options = written.groups() if written else (name, "")
+    found = REWARDS.get(target, target)
+    if not callable(found) and ":" not in found:
+        raise ValueError(f"unknown reward {target!r}; there are: {', '.join(sorted(REWARDS))}")
+    try:
+        function = found if callable(found) else load_name(found)
+    except (OSError, ImportError, KeyError, AttributeError) as error:
+        raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
+    return functools.partial(function, **_read_options(name, function, options)) if options.strip() else function
+
+
+def required_columns(names: Iterable[str]) -> list[str]:
+    """List the columns that these rewards cannot do without: their named parameters without a default."""
+    functions = [inspect.signature(get_reward(name)) for name in names]
+    parameters = [p for function in functions for p in function.parameters.values()]
+    needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
+    return sorted(needed - GIVEN)
+
+
+def _read_options(name: str, function: Callable, text: str) -> dict[str, object]:
+    """Read "tolerance=0.05, units=['cm']": named parameters of the function, with Python's literals as values."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        good = isinstance(call.func, ast.Name) and not call.args
+    except (SyntaxError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"reward {name}: its options must have the form name=value, name=value")
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"reward {name}: there is no option {option!r}; there are: {', '.join(known) or 'none'}")
+    return options

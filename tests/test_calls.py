@@ -1,0 +1,138 @@
+"""A call of a reward: TRL's two signatures, async functions, and which row, text and reward an error names."""
+
+import asyncio
+import json
+
+import PIL.Image
+import pytest
+import torch
+from runs import metrics
+
+from minivlmrl.reward_functions.calls import call_reward, trl_columns
+from minivlmrl.reward_functions.names import REWARDS
+
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+SAID = [[{"role": "assistant", "content": "two"}], "three"]
+
+
+def ask(monkeypatch, function, completions, **columns):
+    monkeypatch.setitem(REWARDS, "own", function)
+    return call_reward("own", completions, columns)
+
+
+def test_completions_and_prompts_have_the_form_of_their_row():
+    """TRL: messages if the prompt is a conversation, text if it is text."""
+    columns = {"prompt": [CHAT, "How many?"], "prompts": [CHAT, CHAT]}
+    assert trl_columns(["two", "three"], columns) == {"completions": SAID, "prompts": [CHAT, "How many?"]}
+    assert trl_columns(["three"], {"problem": ["?"]}) == {"completions": ["three"], "prompts": [""]}
+
+
+def test_rewards_written_for_trl(monkeypatch):
+    """Its two signatures, from its documentation."""
+
+    def of_chats(completions, **kwargs):
+        return [len(completion[0]["content"]) for completion in completions]
+
+    def of_texts(prompts, completions, completion_ids, **kwargs):
+        return [len(p) + len(c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
+
+    assert ask(monkeypatch, of_chats, ["two"], messages=[CHAT]) == [3]
+    assert ask(monkeypatch, of_texts, ["two"], problem=["?"], prompts=[CHAT], completion_ids=[[1, 2]]) == [9 + 3 + 2]
+
+
+def test_our_own_rewards_always_see_text():
+    columns = {"prompt": [CHAT], "solution": ["two"], "answer_texts": ["two"]}
+    assert call_reward("accuracy", ["<answer>two</answer>"], columns) == [1.0]
+    assert call_reward("minivlmrl.rewards:format", ["two"], columns) == [0.0]
+
+
+async def slow(completions, **columns):
+    await asyncio.sleep(0.001)
+    return [float(len(text)) for text in completions]
+
+
+def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
+    assert ask(monkeypatch, slow, ["two"]) == [3.0]
+
+    async def notebook():
+        return ask(monkeypatch, slow, ["two"])
+
+    assert asyncio.run(notebook()) == [3.0]
+
+
+def test_an_error_names_row_reward_and_text(monkeypatch):
+    def strict(completions, **columns):
+        return [{"two": 2}[text] for text in completions]
+
+    rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+    expected = r"^rows.jsonl:2: reward own raised KeyError\('five'\) for the completion 'five'$"
+    with pytest.raises(ValueError, match=expected) as caught:
+        ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+    def fickle(completions, **columns):
+        if len(completions) > 1:
+            raise OSError("too many")
+        return [0.0]
+
+    expected = r"^reward own raised OSError\('too many'\) for 2 completions together, for none alone$"
+    with pytest.raises(ValueError, match=expected):
+        ask(monkeypatch, fickle, ["two", "five"])
+
+
+def test_what_our_own_rewards_refuse_begins_with_the_row():
+    sizes = {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2, "row_names": ["a:1", "a:7"]}
+    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
+        call_reward("iou", ["1 1 2 2"] * 2, {"solution": [[1, 1, 2, 2], "cat"], **sizes})
+
+
+def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
+    """In a whole run, with a row of TRL's conversational form: what the function is given."""
+    row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
+    (home / "chat.jsonl").write_text(json.dumps(row))
+    seen = {}
+
+    def look(completions, prompts, images, tag, completion_ids, **columns):
+        seen.update(locals())
+        return [float(i) for i in range(len(completions))]
+
+    monkeypatch.setitem(REWARDS, "look", look)
+    rows = f"--data.train_file={home / 'chat.jsonl'}"
+    run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
+    n = len(seen["completions"])
+    assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
+    assert {type(turns[0]["content"]) for turns in seen["completions"]} == {str}
+    assert seen["prompts"][0][-1]["role"] == "user"
+    assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
+
+
+def test_a_reward_that_fails_leaves_the_last_state_intact(run, tmp_path, monkeypatch):
+    """Mended, the run goes on from the state and ends with the bytes of a run that never failed."""
+    options = ["--stages=[grpo]", "--grpo.max_steps=4", "--state_steps=1", "--rewards={own: 1}"]
+
+    def own(completions, completion_ids, **columns):
+        calls.append(1)
+        assert len(calls) != broken, "gone"
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    monkeypatch.setitem(REWARDS, "own", own)
+    calls, broken = [], None
+    whole = metrics(run(*options, name="whole"))
+    calls, broken = [], 3
+    with pytest.raises(ValueError, match=r"^reward own raised AssertionError\('gone.*\) for \d+ completions together"):
+        run(*options, name="broken")
+    calls, broken = [], None
+    assert metrics(run(*options, "--resume=auto", name="broken")) == whole
+
+
+def test_the_number_of_values_is_checked_in_the_async_form_too(monkeypatch):
+    async def short(completions, **columns):
+        return [1.0]
+
+    with pytest.raises(ValueError, match=r"^reward own returned 1 values for 2 completions$"):
+        ask(monkeypatch, short, ["a", "b"])
+
+
+def test_none_is_nan(monkeypatch):
+    values = ask(monkeypatch, lambda completions, **columns: [None, 2], ["a", "b"])
+    assert torch.tensor(values).isnan().tolist() == [True, False]
