@@ -20,7 +20,7 @@ def load_image(source: Source, folder: str | Path | None = None, allow_url=False
 
     Args:
         source: path, URL, data URI, bytes or image; data/fetch.py opens it.
-        folder, allow_url: where a relative path starts; whether URLs are downloaded (data.allow_urls).
+        folder, allow_url: where a relative path starts; data.allow_urls, whether to fetch URLs.
     Raises:
         ValueError: names the source and says why it gives no image.
     """
