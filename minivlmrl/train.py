@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     algorithms = {stage: find_algorithm(stage, config) for stage in config.stages}
     for algorithm in algorithms.values():
         algorithm.check(config)
-    world = ranks.setup(config.num_threads, config.timeout, config.sharding.enabled)
+    world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     with StopSignals(world) as signals:
         run(config, algorithms, world, signals)
     ranks.shutdown()
@@ -62,7 +62,7 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results
-    from minivlmrl.run.start import show_rows, try_rewards
+    from minivlmrl.run.start import describe_run, show_rows, try_rewards
     from minivlmrl.scale.resume import Progress, States
 
     for stage in config.stages:
@@ -73,6 +73,7 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     held_out = datasets.get("eval")
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world)
+    describe_run(config, model, world)
     show_rows(datasets, processor, world)
     states = States(config, world, signals)
     state = states.to_resume()

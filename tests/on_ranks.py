@@ -89,7 +89,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     [stage] = config.stages
     model, processor = build_model(config, world)
     algorithm = train.find_algorithm(stage, config)(config, model, processor, world)
-    assert is_sharded(algorithm.trained) == config.sharding.enabled
+    assert is_sharded(algorithm.trained) == config.uses_fsdp
     result, settings = Result(), getattr(config, stage)
     if hasattr(algorithm, "roll_out"):
         record(algorithm, result)
@@ -103,7 +103,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     result.pairs = algorithm.pair_accuracy(held_out)
     reshard(algorithm.trained)
     for name, parameter in algorithm.trained.named_parameters():
-        result.weights[name] = parameter.full_tensor() if config.sharding.enabled else parameter
+        result.weights[name] = parameter.full_tensor() if config.uses_fsdp else parameter
     result.weights = {name: weight.detach().clone() for name, weight in result.weights.items()}
     return result
 

@@ -1,5 +1,7 @@
 """The model that a recipe asks for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
+from minivlmrl.scale.ranks import World
 
 from stages import ONE
 
@@ -68,3 +71,19 @@ def test_activations_are_recomputed_with_the_same_gradients(build):
 def test_a_model_that_cannot_be_is_refused(build, options, says):
     with pytest.raises(ValueError, match=says):
         build(*options)
+
+
+@pytest.mark.parametrize("option", ["true", "false"])
+def test_memory_is_checked_before_weights_are_read(home, own, monkeypatch, option):
+    """On a GPU of 2 GB: the reserve of the plan alone is 3."""
+    small = SimpleNamespace(total_memory=2 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    monkeypatch.setattr("minivlmrl.run.model.load_model", lambda *_: pytest.fail("read"))
+    config = load_config(home / "recipe.yaml", [*own, f"--check_memory={option}"])
+    world = World(0, 1, torch.device("cuda", 0))
+    if option == "true":
+        with pytest.raises(ValueError, match=r"sft needs about .* --check_memory=false starts it as it is"):
+            build_model(config, world)
+    else:
+        with pytest.raises(pytest.fail.Exception, match="read"):
+            build_model(config, world)

@@ -198,18 +198,18 @@ OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *(f"{stage}.save_steps" for stage in STAGES),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
-    *("output_dir", "num_threads", "model.path", "model.config", "model.activation_checkpointing"),
-    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
     *(
-        "log_completions",
-        "show_completions",
-        "state_steps",
-        "keep_states",
-        "resume",
-        "timeout",
-        "rollout.gather_weights",
+        "output_dir",
+        "num_threads",
+        "model.path",
+        "model.config",
+        "model.activation_checkpointing",
+        "model.compute_dtype",
     ),
-    *("sharding.enabled", "sharding.compute_dtype", "sharding.replicas", "sharding.cpu_offload"),
+    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
+    *("log_completions", "show_completions"),
+    *("check_memory", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
 }
 
 
@@ -297,7 +297,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "sharding.compute_dtype"}
+    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype"}
     others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

@@ -1,9 +1,12 @@
 """The memory plan against tensors that are really there, on the CPU."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from hub_configs import real_config
 
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
@@ -15,11 +18,25 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig
+from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.scale.sharding import ShardingSection
-from minivlmrl.tools.plan import GB, STAGES, Costs, LiveBytes, Work, meta_batch, plan, smallest_saving, table
+from minivlmrl.tools.plan import (
+    GB,
+    IMAGE_TOKENS,
+    STAGES,
+    TEXT_TOKENS,
+    Costs,
+    LiveBytes,
+    Work,
+    check_memory,
+    meta_batch,
+    most,
+    plan,
+    smallest_saving,
+    table,
+)
 
 import tiny
 
@@ -189,3 +206,47 @@ def test_the_command(tmp_path, capsys):
     assert "unknown algorithm 'foo'" in capsys.readouterr().err
     assert start(["plan", "--model", str(tmp_path / "none")]) == 2
     assert "no such file or folder; of a repository do: hf download" in capsys.readouterr().err
+
+
+def test_recipes_fit_the_cards_that_their_heads_name():
+    """Each recipe of a real size says what it needs on one card of 80 GB, and with which options on one of 24 GB."""
+    costs, recipes = Costs(ModelConfig.from_dict(real_config("Qwen2.5-VL-3B"))), []
+    for path in sorted(Path("recipes").glob("*.yaml")):
+        head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+        if "3B" not in head:
+            continue
+        recipes.append(path.stem)
+        by_plan, on_small = (
+            int(re.search(text, head)[1]) for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card")
+        )
+        small = re.search(r"on the card with (--\S+ --\S+[^,. ])", head)[1].split()
+        for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
+            run = load_config(path, options)
+            [stage] = run.stages
+            needed = most(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+            assert round(needed) == expected <= card, (path, options)
+    assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
+
+
+def test_a_run_that_does_not_fit_is_refused(checkpoint, home):
+    """By the same numbers as the command; the reserve alone is 3 GB."""
+    run = load_config(home / "recipe.yaml", [f"--model.path={checkpoint}", "--model.config=null"])
+    check_memory(run, 1, 4 * GB)
+    with pytest.raises(
+        ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
+    ):
+        check_memory(run, 2, 2 * GB)
+
+
+def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
+    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    run = run_config()
+    run.grpo.beta = 0.1
+    plain = plan(run, "grpo", costs, 1, *lengths)["train"]
+    run.model.compute_dtype = "bfloat16"
+    half = plan(run, "grpo", costs, 1, *lengths)["train"]
+    assert all(half[name] == plain[name] for name in ("weights", "optimizer", "gradients"))
+    assert half["reference"] == plain["reference"] / 2
+    assert half["forward and backward"] < 0.75 * plain["forward and backward"]
+    run.grpo.sync_ref_model = True  # a reference that moves needs all its digits
+    assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == plain["reference"]

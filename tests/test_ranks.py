@@ -168,6 +168,7 @@ GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 4, 1)}
 QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
+    "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
     **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
     "gather": ["gather"],
 }  # fmt: skip
@@ -185,7 +186,7 @@ def quick_results(tmp_path_factory):
     return launch(1, folder, {"replicated": GRPO, **COUNTS}, quick)[0], launch(2, folder, QUICK, quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "sharded", "layer by layer"])
+@pytest.mark.parametrize("way", ["replicated", "sharded", "layer by layer", "compute_dtype"])
 def test_two_ranks_equal_one(quick_results, way):
     """Two steps of GRPO with a reference in float64."""
     alone, ranks = quick_results

@@ -205,8 +205,9 @@ def gradients(model):
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
 
 
-def sharded_model(dtype=torch.float32, recompute=False, **options):
-    sharding = Sharding(ShardingSection(enabled=True, **options), ONE, dtype, recompute)
+def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, **options):
+    section = ShardingSection(enabled=compute_dtype is None, **options)
+    sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
     model = tiny.model(dtype=dtype)
     sharding.shard(model)
     return model
@@ -214,7 +215,7 @@ def sharded_model(dtype=torch.float32, recompute=False, **options):
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     """The numbers are those of a bfloat16 model; the gradients are added up in float32."""
-    model, half = sharded_model(compute_dtype="bfloat16"), tiny.model(dtype=torch.bfloat16)
+    model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
     model.visual.blocks[1].register_forward_pre_hook(lambda module, args: seen.add(("angles", args[1].dtype)))
@@ -225,6 +226,14 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
         assert gradient.dtype == torch.float32
         assert torch.equal(gradient, theirs[name].float()), name
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_copy_in_the_dtype_that_computes_computes_the_same(alone):
+    """A reference takes half the memory, and its numbers have the same bits."""
+    model = sharded_model(compute_dtype=torch.bfloat16)
+    twin = copy_model(model, to_compute=True).requires_grad_(False)
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
+    assert torch.equal(per_token_logps(twin, batch())[0], per_token_logps(model, batch())[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=str)
@@ -303,15 +312,8 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["--sharding.compute_dtype=bfloat16"],
-            "compute_dtype is 'bfloat16', it must be None unless sharding is enabled",
-        ),
         (["--sharding.cpu_offload=true"], "sharding.cpu_offload is True, it must be False unless sharding is enabled"),
-        (
-            ["--sharding.enabled=true", "--sharding.compute_dtype=int8"],
-            "compute_dtype is 'int8', it must be 'float32', ",
-        ),
+        (["--model.compute_dtype=int8"], "compute_dtype is 'int8', it must be 'float32', "),
         (["--sharding.enabled=true", "--sharding.replicas=0"], "sharding.replicas is 0, it must be 1 or more"),
     ],
 )

@@ -1,6 +1,7 @@
 """Before the weights are loaded: rewards are tried, and rows counted without decoding their images."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import PIL.Image
@@ -11,7 +12,8 @@ from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
-from minivlmrl.run.start import show_rows, summary, try_rewards
+from minivlmrl.run.config import load_config
+from minivlmrl.run.start import describe_run, show_rows, summary, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.localisation import Localisation
@@ -95,3 +97,15 @@ def test_videos_and_urls_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["https://x/1.png"]}, {"problem": "a", "image": "https://x/1.png"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert summary(JsonLines(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"
+
+
+def test_the_first_rank_says_what_runs_where(home, capsys):
+    config = load_config(home / "recipe.yaml", ["--output_dir=here"])
+    policy, _ = model.build_model(config, ONE)
+    config.model.compute_dtype = "bfloat16"
+    for rank in (0, 1):
+        describe_run(config, policy, World(rank, 2, torch.device("cpu")))
+    device, size, output = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"device: CPU, \d+ threads; ranks: 2; kernels: torch", device)
+    assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
+    assert output == "output: here"

@@ -167,6 +167,21 @@ def test_micro_batches_add_up_to_the_step(run, plain, lively, monkeypatch, stage
         assert split[name] == pytest.approx(whole[name], rel=1e-6, abs=1e-12), name
 
 
+def test_layers_compute_in_bfloat16_on_one_process_without_sharding(run, plain, lively):
+    """All stages; float32 weights keep updates that bfloat16 weights would lose."""
+    rates = [f"--{stage}.learning_rate=1e-5" for stage in STAGES]
+    options = ["--model.compute_dtype=bfloat16", *rates, "--grpo.beta=0.1"]
+    folder = run(*options, f"--stages=[{', '.join(STAGES)}]")
+    before = load_file(run("--stages=[]", name="untrained") / "checkpoint" / "model.safetensors")
+    after = load_file(folder / "checkpoint" / "model.safetensors")
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert after[weight].dtype == torch.float32
+    step = (after[weight] - before[weight]).abs()
+    assert 0 < step.median() < before[weight].abs().median() * 2**-9  # half a step of a bfloat16
+    lines = metrics(folder)
+    assert max(line.get("rollout/logp_mismatch", 0) for line in lines) < 0.05
+
+
 def test_every_step_begins_without_gradient(run, plain):
     """At learning rate 0 and with all rows in every step, all steps have one gradient."""
     options = ["--sft.learning_rate=0", "--data.demonstrations=4", "--sft.prompts_per_step=4"]

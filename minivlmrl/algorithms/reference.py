@@ -33,8 +33,10 @@ class Reference:
         shared = shared_parameters(policy, config.num_shared_layers)
         for parameter in shared:
             parameter.requires_grad_(False)
-        # what deepcopy finds in its memo it takes as it is; a sharded model cannot share: a unit belongs to one model
-        twin = copy_model(policy) if is_sharded(policy) else copy.deepcopy(policy, {id(p): p for p in shared})
+        if is_sharded(policy):  # cannot share: a unit belongs to one model
+            twin = copy_model(policy, to_compute=not config.sync_ref_model)
+        else:  # what deepcopy finds in its memo it takes as it is
+            twin = copy.deepcopy(policy, {id(p): p for p in shared})
         self.model = twin.requires_grad_(False)
 
     @torch.no_grad()

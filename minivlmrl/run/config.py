@@ -27,7 +27,8 @@ class ModelSection:
 
     path: str | None = None  # a Hugging Face folder or the id of a repository
     config: str | None = None  # a config.json, relative to the recipe
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of the parameters
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of parameters, gradients and AdamW
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None  # of layers and activations
     activation_checkpointing: bool = False  # keep only the inputs of blocks and compute the rest again in the backward
 
 
@@ -56,6 +57,7 @@ class RunConfig:
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
     show_completions: bool = False  # print the best and the worst of a group as often
+    check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
     timeout: Annotated[float, "> 0"] = 600.0  # seconds that a rank waits for another before the run ends with an error
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -69,6 +71,11 @@ class RunConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOSection = field(default_factory=GRPOSection)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 holds the weights: they are sharded, or the layers compute in a dtype of their own."""
+        return self.sharding.enabled or self.model.compute_dtype is not None
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What a run does before its weights are loaded: it tries the rewards, and says what the rows hold."""
+"""What a run does and says before its first step: it tries the rewards, counts the rows, says what runs where."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import PIL.Image
 import torch
+from torch import nn
 
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.generate import Completion
+from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.image import ImageProcessor
+from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import judge
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
@@ -100,3 +103,17 @@ def outline(rows: Dataset, index: int) -> Row | None:
 def _words(images: int, videos: int) -> str:
     kinds = {"image": images, "video": videos}
     return " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count) or "no image"
+
+
+def describe_run(config, model: nn.Module, world: World):
+    """Print on the first rank what runs where, and what it writes to."""
+    if not world.is_main:
+        return
+    dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
+    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
+    cuda = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
+    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}")
+    print(f"output: {config.output_dir}", flush=True)

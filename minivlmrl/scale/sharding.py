@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,11 @@ class ShardingSection:
     """Weights, gradients and optimizer state sharded over the ranks. Off: each rank has them all."""
 
     enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None  # of gathered weights, else dtype
     replicas: Annotated[int, ">= 1"] = 1  # groups of ranks that hold a full model each; one a node gathers within nodes
     cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
 
     def __post_init__(self):
-        for name in ("compute_dtype", "replicas", "cpu_offload"):
+        for name in ("replicas", "cpu_offload"):
             value, default = getattr(self, name), getattr(type(self), name)
             if not self.enabled and value != default:
                 raise ValueError(f"{name} is {value!r}, it must be {default!r} unless sharding is enabled")
@@ -48,18 +47,20 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
+        recompute: activation checkpointing.
+        compute_dtype: of gathered weights and activations, else dtype. A section that is not enabled is a replica on
+            every rank.
     """
 
-    def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, activation_checkpointing=False):
-        size, device, replicas = world.size, world.device, section.replicas
+    def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, recompute=False, compute_dtype=None):
+        size, device, replicas = world.size, world.device, section.replicas if section.enabled else world.size
         if size % replicas:
             raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
-        compute_dtype = section.compute_dtype and getattr(torch, section.compute_dtype)
         self.device = torch.device("cpu") if section.cpu_offload else device
         names, shape = ("replicate", "shard"), (replicas, size // replicas)
         first = int(replicas == 1)  # without replicas the mesh has one dimension
         self.mesh = init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
-        self.activation_checkpointing = activation_checkpointing
+        self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
         # inputs keep their dtypes: rotary angles stay float32, as without sharding
         precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else OffloadPolicy()
@@ -67,7 +68,7 @@ class Sharding:
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
-        if self.activation_checkpointing:
+        if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
             fully_shard(block, **self.options)
@@ -197,15 +198,20 @@ class Joint:
             model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model deeply; of a sharded one each rank copies the part that it holds."""
+def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
+    """Copy a model deeply; of a sharded one each rank copies the part that it holds.
+
+    Args:
+        to_compute: copy into the dtype that computes: nothing is lost if the copy is not trained.
+    """
     if not is_sharded(model):
         return copy.deepcopy(model)
     reshard(model)
+    dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
     with torch.device("meta"):
-        twin = type(model)(model.config).to(model.lm_head.weight.dtype)
+        twin = type(model)(model.config).to(dtype)
     model.sharding.shard(twin)
-    assign(twin, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    assign(twin, {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()})
     for copied, parameter in zip(twin.parameters(), model.parameters(), strict=True):
         copied.requires_grad_(parameter.requires_grad)
     return twin

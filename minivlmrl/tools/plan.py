@@ -32,7 +32,7 @@ from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import inverse_cdf, next_tokens
 from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.hub.family import FAMILIES, family_of
-from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.logprobs import per_token_logps
@@ -44,11 +44,12 @@ from minivlmrl.train import find_algorithm
 
 GB = 10**9
 RESERVE = 3 * GB
+TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
 # stages -> completions of one prompt in a micro-batch; None: the recipe's num_generations, which a rollout samples
 STAGES = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2, "grpo": None, "ppo": None}
 # options that save memory, cheapest first
 SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
-SAVINGS += ["sharding.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
+SAVINGS += ["model.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
     shared = _count(shared_parameters(costs.model, layers))
     trained = costs.parameters - (shared or (costs.vision if config.freeze_vision_tower else 0))
-    summed = gpus > 1 and not sharding.enabled  # then the ranks sum a copy of the gradients
+    fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
+    summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
     reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
     numbers = {  # held all the time
@@ -174,17 +176,18 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         "optimizer": 2 * trained,
         # weights, gradients and the two of AdamW
         "value model": (4 + summed) * costs.backbone * (stage == "ppo" and run.ppo.critic == "separate"),
-        # sharded models share nothing
-        "reference": (costs.parameters - (0 if sharding.enabled else shared)) * reference.get(stage, False),
+        # with FSDP models share nothing
+        "reference": (costs.parameters - (0 if fsdp else shared)) * reference.get(stage, False),
         "policy": costs.parameters * (stage == "reward_model"),  # in addition to the copy that is trained
         "reward model": costs.backbone * (online and "reward_model" in run.rewards),
     }
     shards = gpus // sharding.replicas if sharding.enabled else 1
     part = 0 if sharding.cpu_offload else DTYPES[run.model.dtype].itemsize / shards  # bytes here for each number
     always = {name: count * part for name, count in numbers.items() if count}
+    if "reference" in always and not config.sync_ref_model:
+        always["reference"] *= computed.itemsize / DTYPES[run.model.dtype].itemsize
 
-    computed = DTYPES[sharding.compute_dtype or run.model.dtype]
-    gathered = costs.gathered * computed.itemsize if sharding.enabled else 0
+    gathered = costs.gathered * computed.itemsize if fsdp else 0
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
     rows = micro.prompts * G * micro.completion_tokens
@@ -192,7 +195,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if online:
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
-        whole = sharding.enabled and run.rollout.gather_weights
+        whole = fsdp and run.rollout.gather_weights
         phases["rollout"] = {
             "gathered": costs.parameters * computed.itemsize if whole else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
@@ -239,14 +242,31 @@ def table(phases: dict[str, dict], memory: float) -> str:
     return "\n".join(lines)
 
 
+def check_memory(run: RunConfig, gpus: int, memory: int):
+    """Refuse a run with a stage that does not fit a GPU with this many bytes (ValueError).
+
+    Prompts are taken as `plan` takes them, with images of at most data.max_pixels.
+    """
+    costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
+    image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // 28**2)
+    for stage in run.stages:
+        needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
+        if needed > memory:
+            text = f"{stage} needs about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
+            cure = "`python -m minivlmrl plan` says which options make it fit; --check_memory=false starts it as it is"
+            raise ValueError(f"{text}: {cure}")
+
+
 def main(arguments: list[str]):
     """Print the plan that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl plan", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder with a config.json, or that file")
     parser.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    parser.add_argument("--text_tokens", type=int, default=200, help="of a prompt, without its image")
-    parser.add_argument("--image_tokens", type=int, default=1000, help="of a prompt's image: (height/28) x (width/28)")
+    parser.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt, without its image")
+    parser.add_argument(
+        "--image_tokens", type=int, default=IMAGE_TOKENS, help="of a prompt's image: (height/28) x (width/28)"
+    )
     given, rest = parser.parse_known_args(arguments)
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
     path = Path(given.model)
