@@ -14,6 +14,7 @@ TOOLS = {  # name: (module:function, what it does)
     "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
+    "exact": ("minivlmrl.audit.exact:main", "print the expected gradient of every loss, without sampling"),
 }
 
 

@@ -1,0 +1,199 @@
+"""`python -m minivlmrl exact`: the expected gradient of every loss, without a single sample.
+
+Three tokens, one of which ends a completion, and at most three tokens make 15 completions. The functions that training
+calls run on all of them, or on all groups of G, each weighed with its probability. A cell of a table is the expected
+gradient's cosine with the gradient that it is to have, and its length in multiples of that one's. See docs/bias.md.
+"""
+
+import argparse
+from collections.abc import Callable
+from itertools import product
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from minivlmrl.advantages import EPSILON, group_advantages
+from minivlmrl.algorithms.baselines import gae, leave_one_out, token_rewards
+from minivlmrl.algorithms.policy_losses import FamilyLoss, LossType, PolicyInputs, policy_loss
+from minivlmrl.algorithms.ppo_loss import PPOLoss, PPORollout, ppo_loss
+from minivlmrl.algorithms.preference_losses import DPO_LOSSES, DPOLoss, dpo_loss
+from minivlmrl.losses import Counts
+
+END, T = 2, 3  # the token that ends a completion; tokens of the longest
+PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...
+COMPLETIONS = sorted({c[: c.index(END) + 1] if END in c else c for c in product(range(END + 1), repeat=T)})  # 15
+ALL = torch.arange(len(COMPLETIONS))
+TOKENS = torch.tensor([[*c] + [END] * (T - len(c)) for c in COMPLETIONS])  # (15, T)
+PREFIX = torch.tensor([[PREFIXES.index(c[:t]) if t < len(c) else 0 for t in range(T)] for c in COMPLETIONS])  # (15, T)
+MASK = torch.tensor([[float(t < len(c)) for t in range(T)] for c in COMPLETIONS]).double()  # (15, T)
+RANDOM = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+POLICY = torch.randn(len(PREFIXES), END + 1, **RANDOM)  # (7, 3) logits of the token after each prefix
+REFERENCE = POLICY + 0.5 * torch.randn(len(PREFIXES), END + 1, **RANDOM)
+GRADED = torch.rand(len(ALL), **RANDOM).round(decimals=1)  # (15,) rewards 0, 0.1, ... 1
+BINARY = (torch.rand(len(ALL), **RANDOM) < 0.3).double()  # (15,) rewards 0 and 1
+BETA = 0.5  # of the preference losses
+
+
+def logps_of(logits: Tensor) -> Tensor:
+    """(7, 3) logits -> (15, T) log-probabilities of the tokens of all completions, nats."""
+    return logits.log_softmax(-1)[PREFIX, TOKENS] * MASK
+
+
+def chances(logps: Tensor) -> Tensor:
+    """(15, T) -> (15,) probabilities of the completions."""
+    return logps.sum(1).exp()
+
+
+def by_prefix(per_completion: Tensor) -> Tensor:
+    """(15,) -> (7,): for each prefix the sum over completions that continue it."""
+    return torch.zeros(len(PREFIXES)).double().index_put((PREFIX,), per_completion[:, None] * MASK, accumulate=True)
+
+
+def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
+    """Mean of loss(indices (G,)) over all groups of completions that a sampler (15, T) draws."""
+    groups = torch.cartesian_prod(*[ALL] * num_generations).view(-1, num_generations)
+    return chances(sampler)[groups].prod(1) @ torch.vmap(loss)(groups)
+
+
+def expected_policy_loss(
+    logps: Tensor, rewards: Tensor, options: FamilyLoss, scale="none", G=2, one_group=False, *, old=None, ref=None
+) -> Tensor:
+    """Mean of policy_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
+
+    A step has one_group, or so many that its number of tokens and its standard deviation of rewards are not random.
+    """
+    sampler = logps.detach() if old is None else old
+    chance, by_batch = chances(sampler), scale == "batch" and not one_group
+    std = (chance @ rewards.square() - (chance @ rewards).square()).sqrt() + EPSILON if by_batch else 1.0
+
+    def loss(i: Tensor) -> Tensor:
+        advantages = group_advantages(rewards[i], G, "none" if by_batch else scale) / std
+        if options.loss_type == "rloo":
+            advantages = leave_one_out(rewards[i], G)
+        inputs = PolicyInputs(logps[i], None, sampler[i], None if ref is None else ref[i])
+        counts = Counts(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
+        return policy_loss(inputs, advantages, MASK[i], options, counts)[0]
+
+    return expect(loss, sampler, G)
+
+
+def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLoss, old: Tensor) -> Tensor:
+    """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
+    values, counts = values[PREFIX] * MASK, Counts(1, (chances(old) @ MASK.sum(1)).item())
+    fixed = old, values, *gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
+
+    def loss(i: Tensor) -> Tensor:
+        return ppo_loss(logps[i], values[i], MASK[i], PPORollout(*(x[i] for x in fixed)), options, counts=counts)[0]
+
+    return expect(loss, old)
+
+
+def expected_dpo_loss(logps: Tensor, options: DPOLoss) -> Tensor:
+    """Mean of dpo_loss over pairs that the reference draws and the graded rewards label, by Bradley and Terry."""
+    counts = Counts(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
+    given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
+    losses = [dpo_loss(*pair, ref_per_token_logps=ref, counts=counts)[0] for *pair, ref in given]
+    return PAIRS.flatten() @ torch.stack(losses)
+
+
+def gradient(of: Callable, logits: Tensor, *given, **more) -> Tensor:
+    """Gradient of of(logps, ...) to the logits, flat."""
+    logits = logits.detach().requires_grad_()
+    return torch.autograd.grad(of(logps_of(logits), *given, **more), logits)[0].flatten()
+
+
+def reward_gradient(logits: Tensor, rewards: Tensor, beta: float = 0.0) -> Tensor:
+    """Gradient of the expected reward less beta times the KL of completions to the reference."""
+    log_ratio = (logps_of(logits) - REF).sum(1)  # a constant, as the mean of its gradient is 0
+    return gradient(lambda logps: chances(logps) @ (rewards - beta * log_ratio), logits)
+
+
+def token_kl_gradient(logits: Tensor, sampler: Tensor) -> Tensor:
+    """Gradient of the next token's KL to the reference, summed over the prefixes that a fixed sampler visits."""
+    logits, ref = logits.detach().requires_grad_(), REFERENCE.log_softmax(-1)
+    kl = (logits.softmax(-1) * (logits.log_softmax(-1) - ref)).sum(1)  # (7,)
+    return torch.autograd.grad(by_prefix(chances(sampler)) @ kl, logits)[0].flatten()
+
+
+def cell(found: Tensor, target: Tensor) -> str:
+    """Cosine and length of a gradient against the one that it is to have."""
+    pair = found @ target / found.norm() / target.norm(), found.norm() / target.norm()
+    return "0" if pair[1] < 1e-9 else ", ".join("1" if abs(x - 1) < 1e-9 else f"{x:.4f}" for x in pair)
+
+
+OLD, REF = logps_of(POLICY), logps_of(REFERENCE)
+MOVED = POLICY + 4 * reward_gradient(POLICY, GRADED).view_as(POLICY)  # a large step: ratios of tokens 0.75 to 1.33
+PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoid()  # (15, 15): chosen, rejected
+
+
+def policy_table() -> list[list[str]]:
+    """Policy losses: the gradient of the expected reward."""
+    kinds = [*product(get_args(LossType), ["token"], ("group", "batch", "none"))]
+    kinds += product(("grpo", "dr_grpo"), ("sequence", "sequence_token"), ["none"])
+    columns = {
+        "one group a step": (GRADED, 2, True, POLICY, 9.0),
+        "many groups": (GRADED, 2, False, POLICY, 9.0),
+        "many, G = 3": (GRADED, 3, False, POLICY, 9.0),
+        "many, rewards 0 and 1": (BINARY, 2, False, POLICY, 9.0),
+        "many, off-policy": (GRADED, 2, False, MOVED, 9.0),
+        "and clipped at 0.1": (GRADED, 2, False, MOVED, 0.1),
+    }
+    table = [["loss_type", "level", "scale_rewards", *columns]]
+    for name, level, scale in kinds:
+        cells = []
+        for rewards, G, one_group, logits, clip in columns.values():
+            options = FamilyLoss(name, level, epsilon_low=clip, epsilon_high=clip + (name == "cispo"))
+            found = gradient(expected_policy_loss, logits, rewards, options, scale, G, one_group, old=OLD)
+            cells.append(cell(-found, reward_gradient(logits, rewards)))
+        table.append([name, level, scale, *cells])
+    return [row for row in table if row[0] != "rloo" or row[2] == "none"]  # it leaves one out instead
+
+
+def kl_table() -> list[list[str]]:
+    """The KL term alone: the gradients of two KLs."""
+    table, none = [["loss_type", "KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
+    tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
+    kinds = "", " straight-through", " corrected"
+    for loss_type, name, kind in product(("luspo", "grpo"), ("k1", "k2", "k3"), kinds):
+        how = {"kl_straight_through": "straight" in kind, "use_bias_correction_kl": kind == " corrected"}
+        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=name, **how)
+        on, off = (gradient(expected_policy_loss, x, none, options, old=OLD, ref=REF) for x in (POLICY, MOVED))
+        cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
+        table.append([loss_type, name + kind, *cells])
+    on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), FamilyLoss("rloo"))
+    return [*table, ["rloo", "k1 in the reward", cell(on, tokens), cell(on, completions), ""]]
+
+
+def ppo_table() -> list[list[str]]:
+    """PPO: the gradient of the expected reward."""
+    table = [["values", "lam", "on-policy", "off-policy", "and clipped at 0.1"]]
+    true = by_prefix(chances(OLD) * GRADED) / by_prefix(chances(OLD))
+    for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
+        cells = []
+        for logits, clip in ((POLICY, 9.0), (MOVED, 9.0), (MOVED, 0.1)):
+            found = gradient(expected_ppo_loss, logits, values, lam, PPOLoss(clip), OLD)
+            cells.append(cell(-found, reward_gradient(logits, GRADED)))
+        table.append([name, f"{lam:g}", *cells])
+    return table
+
+
+def preference_table() -> list[list[str]]:
+    """Preference losses: the gradient of the expected reward less beta times the KL of completions."""
+    table = [["loss_type", "at the reference", "elsewhere", "at the optimum"]]
+    best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
+    optimum = torch.zeros_like(POLICY).index_put((PREFIX, TOKENS), best, accumulate=True).log()
+    for name in DPO_LOSSES:
+        options = DPOLoss(name, beta=BETA, label_smoothing=0.1 * (name in ("exo_pair", "robust")))
+        here, there, left = (-gradient(expected_dpo_loss, x, options) for x in (REFERENCE, POLICY, optimum))
+        cells = cell(here, reward_gradient(REFERENCE, GRADED)), cell(there, reward_gradient(POLICY, GRADED, BETA))
+        table.append([name, *cells, cell(left, here).split(", ")[-1]])  # the length alone
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables."""
+    argparse.ArgumentParser("python -m minivlmrl exact", description="Print expected gradients.").parse_args(arguments)
+    for table in (policy_table, kl_table, ppo_table, preference_table):
+        print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
+    return 0

@@ -1,0 +1,159 @@
+"""Expected gradients: the tables are those of the pages, every number of the prose is in them, and they are right."""
+
+import re
+import types
+
+import pytest
+import torch
+from links import ROOT
+
+from minivlmrl.algorithms.policy_losses import FamilyLoss
+from minivlmrl.algorithms.preference_losses import DPOLoss
+from minivlmrl.audit import exact
+
+DOCS = ROOT / "docs"
+NUMBER = re.compile(r"(?<![\d.])-?\d\.\d{4}(?!\d)")  # and no arXiv number
+TABLES = {
+    "policy_table": "bias.md", "kl_table": "bias.md", "ppo_table": "ppo.md", "preference_table": "preferences.md",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return {name: getattr(exact, name)() for name in TABLES}
+
+
+def lines(page: str) -> list[str]:
+    return (DOCS / page).read_text().splitlines()
+
+
+def close(found, target, tolerance=1e-15):
+    assert target.norm() > 0.01
+    assert (found - target).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_page_has_the_table(tables, name):
+    page = lines(TABLES[name])
+    header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
+    start = page.index(header) + 2
+    assert page[start : start + len(rows) + 1] == [*rows, ""]
+
+
+@pytest.mark.parametrize("page", ["bias.md", "ppo.md", "preferences.md"])
+def test_every_number_of_the_prose_is_in_a_table(tables, page):
+    prose = " ".join(line for line in lines(page) if not line.startswith("|"))
+    named = set(NUMBER.findall(prose))
+    cells = " ".join(cell for table in tables.values() for row in table for cell in row)
+    assert len(named) >= 3 and named <= set(NUMBER.findall(cells))
+
+
+def test_the_columns_of_the_policy_gradients_page(tables):
+    """In each table with a column "expected gradient": first cell -> that cell."""
+    policy = {tuple(row[:3]): row[3:] for row in tables["policy_table"]}
+    kl = {row[1]: row[2] for row in tables["kl_table"] if row[0] == "luspo"}
+    names = ["grpo", "sapo", "rloo", "dapo", "dr_grpo", "luspo", "bnpo"]
+    expected = {f"`{name}`": policy[name, "token", "none"][1] for name in names}
+    expected |= {f"`{level}`": policy["dr_grpo", level, "none"][4] for level in ("token", "sequence", "sequence_token")}
+    expected |= {f"`{scale}`": policy["dr_grpo", "token", scale][1] for scale in ("batch", "none")}
+    expected["`scale_rewards` `group`"] = policy["dr_grpo", "token", "group"][1]
+    expected["`cispo`, `vespo`"] = policy["cispo", "token", "none"][1]
+    expected["rloo's own"] = policy["rloo", "token", "none"][4]
+    expected["leave one out (rloo)"] = policy["rloo", "token", "none"][1]
+    expected |= {"`kl_estimator` `k1`": kl["k1"], "`k2`": kl["k2"], "`k3`": kl["k3"]}
+    expected |= {"`kl_straight_through`": kl["k3 straight-through"], "`use_bias_correction_kl`": kl["k3 corrected"]}
+    assert policy["cispo", "token", "none"][1] == policy["vespo", "token", "none"][1]
+    found, column = {}, None
+    for line in lines("policy_gradients.md"):
+        cells = line[2:-2].split(" | ")
+        if not line.startswith("|"):
+            column = None
+        elif "expected gradient" in line:
+            [column] = [i for i, cell in enumerate(cells) if cell.startswith("expected gradient")]
+        elif column is not None and not line.startswith("|---"):
+            found[cells[0]] = cells[column].split(": ")[-1]
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_what_is_exact_is_so_for_another_policy(tables):
+    """A cell that says 1 or 0 does so for another policy, reference and rewards, and no other cell does."""
+    source = (ROOT / "minivlmrl" / "audit" / "exact.py").read_text()
+    other = types.ModuleType("other")
+    exec(source.replace("manual_seed(1)", "manual_seed(5)"), other.__dict__)
+    assert other.BINARY.unique().tolist() == [0, 1] and not torch.equal(other.POLICY, exact.POLICY)
+
+    def exactness(table):
+        return [[tuple(x in ("0", "1") for x in cell.split(", ")) for cell in row] for row in table]
+
+    for name in ("policy_table", "kl_table", "ppo_table"):
+        assert exactness(getattr(other, name)()) == exactness(tables[name]), name
+
+
+def test_fifteen_completions():
+    assert len(exact.COMPLETIONS) == 15 and all(c.count(2) == (c[-1] == 2) for c in exact.COMPLETIONS)
+    assert exact.chances(exact.OLD).sum() == pytest.approx(1)
+    ratio = (exact.logps_of(exact.MOVED) - exact.OLD).exp()[exact.MASK.bool()]
+    assert [f"{x:.2f}" for x in (ratio.min(), ratio.max())] == ["0.75", "1.33"]
+
+
+@pytest.mark.parametrize(
+    ("options", "G", "length"),
+    [
+        (FamilyLoss(loss_type="rloo"), 2, 1),
+        (FamilyLoss(loss_type="rloo"), 4, 1),
+        (FamilyLoss(loss_type="dr_grpo"), 2, 1 / 2 / 3),
+        (FamilyLoss(loss_type="dr_grpo"), 4, 3 / 4 / 3),
+        (FamilyLoss(loss_type="luspo", importance_sampling_level="sequence"), 3, 2 / 3),
+    ],
+)
+def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
+    found = exact.gradient(exact.expected_policy_loss, exact.POLICY, exact.GRADED, options, "none", G, True)
+    close(-found, length * exact.reward_gradient(exact.POLICY, exact.GRADED))
+
+
+def test_expected_gradients_by_hand():
+    """Two completions, a with chance p and reward 1, b with reward 0; G = 2, divided by the standard deviation.
+
+    Only groups of a and b (chance 2 p (1 - p)) teach: their advantages are +-0.5 / (sqrt(0.5) + 1e-4). The logit of
+    a's first token changes log pi(a) with 1 - p and log pi(b) with -p, so luspo, half of the sum, gets A / 2.
+    """
+    p = torch.tensor(0.3, dtype=torch.float64)
+    logits = torch.full((7, 3), -200.0, dtype=torch.float64)
+    logits[:, 2] = 0  # the token that ends
+    logits[0, 0], logits[0, 2] = (p / (1 - p)).log(), 0  # (0, 2) with chance p, (2,) else
+    rewards = torch.tensor([float(c == (0, 2)) for c in exact.COMPLETIONS], dtype=torch.float64)
+    found = exact.gradient(exact.expected_policy_loss, logits, rewards, FamilyLoss(loss_type="luspo"), "group")
+    advantage = 0.5 / (0.5**0.5 + 1e-4)
+    assert -found[0] == pytest.approx(float(2 * p * (1 - p) * advantage / 2))
+
+
+def test_the_gradient_of_the_kl_of_completions():
+    """Differentiated as it is written, the log ratio included."""
+    kl = exact.gradient(lambda logps: exact.chances(logps) @ (logps - exact.REF).sum(1), exact.POLICY)
+    close(-exact.reward_gradient(exact.POLICY, 0 * exact.GRADED, 1.0), kl)
+    options = FamilyLoss(loss_type="luspo", beta=1.0, kl_estimator="k2")
+    k2 = exact.gradient(exact.expected_policy_loss, exact.POLICY, 0 * exact.GRADED, options, ref=exact.REF)
+    close(k2, exact.token_kl_gradient(exact.POLICY, exact.OLD))
+    assert torch.cosine_similarity(k2, kl, dim=0).item() == pytest.approx(0.98654, abs=1e-5)
+
+
+def test_dpo_has_the_gradient_of_its_paper():
+    """-beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), DPO after eq. 7 (arXiv 2305.18290), pair by pair."""
+    beta, rewards = exact.BETA, exact.GRADED
+    logits = exact.POLICY.clone().requires_grad_()
+    logps = exact.logps_of(logits).sum(1)
+    scores = [torch.autograd.grad(x, logits, retain_graph=True)[0].flatten() for x in logps]
+    u, chance = (logps - exact.REF.sum(1)).tolist(), exact.REF.sum(1).exp().tolist()
+    target = torch.zeros(21, dtype=torch.float64)
+    for c in range(15):
+        for r in range(15):  # drawn in this order or in the other one
+            wins = torch.sigmoid(rewards[c] - rewards[r])
+            weight = torch.sigmoid(torch.tensor(beta * (u[r] - u[c]), dtype=torch.float64))
+            target -= 2 * chance[c] * chance[r] * wins * beta * weight * (scores[c] - scores[r])
+    close(exact.gradient(exact.expected_dpo_loss, exact.POLICY, DPOLoss("sigmoid", beta=beta)), target)
+
+
+def test_the_command_prints_the_tables(capsys, tables, monkeypatch):
+    monkeypatch.setattr(exact, "preference_table", exact.ppo_table)  # it takes most of the time
+    assert exact.main([]) == 0
+    assert f"\n| {' | '.join(tables['policy_table'][1])} |\n" in capsys.readouterr().out
