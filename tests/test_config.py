@@ -1,6 +1,7 @@
 """Recipes and overrides: what is written is what runs, and what cannot run is named."""
 
 import dataclasses
+import math
 import typing
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("dpo: {loss_weights: [high]}", "dpo.loss_weights is 'high', it must be of type float"),
         ("grpo: {reward_clip_range: half}", "grpo.reward_clip_range is 'half', it must be of type float"),
         ("stages: [1]", "stages is 1, it must be of type str"),
-        ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float]"),
+        ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float, finite]"),
         ("rewards: {format: high}", "rewards.format is 'high', it must be of type float"),
         ("sft: {learning_rate: fast}", "sft.learning_rate is 'fast', it must be of type float"),
         ("sft: {learning_rate: true}", "sft.learning_rate is True, it must be of type float"),
@@ -196,6 +197,20 @@ BOUNDS = [
     ("data.demonstrations", 0, 1, "1 or more"),
     ("data.eval_rows", 0, 1, "1 or more"),
     ("data.wrong_demonstrations", 1.1, 1.0, "in [0, 1]"),
+    # what would train nothing, backwards or for ever
+    ("sft.max_steps", -1, 0, "0 or more"),
+    ("sft.save_steps", -1, 0, "0 or more"),
+    ("sft.warmup_steps", -1, 0, "0 or more"),
+    ("grpo.learning_rate", 0.0, 1e-9, "over 0 and finite"),
+    ("grpo.learning_rate", math.nan, 1e-9, "over 0 and finite"),
+    ("dpo.learning_rate", math.inf, 1e-9, "over 0 and finite"),
+    ("ppo.min_lr_ratio", -30.0, 1.0, "in [0, 1]"),
+    ("kto.max_grad_norm", 0.0, math.inf, "over 0 (.inf does not clip)"),
+    ("kto.max_grad_norm", -1.0, 1e-9, "over 0 (.inf does not clip)"),
+    ("sft.adam_beta1", 1.0, 0.0, "in [0, 1)"),
+    ("sft.weight_decay", -0.1, 0.0, "in [0, inf)"),
+    ("rewards.accuracy", math.inf, -1.0, "finite"),
+    ("rewards.accuracy", math.nan, 0.0, "finite"),
 ]
 
 
@@ -236,6 +251,36 @@ def test_bounds_hold_for_overrides(recipe):
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 1\n  grpo: 2", "a: b: c", "\t- x"])
 def test_a_recipe_that_is_no_yaml_is_named(write, content):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
+        load_config(write(content))
+
+
+@pytest.mark.parametrize("number", [1e300, math.nan, math.inf])
+def test_a_timeout_that_no_clock_has_is_refused(recipe, number):
+    with pytest.raises(ValueError, match=r"timeout is .*, it must be in \(0, 1e9\)"):
+        load_config(recipe, [f"--timeout={number}"])
+
+
+@pytest.mark.parametrize(
+    "content", ["seed: 1\nseed: 2", "sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"]
+)
+def test_a_key_that_is_there_twice_is_refused(write, content):
+    """YAML takes the last one."""
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML \('(seed|sft|max_steps)' is there twice\n"):
+        load_config(write(content))
+
+
+def test_aliases_do_not_explode(write):
+    """Ten lists, each of which holds the one inside it ten times: to write them all takes 10 GB."""
+    text = "lol"
+    for k in range(10):
+        text = f"[&a{k} {text}{f', *a{k}' * 9}]"
+    with pytest.raises(ValueError, match=r"recipe.yaml: seed is \[\[\[\[\[.*, it must be of type int"):
+        load_config(write(f"seed: {text}"))
+
+
+@pytest.mark.parametrize("content", ["seed: 2024-13-45", "seed: " + "[" * 5000])
+def test_yaml_that_its_reader_fails_on_is_named(write, content):
     with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
         load_config(write(content))
 
@@ -298,7 +343,8 @@ def test_written_and_read_again_it_is_equal(write):
 @settings(max_examples=50, deadline=None)
 def test_any_value_survives_writing(tmp_path_factory, number, text, whole):
     config = RunConfig(seed=whole, output_dir=text)
-    config.grpo.learning_rate, config.data.prompt_template, config.data.system_prompt = number, text, text
+    config.grpo.learning_rate, config.data.system_prompt = number, text
+    config.data.prompt_template = text + "{problem}"
     file = tmp_path_factory.mktemp("config") / "config.yaml"
     file.write_text(to_yaml(config))
     assert load_config(file) == config

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import operator
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Annotated, Any, Literal
 def require(valid: bool, name: str, value: Any, expected: str):
     """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one field."""
     if not valid:
-        raise ValueError(f"{name} is {value!r:.80}, it must be {expected}")
+        shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)  # aliases of YAML would explode
+        raise ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
 
 @contextmanager
@@ -129,14 +131,14 @@ def _read(hint, value, name: str, json: bool):
 
 
 def _bound(text: str):
-    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it."""
-    words = f"in {text}"
+    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it; "; cure" may follow."""
+    text, _, cure = text.partition("; ")
+    words = {"(-inf, inf)": "finite", "(0, inf)": "over 0 and finite"}.get(text, f"in {text}")
     if text[0] == ">":
         sign, number = text.split()
-        text, words = (
-            (f"({number}, inf]", f"over {number}") if sign == ">" else (f"[{number}, inf]", f"{number} or more")
-        )
+        words = f"over {number}" if sign == ">" else f"{number} or more"
+        text = f"{'(' if sign == '>' else '['}{number}, inf]"
     low, high = map(float, text[1:-1].split(","))
     above = operator.ge if text[0] == "[" else operator.gt
     below = operator.le if text[-1] == "]" else operator.lt
-    return (lambda value: above(value, low) and below(value, high)), words
+    return (lambda value: above(value, low) and below(value, high)), words + (cure and f" ({cure})")

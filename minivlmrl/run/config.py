@@ -51,20 +51,26 @@ class RunConfig:
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
-    num_threads: int | None = None  # CPU threads of this process; None: cores of the machine / its ranks
+    num_threads: Annotated[int, "[1, 4096]"] | None = (
+        None  # CPU threads of this process; None: cores of the machine / its ranks
+    )
     state_steps: Annotated[int, ">= 0"] = 0  # save the state every this many optimizer steps; 0: only after a signal
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
     show_completions: bool = False  # print the best and the worst of a group as often
     check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
-    timeout: Annotated[float, "> 0"] = 600.0  # seconds that a rank waits for another before the run ends with an error
+    timeout: Annotated[float, "(0, 1e9)"] = (
+        600.0  # seconds that a rank waits for another before the run ends in an error
+    )
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
-    rewards: dict[str, float] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
+    rewards: dict[str, Annotated[float, "(-inf, inf)"]] = field(
+        default_factory=lambda: {"format": 0.5, "accuracy": 1.0}
+    )  # name -> weight
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
@@ -78,6 +84,16 @@ class RunConfig:
         return self.sharding.enabled or self.model.compute_dtype is not None
 
 
+class Loader(yaml.SafeLoader):
+    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     """Read a recipe, a YAML file with the fields of RunConfig (ValueError: a key or value in it is not valid).
 
@@ -88,8 +104,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"{recipe}: no such recipe")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(), Loader) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{recipe}: not YAML ({error})") from error
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
@@ -97,8 +113,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = yaml.load(text, Loader)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"command line: the value of {key} is not YAML, quote it ({error})") from error
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")

@@ -16,19 +16,19 @@ from minivlmrl.scale.sharding import is_sharded, reshard
 class TrainingConfig:
     """What every stage has: its length, its batch and its optimizer."""
 
-    max_steps: int = 100  # optimizer steps
+    max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
-    learning_rate: float = 1e-6  # of AdamW, after the warmup
+    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    min_lr_ratio: float = 0.0  # the schedule ends at this share of learning_rate
-    warmup_steps: int = 0  # steps over which the learning rate rises
-    adam_beta1: float = 0.9  # decay of the mean gradient
-    adam_beta2: float = 0.99  # decay of the mean squared gradient
-    weight_decay: float = 0.0  # of AdamW, for all weights
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the schedule ends at this share of learning_rate
+    warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
+    adam_beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of the mean gradient
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # of AdamW, for all weights
+    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # gradients are scaled down to this norm
     freeze_vision_tower: bool = False  # merger included; the rest is trained
-    save_steps: int = 0  # steps between two checkpoints; 0: at the end of the stage only
+    save_steps: Annotated[int, ">= 0"] = 0  # steps between two checkpoints; 0: at the end of the stage only
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
