@@ -60,9 +60,7 @@ class RunConfig:
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
     show_completions: bool = False  # print the best and the worst of a group as often
     check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
-    timeout: Annotated[float, "(0, 1e9)"] = (
-        600.0  # seconds that a rank waits for another before the run ends in an error
-    )
+    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another before the run ends
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
