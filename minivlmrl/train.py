@@ -108,7 +108,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
         algorithm.begin(batches, held_out)
     else:
         state.restore(algorithm, optimizer)
-    log.stage(stage, config.max_steps, progress.step, progress.seconds.get(stage, 0.0))
+    log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
     for number in range(progress.step, config.max_steps):
         try:
@@ -118,7 +118,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
             cure = f"{folder} is intact. Try a lower {stage}.learning_rate"
             text = f"{error}; stopped before the update, the last checkpoint in {cure}"
             raise ValueError(f"{stage} step {number}: {text}") from error
-        log.step(number, metrics, algorithm, step)
+        log.step(number, metrics, step)
         if config.save_steps and (number + 1) % config.save_steps == 0:
             algorithm.save(folder)
         progress.advance(stage, batches.draws, log.seconds)

@@ -29,7 +29,7 @@ def test_a_line_says_what_the_step_trained_on(run):
         assert len(both) == 8
         assert step["reward"] == approx(sum(c["reward"] for c in both) / 8)
         for name in ("letters", "format", "accuracy"):
-            assert step[f"rewards/{name}"] == approx(sum(c["rewards"][name] for c in both) / 8)
+            assert step[f"rewards/{name}/mean"] == approx(sum(c["rewards"][name] for c in both) / 8)
         assert step["completions/mean_length"] == approx(sum(len(c["tokens"]) for c in both) / 8)
         assert step["completions/clipped_ratio"] == sum(not c["stopped"] for c in both) / 8
     for line in lines:

@@ -147,7 +147,7 @@ def test_overlong_completions_are_punished(stage, samples):
     torch.testing.assert_close(batch.advantages, expected)
     line = run.update()
     assert line["reward"] == pytest.approx(rewards.mean().item())
-    assert line["rewards/letters"] == pytest.approx(plain.mean().item())
+    assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
 
 
 def test_a_group_whose_lengths_are_punished_differently_teaches(stage, script):
@@ -299,7 +299,7 @@ def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, optio
     advantages = torch.cat([batch.advantages for batch in batches]).view(4, 3)
     assert len(samples[0].rows) == 4 and advantages.abs().max() > 0
     torch.testing.assert_close(advantages.sum(1), torch.zeros(4), rtol=0, atol=1e-5, check_dtype=False)
-    assert run.step.metrics["rewards/letters"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)
+    assert run.step.metrics["rewards/letters/mean"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)
 
 
 # overlong shaping

@@ -18,43 +18,51 @@ def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)])
+
+
+def begin(log, stage, steps, done=0, seconds=0.0):
+    """Begin a stage of an algorithm that has nothing but what the log asks for."""
+    config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
+    run = SimpleNamespace(rollout=rollout, rewards={}, sampling=SimpleNamespace(temperature=1.0, max_new_tokens=9))
+    policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
+    algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
+    log.stage(algorithm, SimpleNamespace(state={}), done, seconds)
+    return log
+
+
 def test_a_metric_that_is_no_number_is_null(tmp_path):
-    log = MetricsLog(tmp_path, ONE)
-    log.stage("grpo", 1)
-    log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf})
+    log = begin(MetricsLog(tmp_path, ONE), "grpo", 1)
+    log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     assert log.end_stage() > 0
     assert lines(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
     [timing] = lines(tmp_path, "timings.jsonl")
-    assert timing.keys() == {"stage", "step", "seconds"} and timing["seconds"] > 0
+    assert timing["step_time"] == timing["seconds"] > 0 and timing["peak_memory_gib"] > 0
+    assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
 
 
-def test_the_second_rank_writes_nothing(tmp_path):
-    log = MetricsLog(tmp_path, World(1, 2, torch.device("cpu")))
-    log.stage("sft", 1)
-    log.step(0, {"loss": 1.0})
+def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
+    log = begin(MetricsLog(tmp_path, ONE), "grpo", 7)
+    log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
+    assert capsys.readouterr().out == "grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000\n"
+
+
+def test_the_second_rank_writes_nothing(tmp_path, capsys):
+    log = begin(MetricsLog(tmp_path, World(1, 2, torch.device("cpu"))), "sft", 1)
+    log.step(0, {"loss": 1.0}, STEP)
     log.end_stage()
-    assert log.written() == {} and not list(tmp_path.iterdir())
+    assert log.written() == {} and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
-    log = MetricsLog(tmp_path, ONE)
-    log.stage("sft", 3)
-    log.step(0, {"loss": 1.0})
+    log = begin(MetricsLog(tmp_path, ONE), "sft", 3)
+    log.step(0, {"loss": 1.0}, STEP)
     written = log.written()
-    log.step(1, {"loss": 9.0})  # lost: made again
-    log = MetricsLog(tmp_path, ONE, written)
-    log.stage("sft", 3, 1, seconds=100.0)
-    log.step(1, {"loss": 2.0})
+    log.step(1, {"loss": 9.0}, STEP)  # lost: made again
+    log = begin(MetricsLog(tmp_path, ONE, written), "sft", 3, 1, seconds=100.0)
+    log.step(1, {"loss": 2.0}, STEP)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 1.0), (1, 2.0)]
     assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
-
-
-def test_what_ends_a_run_does_not_share_a_line_with_the_bar(tmp_path, capsys):
-    with pytest.raises(ValueError), MetricsLog(tmp_path, ONE) as log:
-        log.stage("sft", 3)
-        log.step(0, {"loss": 1.0})
-        raise ValueError
-    assert capsys.readouterr().err.endswith("\n")
 
 
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
@@ -85,7 +93,10 @@ def test_metrics_of_a_rollout_by_hand(world):
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     found = rollout_metrics(algorithm, rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert found == pytest.approx({
-        "reward": 0.75, "rewards/format": 2 / 3, "rewards/accuracy": 0.5, "completions/mean_length": 2.5,
+        "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
+        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5, "completions/mean_length": 2.5,
+        "completions/min_length": 1, "completions/max_length": 3, "completions/mean_terminated_length": 1,
+        "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
         "completions/clipped_ratio": 0.75, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
     })  # fmt: skip
 

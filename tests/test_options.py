@@ -27,7 +27,7 @@ BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "
 # a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
-DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5"]
+DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5", "--rollout.max_logp_mismatch=.inf"]
 BOXED = [*SFT, "--data.task=localisation"]
 FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
 # later rollouts of a policy that has moved away from its reference
@@ -207,9 +207,9 @@ OTHERS = {
         "model.compute_dtype",
     ),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
-    *("log_completions", "show_completions"),
     *("check_memory", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
+    *("log_completions", "show_completions", "rollout.max_logp_mismatch"),
 }
 
 

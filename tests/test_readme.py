@@ -183,7 +183,7 @@ def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
     code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
     [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert code == 0 and line["rewards/my_rewards.py:brevity"] == 1.0 and line["rewards/accuracy"] == 0.0
+    assert code == 0 and line["rewards/my_rewards.py:brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
 
 
 def test_a_loss_alone():

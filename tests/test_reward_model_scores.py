@@ -39,8 +39,8 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
     assert torch.tensor(numbers).std() > 0
     torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
     line = run.update()
-    assert line["rewards/reward_model"] == pytest.approx(sum(numbers) / len(drawn(rollout)), rel=1e-4)
-    mean = sum(numbers) / len(numbers) + 0.5 * line["rewards/letters"]
+    assert line["rewards/reward_model/mean"] == pytest.approx(sum(numbers) / len(drawn(rollout)), rel=1e-4)
+    mean = sum(numbers) / len(numbers) + 0.5 * line["rewards/letters/mean"]
     assert line["reward"] == pytest.approx(mean, rel=1e-4)
 
 

@@ -34,8 +34,9 @@ class ModelSection:
 
 @dataclass
 class RolloutSection:
-    """How a sharded model samples."""
+    """How a model samples while it is trained."""
 
+    max_logp_mismatch: Annotated[float, "> 0"] = 1.0  # nats by which sampler and trainer may differ about a token
     gather_weights: bool = True  # weights are full on every rank during a rollout; False: layer by layer
 
 

@@ -2,14 +2,18 @@
 
 import json
 import math
+import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.advantages import group_std
+from minivlmrl.advantages import group_std, nanstd
+from minivlmrl.run.alarms import Alarms, check_mismatch
 from minivlmrl.scale.ranks import World
 
 FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -36,12 +40,12 @@ class MetricsLog(AbstractContextManager):
         for file in self.files.values():
             file.close()
 
-    def stage(self, name: str, steps: int, done: int = 0, seconds: float = 0.0):
+    def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
-        self.name = name
-        options = {"disable": not self.files, "mininterval": 0.5, "dynamic_ncols": True}
-        self.bar = tqdm(total=steps, initial=done, desc=name, **options)
-        self.begin = time.perf_counter() - seconds
+        self.algorithm, self.name = algorithm, algorithm.stage
+        self.alarms = Alarms(algorithm, optimizer)
+        self.bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
+        self.begin, self.last = time.perf_counter() - seconds, seconds
 
     @property
     def seconds(self) -> float:
@@ -52,24 +56,45 @@ class MetricsLog(AbstractContextManager):
         """What the files hold, for the state of the run."""
         return {name: Path(file.name).read_text() for name, file in self.files.items()}
 
-    def step(self, number: int, metrics: dict[str, float], algorithm=None, step=None):
-        """Record one optimizer step."""
-        self.bar.update()
+    def step(self, number: int, metrics: dict[str, float], step):
+        """Record one optimizer step; warn of what is about to go wrong."""
+        check_mismatch(self.algorithm.run, metrics)
         if self.completions is not None:
-            self.completions.step(algorithm, step, number)
+            self.completions.step(self.algorithm, step, number)
         if not self.files:
             return
-        line = {"stage": self.name, "step": number}
+        line, seconds = {"stage": self.name, "step": number}, self.seconds
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
-        print(json.dumps(line | {"seconds": self.seconds}), file=self.files[TIMINGS], flush=True)
-        shown = [name for name in ("reward", "rewards/accuracy", "kl", "loss") if name in metrics]
-        self.bar.set_postfix({name.rpartition("/")[2]: f"{metrics[name]:.3f}" for name in shown[:3]}, refresh=False)
+        tokens, step_time = sum(len(batch.group.input_ids) for batch in step.micro_batches), seconds - self.last
+        timing = {"seconds": seconds, "step_time": step_time, "tokens_per_second": tokens / step_time}
+        print(json.dumps(line | timing | peak_memory()), file=self.files[TIMINGS], flush=True)
+        self.last = seconds
+        shown = [name for name in ("reward", "rewards/accuracy/mean", "kl", "loss") if name in metrics][:3]
+        short = {name.removeprefix("rewards/").removesuffix("/mean"): f"{metrics[name]:.3f}" for name in shown}
+        self.bar.set_postfix(short, refresh=False)
+        self.bar.update()
+        if self.bar.disable:  # no terminal: a line a step
+            print(f"{self.name} {number + 1}/{self.bar.total}", *(f"{name}={value}" for name, value in short.items()))
+        for warning in self.alarms.step(metrics):
+            tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
         self.bar.close()
         return self.seconds
+
+
+def progress_bar(name: str, total: int, is_main: bool, done: int = 0) -> tqdm:
+    """A bar on the first rank's terminal; without a terminal there is none."""
+    hidden = not is_main or not sys.stderr.isatty()
+    return tqdm(total=total, initial=done, desc=name, disable=hidden, mininterval=0.5, dynamic_ncols=True)
+
+
+def peak_memory() -> dict[str, float]:
+    """Most memory that this process has held so far, in GiB: of its GPU, or of the machine."""
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
@@ -85,16 +110,22 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
 
 def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
     """What a rollout of all ranks earned, (n, K) rewards and (n,) their weighted sums, and how long it is."""
-    drawn = [completion for group in rollout.completions for completion in group]
-    lengths, cut = sum(len(c.ids) for c in drawn), sum(not c.stopped for c in drawn)
-    length, cut, count = algorithm.world.sum(lengths, cut, len(drawn))
     if rewards.isnan().all():
         names = ", ".join(algorithm.run.rewards)
         raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions: there is nothing to learn from")
+    local = [(len(c.ids), c.stopped) for group in rollout.completions for c in group]
+    drawn = [one for rank in algorithm.world.gather_objects(local) for one in rank]
+    lengths, ended = [length for length, _ in drawn], [length for length, stopped in drawn if stopped]
     rewards, total = rewards.double(), total.double()  # sums that do not depend on the order of the ranks
     metrics = {"reward": total.nanmean().item()}
-    metrics |= {f"rewards/{name}": rewards[:, k].nanmean().item() for k, name in enumerate(algorithm.run.rewards)}
-    metrics |= {"completions/mean_length": length / count, "completions/clipped_ratio": cut / count}
+    for name, values in zip(algorithm.run.rewards, rewards.unbind(1), strict=True):
+        metrics |= {f"rewards/{name}/mean": values.nanmean().item(), f"rewards/{name}/std": nanstd(values).item()}
+    for name, some in (("", lengths), ("terminated_", ended)):
+        if some:
+            mean = sum(some) / len(some)
+            metrics |= {f"completions/mean_{name}length": mean, f"completions/min_{name}length": min(some)}
+            metrics[f"completions/max_{name}length"] = max(some)
+    metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
     if algorithm.stage == "grpo":  # PPO has no groups
         std = group_std(total, algorithm.config.num_generations)
         metrics["reward_std"] = std.nanmean().item()

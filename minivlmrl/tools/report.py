@@ -57,8 +57,8 @@ def _curves(axes, lines: list[dict], summary: dict, chance_name: str):
     pairs = "reward" not in curves  # rewards of pairs, not of sampled answers
     shown = ("rewards/chosen", "rewards/rejected") if pairs else ("reward", "rewards/")
     for name, values in curves.items():
-        if name.startswith(shown) and name != "reward_std":
-            [bold] = axes[0].plot(steps, _smooth(values), label=name, linewidth=2)
+        if name.startswith(shown) and not name.endswith("std"):
+            [bold] = axes[0].plot(steps, _smooth(values), label=name.removesuffix("/mean"), linewidth=2)
             axes[0].plot(steps, values, color=bold.get_color(), linewidth=0.6, alpha=0.4)
     title = "rewards of pairs" if pairs else "training reward"
     axes[0].set(title=f"{title} (bold: mean of 10 steps)", xlabel="step")

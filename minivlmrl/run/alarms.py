@@ -1,0 +1,84 @@
+"""Live sentences about a run that learns nothing: what is wrong, the likely cause, and what to do.
+
+A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once, and again after it was quiet.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+WINDOW = 10  # optimizer steps in a row for which something must hold
+
+
+class Alarms:
+    """The rules of one stage."""
+
+    def __init__(self, algorithm, optimizer):
+        self.algorithm, self.optimizer = algorithm, optimizer
+        self.last, self.said = deque(maxlen=WINDOW), set()
+        self.first = None  # metrics of the first step
+
+    def step(self, metrics: dict[str, float]) -> list[str]:
+        """Take the metrics of a step; returns the sentences that are new."""
+        self.last.append(metrics)
+        self.first = self.first or metrics
+        true = dict(self.rules()) if len(self.last) == WINDOW else {}
+        new = [sentence for name, sentence in true.items() if name not in self.said]
+        self.said = set(true)
+        return new
+
+    def always(self, name: str, holds) -> bool:
+        """Whether a metric was there, and this held of it, in all the last steps."""
+        return all(name in metrics and holds(metrics[name]) for metrics in self.last)
+
+    def rules(self) -> Iterator[tuple[str, str]]:
+        """Name and sentence of each rule that is broken."""
+        run, stage, last = self.algorithm.run, self.algorithm.stage, self.last[-1]
+        equal = self.always("frac_reward_zero_std", lambda share: share == 1)
+        if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in run.rewards):
+            says = " and ".join(f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards)
+            cure = "look at completions.jsonl and at what these rewards ask for"
+            yield "constant", f"of every completion reward {says}, so nothing is learned; {cure}"
+        elif equal and run.sampling.temperature < 0.2:
+            cure = f"sampling.temperature {run.sampling.temperature} draws the same text again; take 1.0"
+            yield "cold", f"all completions of each group earn the same, so nothing is learned; {cure}"
+        elif equal:
+            cure = "the prompts are too easy or too hard: take others, or raise num_generations"
+            yield "equal", f"all completions of each group earn the same, so nothing is learned; {cure}"
+        elif self.always("grad_norm", lambda norm: norm == 0):
+            yield "zero", "all gradients are zero: nothing is learned"
+        if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
+            limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
+            yield "cut", f"9 of 10 completions or more are cut at {limit}; raise it, or ask for shorter answers"
+        for name in (name for name in run.rewards if "format" in name):
+            if self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
+                cure = "say the form in data.prompt_template or data.system_prompt, train sft first, or drop the reward"
+                yield name, f"no completion has the form that reward {name} asks for; {cure}"
+        if "reward" in last and self.always("entropy", lambda nats: nats < 1e-3):
+            cure = (
+                "lower the learning rate, add beta (a KL to the reference), or start again from an earlier checkpoint"
+            )
+            yield "certain", f"the policy is certain of every token (entropy below 0.001 nats); {cure}"
+        uniform = math.log(self.algorithm.policy.config.vocab_size)
+        became = "reward" in last and self.first.get("entropy", uniform) < 0.5 * uniform
+        if became and self.always("entropy", lambda nats: nats > 0.9 * uniform):
+            yield "noise", f"the policy writes noise now (entropy {last['entropy']:.1f}); lower {stage}.learning_rate"
+        if untouched := self.untouched():
+            several = f"{untouched[0]} and {len(untouched) - 1} others" if len(untouched) > 1 else untouched[0]
+            cause = "no row had an image that the model saw: " if all("visual" in name for name in untouched) else ""
+            cure = "check the image column of your rows, or set freeze_vision_tower" if cause else "freeze them"
+            yield "untouched", f"{cause}{several} are to be trained, and never had a gradient; {cure}"
+
+    def untouched(self) -> list[str]:
+        """Parameters that are to be trained and never had a gradient: AdamW has no moments of them."""
+        named = self.algorithm.trained.named_parameters()
+        return [name for name, p in named if p.requires_grad and p not in self.optimizer.state]
+
+
+def check_mismatch(run, metrics: dict[str, float]):
+    """Stop a run whose sampler and trainer disagree about a token that was just drawn (ValueError)."""
+    found, bound = metrics.get("rollout/logp_mismatch", 0.0), run.rollout.max_logp_mismatch
+    if found > bound:
+        cause = "the loss would be of another policy than the one that sampled: a bug, or a dtype too coarse"
+        cure = f"rollout.max_logp_mismatch ({bound}) is the bound, .inf does not check"
+        raise ValueError(f"sampler and trainer differ by {found:.3g} nats about a token; {cause}; {cure}")

@@ -1,0 +1,93 @@
+"""Live sentences: each rule by hand, and planted faults in whole runs, which the right sentence names."""
+
+import math
+import re
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import LETTERS
+
+from minivlmrl.run.alarms import WINDOW, Alarms, check_mismatch
+
+HEALTHY = {
+    "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
+    "rewards/accuracy/std": 0.4, "frac_reward_zero_std": 0.8, "completions/clipped_ratio": 0.1, "entropy": 0.5,
+    "grad_norm": 1.0,
+}  # fmt: skip
+SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
+CASES = [  # what differs from a healthy step, temperature, what the sentence says
+    ({"frac_reward_zero_std": 1.0}, 1.0, "the prompts are too easy or too hard"),
+    ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature 0\.01 draws the same text again"),
+    (SAME, 1.0, r"reward format says 0\.9 and accuracy says 0\.5"),
+    ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
+    ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
+    ({"entropy": 1e-4}, 1.0, "certain of every token"),
+    ({"entropy": 0.95 * math.log(512)}, 1.0, "writes noise"),
+    ({"grad_norm": 0.0}, 1.0, "all gradients are zero"),
+]
+
+
+def alarms(temperature=1.0, model=None, state=()):
+    sampling = SimpleNamespace(temperature=temperature, max_new_tokens=9)
+    run = SimpleNamespace(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
+    policy, trained = SimpleNamespace(config=SimpleNamespace(vocab_size=512)), model or torch.nn.Module()
+    return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))
+
+
+@pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
+def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
+    rules = alarms(temperature)
+    assert [rules.step(HEALTHY) for _ in range(WINDOW)] == [[]] * WINDOW
+    assert [rules.step(HEALTHY | change) for _ in range(WINDOW - 1)] == [[]] * (WINDOW - 1)
+    [said] = rules.step(HEALTHY | change)
+    assert re.search(sentence, said)
+    assert rules.step(HEALTHY | change) == []
+    rules.step(HEALTHY)
+    rules.last = deque([HEALTHY | change] * WINDOW, WINDOW)
+    assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
+
+
+def test_weights_without_a_gradient_are_named():
+    model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
+    steps = [alarms(model=model, state=set(model["model"].parameters())).step(HEALTHY)]
+    rules = alarms(model=model, state=set(model["model"].parameters()))
+    steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
+    assert "no row had an image" in steps[-1][0] and "visual.weight and 1 others" in steps[-1][0]
+    rules = alarms(model=model, state=set(model["visual"].parameters()))
+    assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
+    model.requires_grad_(False)
+    assert alarms(model=model).untouched() == []
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run():
+    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0))
+    check_mismatch(run, {"rollout/logp_mismatch": 0.9})
+    check_mismatch(run, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"differ by 1\.5 nats about a token.*\.inf does not check"):
+        check_mismatch(run, {"rollout/logp_mismatch": 1.5})
+
+
+FAULTS = {  # overrides of a tiny run, and the sentence
+    "the reward says 1 always": (["--rewards={one.py:one: 1}"], "reward one.py:one says 1"),
+    "too few tokens": (
+        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
+        "are cut at sampling.max_new_tokens (1)",
+    ),
+    "cold": (["--sampling.temperature=0.001", "--sampling.top_k=1"], "draws the same text again"),
+    "no form": (["--rewards={letters: 1, format: 1}"], "no completion has the form that reward format asks for"),
+    "a large learning rate": (["--grpo.learning_rate=1e6"], "lower the learning rate"),
+    "blind": (["--data.train_file=blind.jsonl"], "no row had an image that the model saw"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_planted_fault_is_named(fault, run, own, rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "blind.jsonl").write_text('{"problem": "Name it.", "solution": "cat"}\n' * 4)
+    overrides, sentence = FAULTS[fault]
+    run(*own, "--stages=[grpo]", "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS, *overrides)
+    assert sentence in "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("step 9: "))
