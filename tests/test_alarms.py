@@ -77,7 +77,7 @@ FAULTS = {  # overrides of a tiny run, and the sentence
     ),
     "cold": (["--sampling.temperature=0.001", "--sampling.top_k=1"], "draws the same text again"),
     "no form": (["--rewards={letters: 1, format: 1}"], "no completion has the form that reward format asks for"),
-    "a large learning rate": (["--grpo.learning_rate=1e6"], "lower the learning rate"),
+    "a large learning rate": (["--grpo.learning_rate=1e6"], "lower grpo.learning_rate"),
     "blind": (["--data.train_file=blind.jsonl"], "no row had an image that the model saw"),
 }
 
@@ -90,4 +90,4 @@ def test_a_planted_fault_is_named(fault, run, own, rows, tmp_path, monkeypatch, 
     (tmp_path / "blind.jsonl").write_text('{"problem": "Name it.", "solution": "cat"}\n' * 4)
     overrides, sentence = FAULTS[fault]
     run(*own, "--stages=[grpo]", "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS, *overrides)
-    assert sentence in "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("step 9: "))
+    assert sentence in "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("step "))

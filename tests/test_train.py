@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
 
 ROLLOUT = {"reward", *(f"rewards/{name}/{kind}" for name in ("format", "accuracy") for kind in ("mean", "std"))}
-ROLLOUT |= {f"completions/{name}" for name in ("mean_length", "min_length", "max_length", "clipped_ratio")}
+ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") for kind in ("", "terminated_")}
+ROLLOUT |= {"completions/clipped_ratio"}
 
 
 # what a run writes

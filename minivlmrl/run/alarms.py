@@ -46,7 +46,10 @@ class Alarms:
             cure = "the prompts are too easy or too hard: take others, or raise num_generations"
             yield "equal", f"all completions of each group earn the same, so nothing is learned; {cure}"
         elif self.always("grad_norm", lambda norm: norm == 0):
-            yield "zero", "all gradients are zero: nothing is learned"
+            cause = "is everything frozen?"
+            if self.first.get("grad_norm"):
+                cause = f"they were not at first, so the weights are lost: lower {stage}.learning_rate"
+            yield "zero", f"all gradients are zero, so nothing is learned; {cause}"
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
             yield "cut", f"9 of 10 completions or more are cut at {limit}; raise it, or ask for shorter answers"

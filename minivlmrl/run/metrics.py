@@ -120,11 +120,9 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     metrics = {"reward": total.nanmean().item()}
     for name, values in zip(algorithm.run.rewards, rewards.unbind(1), strict=True):
         metrics |= {f"rewards/{name}/mean": values.nanmean().item(), f"rewards/{name}/std": nanstd(values).item()}
-    for name, some in (("", lengths), ("terminated_", ended)):
-        if some:
-            mean = sum(some) / len(some)
-            metrics |= {f"completions/mean_{name}length": mean, f"completions/min_{name}length": min(some)}
-            metrics[f"completions/max_{name}length"] = max(some)
+    for kind, some in (("length", lengths), ("terminated_length", ended or [0])):
+        values = sum(some) / len(some), min(some), max(some)
+        metrics |= dict(zip((f"completions/{of}_{kind}" for of in ("mean", "min", "max")), values, strict=True))
     metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
     if algorithm.stage == "grpo":  # PPO has no groups
         std = group_std(total, algorithm.config.num_generations)
