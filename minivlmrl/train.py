@@ -61,10 +61,11 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
-    from minivlmrl.run.results import Results
+    from minivlmrl.run.results import Results, check_folder
     from minivlmrl.run.start import describe_run, show_rows, try_rewards
     from minivlmrl.scale.resume import Progress, States
 
+    check_folder(config)
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}

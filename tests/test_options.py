@@ -200,6 +200,7 @@ OTHERS = {
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *(
         "output_dir",
+        "overwrite",
         "num_threads",
         "model.path",
         "model.config",
@@ -231,7 +232,7 @@ def lines_of(home, own):
             patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation(0, 0, 0, []))
             for module in ("hub.checkpoint", "run.results", "algorithms.value_model"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
-            train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", *overrides])
+            train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--overwrite=true", *overrides])
         return metrics(home / "option")
 
     return lines_of

@@ -84,3 +84,34 @@ def test_logits_that_are_not_finite_are_named_with_a_cure(results):
         found.model.lm_head.weight[0, 0] = NAN
     with pytest.raises(ValueError, match=r"^evaluation after_sft: .*not finite; try a lower learning rate$"):
         found.measure("after_sft")
+
+
+def test_a_finished_run_is_not_overwritten_unasked(run, plain):
+    """Neither by training again nor by evaluating a checkpoint into its own folder."""
+    folder = run("--stages=sft", "--sft.max_steps=1")
+    kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
+    ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
+    for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
+        with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
+            run(*options)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
+    (folder / "summary.json").unlink()  # as if the run had been killed: it may begin again, but its metrics are kept
+    with pytest.raises(ValueError, match="holds the results of a run"):
+        run(*own)
+    run("--stages=sft", "--sft.max_steps=1")
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_weights(run, plain, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^output_dir: .*/file'"):
+        run("--stages=[]", name="file")
+
+
+def test_overwrite_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain):
+    folder = run("--stages=sft", "--sft.max_steps=2", "--state_steps=1")
+    run("--stages=sft", "--sft.max_steps=1", "--overwrite=true")
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    assert not list((folder / "states").glob("0*"))
+    config = load_config(folder / "config.yaml")
+    assert (config.overwrite, config.resume) == (False, None)

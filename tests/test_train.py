@@ -215,7 +215,7 @@ def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home,
         results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or Evaluation(0, 0, 0, [])
     )
     run("--stages=[]", "--data.eval_rows=3")
-    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}")
+    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--overwrite=true")
     assert [len(rows) for rows in seen] == [3, 4]
     assert seen[1][0].columns["problem"] == "Hm?"
 

@@ -51,6 +51,7 @@ class RunConfig:
 
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
+    overwrite: bool = False  # begin anew in a folder that holds a finished run, and remove its states
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
     num_threads: Annotated[int, "[1, 4096]"] | None = (
         None  # CPU threads of this process; None: cores of the machine / its ranks
@@ -76,6 +77,10 @@ class RunConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     grpo: GRPOSection = field(default_factory=GRPOSection)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self):
+        if self.overwrite and self.resume is None:
+            self.resume = "never"
 
     @property
     def uses_fsdp(self) -> bool:
@@ -127,8 +132,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved config as a recipe that reproduces it."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    """The resolved config as a recipe that reproduces it, in a folder that is free."""
+    return yaml.safe_dump(dataclasses.asdict(config) | {"overwrite": False, "resume": None}, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):

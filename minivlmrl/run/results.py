@@ -7,9 +7,28 @@ from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
+from minivlmrl.run.metrics import METRICS
 from minivlmrl.tasks.table import get_task
 from minivlmrl.tools.page import write_page
 from minivlmrl.tools.report import print_table, write_report
+
+SUMMARY = "summary.json"
+
+
+def check_folder(config: RunConfig):
+    """Refuse to begin in the folder of a finished run, or of any run if nothing is trained (ValueError).
+
+    A folder with states is left to scale/resume.py.
+    """
+    folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir: {error}") from error
+    finished = (folder / SUMMARY).exists() or (not config.stages and metrics.exists() and metrics.stat().st_size)
+    if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
+        ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
+        raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
 
 class Results:
@@ -42,7 +61,7 @@ class Results:
         task = self.config.data.task and get_task(self.config.data.task)
         chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
         summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}
-        write_json(self.folder / "summary.json", summary)
+        write_json(self.folder / SUMMARY, summary)
         print_table(summary, chance_name)
         write_report(self.folder, summary, self.held_out, self.results, chance_name)
         write_page([self.folder], self.folder / "page.html")
