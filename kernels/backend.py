@@ -9,6 +9,8 @@ interpreter, which executes a kernel with numpy, one program after the other: sl
 """
 
 import os
+import warnings
+from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
@@ -28,14 +30,11 @@ INSTALLED = hasattr(tl, "program_id")
 INTERPRETED = INSTALLED and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read; they compute in float32
 CAPABILITY = (8, 0)  # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
+_warn = cache(lambda obstacle: warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3))  # once
 
 
 def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
-    """Choose the implementation for a tensor by its device, its dtype and MINIVLMRL_KERNELS.
-
-    Raises:
-        ValueError: MINIVLMRL_KERNELS is none of auto, torch, triton, or asks for what cannot run here.
-    """
+    """Choose by a tensor's device and dtype and by MINIVLMRL_KERNELS (ValueError: an unknown value; it cannot run)."""
     choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"MINIVLMRL_KERNELS={choice}: write auto, torch or triton")
@@ -44,6 +43,8 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
     obstacle = _obstacle(tensor.device, tensor.dtype)
     if choice == "triton" and obstacle:
         raise ValueError(f"MINIVLMRL_KERNELS=triton: {obstacle}")
+    if obstacle and tensor.dtype in DTYPES:
+        _warn(obstacle)
     return "torch" if obstacle else "triton"
 
 
@@ -59,4 +60,14 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it does not run on {device.type} devices: use MINIVLMRL_KERNELS=auto"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0: use MINIVLMRL_KERNELS=auto"
+    return _compiler_obstacle() if device.type == "cuda" else None
+
+
+@cache
+def _compiler_obstacle() -> str | None:
+    """Why Triton cannot compile, if so: what it compiles first, its driver, needs a C compiler and Python's headers."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # whatever it is, the kernels would meet it too
+        return f"Triton cannot compile here ({' '.join(str(error).split()):.200}): it needs gcc and python3-dev"
     return None

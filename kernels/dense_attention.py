@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
@@ -33,8 +34,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
-    if is_causal and q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
-        return flash_attention(q, k, v)
+    on_gpu = q.device.type == "cuda" and q.shape[3] % 8 == 0
+    if is_causal and on_gpu and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
+        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too, after 8 L T bytes of host memory
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if is_causal and L == T and not short:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
@@ -53,11 +56,3 @@ def attention_scores(q: Tensor, k: Tensor) -> Tensor:
     if q.dtype == torch.promote_types(q.dtype, torch.float32):
         return (q * q.shape[-1] ** -0.5) @ k.mT
     return float32_matmul(q, k.mT) * q.shape[-1] ** -0.5  # a scaled q would be rounded
-
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal dense_attention with a GPU's flash kernels: no mask in memory, unseen blocks of keys skipped."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile, which takes seconds
-
-    bias = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)

@@ -225,7 +225,6 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
-    logits, _ = _buffers(hidden, weight)
-    head = _wide(weight)
+    (logits, _), head = _buffers(hidden, weight), _wide(weight)
     log_p = (_product(h, head, logits).log_softmax(-1) for h in hidden.split(len(logits)))
     return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])

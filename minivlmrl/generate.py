@@ -74,10 +74,10 @@ def generate(
             than a stop token. It sees every token: text can be shown while it is written.
         joint: see scale/sharding.rollout_weights.
     """
-    device = model.lm_head.weight.device
+    device = joint.world.device if joint else model.lm_head.weight.device  # may be offloaded
     owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
     limits = torch.full_like(owner, sampling.max_new_tokens)  # (R,)
-    stop = stop_tokens(sampling, stop_token_ids, model)
+    stop = stop_tokens(sampling, stop_token_ids, model).to(device)
     batch, filters = pack(prompts, [[] for _ in prompts], model.config, device), None
     if sampling.filtered:
         from minivlmrl.sampling.filters import Filters

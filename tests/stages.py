@@ -33,13 +33,17 @@ ONE = World(0, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with recipe.yaml and the configs of a model with a head of its own and of one with a tied head."""
     folder = tmp_path_factory.mktemp("recipe")
+    write_recipe(folder)
+    return folder
+
+
+def write_recipe(folder):
+    """Write recipe.yaml and the configs of a model with a head of its own and of one with a tied head."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    return folder
 
 
 def letters(completions, **columns):
@@ -64,7 +68,7 @@ class Stage:
         algorithm = train.find_algorithm(stage, config)
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
-        self.model.to(dtype)
+        self.model.to(world.device, dtype)
         self.algorithm = algorithm(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
         if rows is None:

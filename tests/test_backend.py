@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
+from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.kernels import backend
 from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 CPU = torch.zeros(1)
 
@@ -27,6 +29,8 @@ def plain(monkeypatch):
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
+    backend._warn.cache_clear()
 
 
 def test_the_device_decides():
@@ -41,9 +45,31 @@ def test_double_precision_stays_with_torch():
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert backend_for(OnGPU()) == "torch"
+    with pytest.warns(UserWarning, match="kernels run in torch, slower: a card is older"):
+        assert backend_for(OnGPU()) == "torch"
     monkeypatch.setattr(backend, "INSTALLED", False)
-    assert backend_for(OnGPU(device="cuda:1")) == "torch"
+    with pytest.warns(UserWarning, match="Triton is not installed"):
+        assert backend_for(OnGPU(device="cuda:1")) == "torch"
+
+
+def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):
+    """Triton itself fails here, for there is no driver; on a machine without gcc it fails in the same line."""
+    pytest.importorskip("triton")
+    monkeypatch.undo()
+    probe = backend._compiler_obstacle
+    probe.cache_clear()
+    with PretendCuda():
+        monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
+        weight, ids = torch.ones(4, 3, device=CUDA), torch.zeros(2, dtype=torch.long, device=CUDA)
+        for _ in range(2):
+            logps, _ = linear_log_softmax(weight[:2], weight, ids)
+        assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())
+        monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+        with pytest.raises(ValueError, match=r"Triton cannot compile here .*gcc and python3-dev"):
+            backend_for(weight)
+    assert probe.cache_info().misses == 1
+    [warning] = recwarn
+    assert str(warning.message).startswith("kernels run in torch, slower: Triton cannot compile here (")
 
 
 def test_the_variable_overrides(monkeypatch):

@@ -223,6 +223,8 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
 class Joint:
     """What rollout_weights gives for layer-by-layer generation."""
 
+    world = World(0, 1, torch.device("cpu"))
+
     def __init__(self):
         self.calls = []
 

@@ -19,7 +19,7 @@ from minivlmrl.rewards import accuracy
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
-from minivlmrl.scale.ranks import World, run_rank
+from minivlmrl.scale.ranks import World, find_device, run_rank
 from minivlmrl.tasks import shapes
 
 from tiny import RUN_MODEL, recipe
@@ -228,6 +228,45 @@ def test_one_process_gathers_its_own():
     rows = torch.arange(6).view(3, 2)
     assert ONE.all_gather(rows) is rows
     assert torch.equal(ONE.local(rows), rows)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, error): what torch says of this machine's GPUs."""
+
+    def gpus(count, error=None):
+        def init():
+            raise RuntimeError(error)
+
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        for name, value in {"is_available": lambda: count > 0, "device_count": lambda: count, "init": init}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return gpus
+
+
+def test_each_rank_has_a_gpu_of_its_own(gpus):
+    gpus(2)
+    assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, 2 are visible here: start at most 2"):
+        find_device(2)
+
+
+@pytest.mark.parametrize("error", ["Found no NVIDIA driver on your system. Please", "No CUDA GPUs are available"])
+def test_without_a_gpu_the_cpu_trains(gpus, error):
+    gpus(0, error)
+    assert str(find_device()) == "cpu"
+
+
+def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch):
+    gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
+    with pytest.raises(
+        ValueError, match=r"\(The NVIDIA driver on your system is too old \(found version 11040\).\): mend"
+    ):
+        find_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert str(find_device()) == "cpu"
 
 
 # the end of a process

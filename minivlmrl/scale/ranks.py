@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -110,7 +111,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
     torch.set_num_threads(num_threads or max(1, cores // local_size))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1 or sharded:
@@ -119,6 +120,25 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
         store = attempt_store(limit) if size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return World(rank, size, device)
+
+
+def find_device(local_rank: int = 0) -> torch.device:
+    """Choose the GPU of a rank, or the CPU if there is none (ValueError: it is missing, or CUDA cannot use it)."""
+    if torch.cuda.is_available():
+        if local_rank >= (count := torch.cuda.device_count()):
+            cure = f"start at most {count} (--nproc_per_node), or show more of them in CUDA_VISIBLE_DEVICES"
+            raise ValueError(f"local rank {local_rank} has no GPU, {count} are visible here: {cure}")
+        return torch.device("cuda", local_rank)
+    if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):  # then there is nothing to miss
+                cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+                raise ValueError(
+                    f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): {cure}"
+                ) from error
+    return torch.device("cpu")
 
 
 def attempt_store(limit: timedelta) -> dist.Store:

@@ -97,8 +97,7 @@ class Sharding:
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
         own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
-        form = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-        return DTensor.from_local(own, like.device_mesh, like.placements, **form)
+        return DTensor(own, like._spec, requires_grad=False)  # from_local would move an offloaded part to the GPU
 
 
 class VisionInStep:

@@ -23,6 +23,7 @@ from minivlmrl.image import load_image
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
+from minivlmrl.scale.ranks import find_device
 
 
 def main(arguments: list[str]):
@@ -73,7 +74,7 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
 
 def seeded_device(device: str | None, seed: int) -> torch.device:
     """The device that the model runs on, by default the GPU if there is one; draws on it begin with the seed."""
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = device or find_device()
     try:
         torch.manual_seed(seed)
         return torch.empty(0, device=name).device

@@ -1,0 +1,463 @@
+"""A GPU that is not there: tensors that say they are on cuda:0, with their numbers in host memory.
+
+    with PretendCuda() as gpu:
+        train.main([...])              # torch.cuda.is_available() is true in here
+    gpu.waits, gpu.launches            # where the host waits for the card, where it starts kernels
+
+python tests/pretend_cuda.py           # the waits of a GRPO step, line by line; --record makes them the test's budgets
+
+What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would
+wait for a card is counted: item, tolist, nonzero, masks as indices, copies from the card, and to it copies of memory
+that is not pinned. Numbers are real, so what depends on them (a loop until a stop token) goes as it would.
+
+How it works. A `Pretend` is a wrapper subclass, as FakeTensor is: Python sees cuda:0, C++ sees the meta device, and the
+numbers are in the CPU tensor `inside`. PretendCuda, a TorchDispatchMode, gets every operation below autograd, backwards
+included: it checks the devices, counts, runs the operation on the CPU tensors and wraps the results. It enters custom
+operations, so their bodies are checked too. Uninitialised memory is filled with NaN. While the mode is on, torch.cuda
+says that there is one card, and gloo is called NCCL: each rank is a process with a card of its own.
+
+Not seen: what C++ does inside one operation (scaled_dot_product_attention is taken apart, a card has one kernel),
+streams, how long memory must stay pinned, Triton, how a GPU rounds, and the meta device, which is the card here.
+"""
+
+import collections
+import contextlib
+import functools
+import json
+import linecache
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[1]
+SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmarks"))
+aten = torch.ops.aten
+
+COPIES = {aten.copy_.default, aten._to_copy.default}
+# an index may be on the host: it is copied, and waited for
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+# not pointwise by their tags, but a number (a tensor without dimensions) may be on the host
+TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
+# the shape of the result depends on numbers
+WAITED_FOR = {
+    "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal", "is_nonzero",
+    "_local_scalar_dense", "histc", "masked_scatter",
+}  # fmt: skip
+EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
+NO_KERNEL = EMPTY | {
+    "detach", "alias", "lift_fresh", "_local_scalar_dense", "set_", "resize_", "_unsafe_view", "is_same_size",
+    "record_stream",
+}  # fmt: skip
+
+
+class DeviceMix(RuntimeError):
+    """What CUDA raises as "Expected all tensors to be on the same device"."""
+
+
+class Pretend(Tensor):
+    """A tensor on cuda:0; `inside` is its twin on the CPU."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor, requires_grad: bool = False):
+        form = {"strides": inside.stride(), "storage_offset": inside.storage_offset(), "dtype": inside.dtype}
+        made = Tensor._make_wrapper_subclass(cls, inside.shape, **form, device="meta", requires_grad=requires_grad)
+        made.inside = inside
+        return made
+
+    # Python reads these, C++ its own
+    device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return PretendCuda.current.run(func, args, kwargs or {})
+
+    def to(self, *args, **kwargs):
+        """Leave out the device if it is cuda: C++ would take it for another one, and copy."""
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        named = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, str | torch.device)]
+        args = tuple(x for x in args if not isinstance(x, str | torch.device))
+        if named and named[0].type != "cuda":
+            return super().to(named[0], *args, **kwargs)
+        return super().to(*args, **kwargs) if args or kwargs else self
+
+    def __getitem__(self, index):
+        return super().__getitem__(lists_on_card(index))
+
+    def __setitem__(self, index, value):
+        super().__setitem__(lists_on_card(index), value)
+
+    def get_device(self):
+        return 0
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def new_tensor(self, data, *, dtype=None, device=CUDA, requires_grad=False):
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device, requires_grad=requires_grad)
+
+    def numpy(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def __reduce_ex__(self, protocol):  # torch.save copies to the host too
+        return self.cpu().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            copy = self.detach().clone()
+            is_parameter = isinstance(self, torch.nn.Parameter) or getattr(self, "_is_param", False)
+            memo[id(self)] = torch.nn.Parameter(copy, self.requires_grad) if is_parameter else copy
+        return memo[id(self)]
+
+    def __repr__(self, **_):
+        return f"Pretend({self.inside!r})"
+
+    def __tensor_flatten__(self):  # nn.Module.to then swaps tensors: a tied parameter stays tied
+        return ["inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Pretend(inner["inside"])
+
+
+def lists_on_card(index):
+    """An index with its lists as tensors on the card; C++ would not fill them on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(map(lists_on_card, index))
+    return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
+
+
+class PretendCuda(TorchDispatchMode):
+    """Pretend that there is a card.
+
+    Attributes:
+        waits: (why, file, line number) -> how often the host waited.
+        launches: (file, line number) -> how many operations started a kernel.
+    """
+
+    current: "PretendCuda | None" = None
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.launches, self.depth = collections.Counter(), collections.Counter(), 0
+
+    def __enter__(self):
+        self.depth += 1  # `run` enters again for the body of a custom operation
+        if self.depth == 1:
+            self.patches = contextlib.ExitStack()
+            for patch in environment():
+                self.patches.enter_context(patch)
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=CUDA) then copies where we see it
+            self.patches.callback(torch._C._set_only_lift_cpu_tensors, False)
+            self.patches.enter_context(NameTheCard())
+            self.patches.enter_context(torch.autograd.set_multithreading_enabled(False))
+            PretendCuda.current = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.depth -= 1
+        if self.depth == 0:
+            self.patches.close()
+            PretendCuda.current = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Pretend) for kind in types):
+            return NotImplemented  # a DTensor comes back with what is inside of it
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func, args, kwargs):
+        """One operation."""
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        card = [x for x in tensors if isinstance(x, Pretend)]
+        host = [x for x in tensors if not isinstance(x, Pretend)]
+        device = kwargs.get("device")
+        to_card = bool(card) if device is None else torch.device(device).type in ("cuda", "meta")
+        if is_composite(func):  # in inference mode they come whole: the parts are checked
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not card and not to_card:
+            return func(*args, **kwargs)
+        self.check(func, args, card, host)
+        if (body := body_of(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        self.count(func, args, kwargs, to_card)
+        if device is not None:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        args, kwargs = tree_map(lambda x: x.inside if isinstance(x, Pretend) else x, (args, kwargs))
+        result = STAND_INS.get(func, func)(*args, **kwargs)
+        if func.overloadpacket.__name__ in EMPTY:
+            result.fill_(float("nan") if result.is_floating_point() else 99) if result.dtype != torch.bool else None
+        if not to_card:
+            return result
+        same = {id(x.inside): x for x in card}  # what is written in place comes back as itself
+        wrap = lambda x: same[id(x)] if id(x) in same else Pretend(x)  # noqa: E731
+        return tree_map(lambda x: wrap(x) if isinstance(x, Tensor) and not isinstance(x, Pretend) else x, result)
+
+    def check(self, func, args, card, host):
+        """CUDA's rules for operations on tensors of both devices."""
+        name = func.overloadpacket.__name__
+        if not card or not host or func in COPIES:
+            return
+        if name in INDEXING and isinstance(args[0], Pretend):
+            host = [x for x in args[2:] if isinstance(x, Tensor) and not isinstance(x, Pretend)]  # values, not indices
+        if all(x.dim() == 0 for x in host) and (
+            name in TAKE_NUMBERS or name in INDEXING or torch.Tag.pointwise in func.tags
+        ):
+            return
+        shapes = [f"cuda:0 {tuple(x.shape)}" for x in card] + [f"cpu {tuple(x.shape)}" for x in host]
+        raise DeviceMix(f"Expected all tensors to be on the same device, but found {', '.join(shapes)} ({func})")
+
+    def count(self, func, args, kwargs, to_card):
+        """Does the host wait for it, is it a kernel?"""
+        name, reasons = func.overloadpacket.__name__, []
+        if func in COPIES:
+            source, non_blocking = (args[1], args[2:]) if name == "copy_" else (args[0], ())
+            target = isinstance(args[0], Pretend) if name == "copy_" else to_card
+            if isinstance(source, Pretend) != target and not (kwargs.get("non_blocking") or any(non_blocking)):
+                reasons.append("to the card" if target else "from the card")
+        elif name in WAITED_FOR or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+            reasons.append(name)
+        elif name in INDEXING:
+            for index in (x for x in args[1] if x is not None):
+                if not isinstance(index, Pretend) or index.dtype in (torch.bool, torch.uint8):
+                    reasons.append("mask as index" if isinstance(index, Pretend) else "index on the host")
+        place = source_line()
+        self.waits.update((reason, *place) for reason in reasons)
+        if name not in NO_KERNEL and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            self.launches[place] += 1
+
+
+def source_line() -> tuple[str, int]:
+    """File and line of this project that an operation comes from."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
+        frame = frame.f_back
+    return ("elsewhere", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.cache
+def is_composite(func) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def body_of(func):
+    """The Python function of a custom operation, None if it is none."""
+    definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+    return None if definition is None else definition._init_fn
+
+
+# ---- what Python asks torch about the card -------------------------------------------------------------------------
+
+
+class NameTheCard(TorchFunctionMode):
+    """Writes cuda:0 for cuda: C++ would ask the driver for the current card."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def named(x):
+            return CUDA if isinstance(x, str | torch.device) and str(x) == "cuda" else x
+
+        if function is torch.tensor and isinstance(args[0], list):  # numbers on the card, one by one
+            args = (tree_map(lambda x: x.item() if isinstance(x, Pretend) else x, args[0]), *args[1:])
+        if function is not torch.device:
+            args, kwargs = tuple(map(named, args)), {name: named(x) for name, x in (kwargs or {}).items()}
+        return function(*args, **(kwargs or {}))
+
+
+class Stream:
+    """The only stream, and its events: nothing runs at the same time as anything else."""
+
+    device, device_type, device_index, priority = CUDA, "cuda", 0, 0
+    __init__ = record_stream = wait_event = wait_stream = wait = synchronize = lambda self, *_, **__: None
+    record = record_event = __enter__ = lambda self, *_: self
+    query = lambda self: True  # noqa: E731
+    __exit__ = lambda self, *_: None  # noqa: E731
+
+
+def environment():
+    """Patches: torch.cuda has a card, F's flash kernels can run, FSDP2 takes our tensors and gloo."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from minivlmrl.kernels import dense_attention
+
+    stream = Stream()
+    answers = {
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "set_device": None, "get_device_capability": (9, 0), "get_device_name": "no GPU", "_exchange_device": -1,
+        "_maybe_exchange_device": -1, "synchronize": None, "empty_cache": None, "set_rng_state": None,
+        "is_bf16_supported": True, "stream": stream, "current_stream": stream, "default_stream": stream,
+        "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    for name, value in {"Stream": Stream, "Event": Stream, "get_rng_state": lambda *_: torch.get_rng_state()}.items():
+        yield mock.patch.object(torch.cuda, name, value)
+    yield mock.patch.object(dense_attention, "can_use_flash_attention", lambda call: call.query.dtype.itemsize == 2)
+    yield mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "torch"})
+
+    own, data = Tensor.device.__get__, Tensor.data
+
+    def set_data(x, value):
+        """A card's tensor takes over the name of a host's, which C++ grants for devices but not for classes."""
+        if isinstance(value, Pretend) and not isinstance(x, Pretend):
+            torch.utils.swap_tensors(x, torch.nn.Parameter(value, x.requires_grad))
+        else:
+            data.__set__(x, value)
+
+    yield mock.patch.object(Tensor, "data", property(data.__get__, set_data), create=True)
+    on_card = {"device": lambda x: CUDA if own(x).type == "meta" else own(x), "is_meta": lambda x: False}
+    on_card["is_cuda"] = lambda x: own(x).type == "meta"
+    for name, get in on_card.items():  # a DTensor takes its device from what is inside of it
+        yield mock.patch.object(DTensor, name, property(get), create=True)
+    begin = dist.init_process_group
+    yield mock.patch.object(dist, "init_process_group", lambda backend=None, **options: begin("gloo", **options))
+    pinned = set()
+    pin = lambda x, *_: pinned.add(x.untyped_storage().data_ptr()) or x  # noqa: E731
+    is_pinned = lambda x, *_: not isinstance(x, Pretend) and x.untyped_storage().data_ptr() in pinned  # noqa: E731
+    yield mock.patch.object(Tensor, "pin_memory", pin)
+    yield mock.patch.object(Tensor, "is_pinned", is_pinned)
+
+
+def pretend(module: torch.nn.Module) -> torch.nn.Module:
+    """Move a module that autograd has seen, which module.to(CUDA) refuses; tied parameters stay tied."""
+    moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
+    for owner in module.modules():
+        owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})
+    return module
+
+
+# ---- operations that only a card has -------------------------------------------------------------------------------
+
+
+def flash_scores(q, k, is_causal, scale):
+    """Scores in float32; the flash kernel's causal mask is aligned to the lower right."""
+    scores = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
+    unseen = torch.ones_like(scores, dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+    return scores.masked_fill(unseen, float("-inf")) if is_causal else scores
+
+
+def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    scores = flash_scores(q, k, is_causal, scale)
+    out = scores.softmax(-1) @ v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    unused = [torch.zeros(0) for _ in range(3)]
+    return out.to(q.dtype), scores.logsumexp(-1), *unused[:2], q.shape[2], k.shape[2], *unused
+
+
+def flash_backward(grad, q, k, v, out, lse, cq, ck, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None):
+    scale, repeat = scale or q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
+    p = flash_scores(q, k, is_causal, scale).softmax(-1)
+    wide_k, wide_v = (x.float().repeat_interleave(repeat, 1) for x in (k, v))
+    dp = grad.float() @ wide_v.mT
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+    dk, dv = (x.unflatten(1, (-1, repeat)).sum(2) for x in (ds.mT @ q.float(), p.mT @ grad.float()))
+    return (ds @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def product_in_float32(*args, beta=1, alpha=1, out=None):
+    """mm, bmm and addmm of 16-bit tensors, summed in float32 and not rounded; see Blas.cpp."""
+    *total, a, b, dtype = args
+    assert a.dtype == b.dtype and a.dtype.itemsize == 2 and dtype == torch.float32
+    assert all(x is None or x.dtype == dtype for x in (*total, out))
+    product = alpha * (a.float() @ b.float())
+    product = product + beta * total[0] if total else product
+    return product if out is None else out.copy_(product)
+
+
+STAND_INS = {
+    aten._scaled_dot_product_flash_attention.default: flash,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+}
+for func in (aten.mm, aten.bmm, aten.addmm):
+    for overload in (func.dtype, func.dtype_out):
+        STAND_INS[overload] = product_in_float32
+
+
+# ---- the waits of a GRPO step --------------------------------------------------------------------------------------
+
+BUDGETS = Path(__file__).parent / "recorded" / "waits.json"
+PARTS = {
+    "decode step": "one token of each of 12 completions of 4 prompts",
+    "pack": "two prompts with their 6 completions",
+    "forward": "log-probabilities of these 6",
+    "backward": "of these",
+    "grpo step": "4 prompts, 3 completions each of 6 tokens, two micro-batches: rollout, rewards, losses, update",
+}
+
+
+def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
+    """Each of PARTS -> its waits, in float32 on a tiny model, whose files are written to the folder."""
+    from minivlmrl.batch import pack
+    from minivlmrl.generate import draw_by, generate, uniform_numbers
+    from minivlmrl.logprobs import per_token_logps
+    from minivlmrl.scale.ranks import World
+
+    import stages
+
+    stages.write_recipe(folder)
+    found = {}
+    with PretendCuda() as gpu:
+
+        def count(call):
+            gpu.waits.clear()
+            result = call()
+            return result, gpu.waits.copy()
+
+        options = ["--sampling.stop_token_ids=[]", "--rewards={format: 1}"]  # no completion ends earlier
+        stage = stages.Stage(folder, "grpo", *options, dtype=torch.float32, world=World(0, 1, CUDA))
+        stage.go()
+        _, found["grpo step"] = count(stage.go)
+
+        model, rows, sampling = stage.model, next(stage.batches), stage.algorithm.run.sampling
+        prompts = [row.prompt(stage.algorithm.processor) for row in rows]
+
+        def rollout(tokens):
+            sampling.max_new_tokens = tokens
+            draw = draw_by(uniform_numbers([row.key for row in rows], 3, tokens))
+            return count(lambda: generate(model, prompts, 3, sampling, (), draw))
+
+        (groups, shorter), (_, longer) = rollout(5), rollout(6)
+        found["decode step"] = longer - shorter
+        ids = [[completion.ids for completion in group] for group in groups[:2]]
+        batch, found["pack"] = count(lambda: pack(prompts[:2], ids, model.config, CUDA))
+        logps, found["forward"] = count(lambda: per_token_logps(model, batch)[0])
+        _, found["backward"] = count(logps.sum().backward)
+    return {part: found[part] for part in PARTS}
+
+
+def by_line(waits: collections.Counter) -> dict[str, int]:
+    """'file: source text' -> how often the host waits there: line numbers change too easily."""
+    counts = collections.Counter()
+    for (_, file, number), n in waits.items():
+        counts[f"{Path(file).relative_to(ROOT)}: {linecache.getline(file, number).strip()}"] += n
+    return dict(sorted(counts.items()))
+
+
+def main(arguments: list[str]):
+    """Print the waits of a GRPO step; --record: write them down as budgets."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = waits_of_a_step(Path(folder))
+    for part, waits in found.items():
+        print(f"\n{part} ({PARTS[part]}): {waits.total()} waits")
+        for (why, file, number), n in sorted(waits.items(), key=lambda wait: (-wait[1], wait[0])):
+            line = f"{Path(file).relative_to(ROOT)}:{number}"
+            print(f"{n:6} {why:22} {line:36} {linecache.getline(file, number).strip()}")
+    if arguments == ["--record"]:
+        BUDGETS.write_text(json.dumps({part: by_line(waits) for part, waits in found.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
