@@ -19,7 +19,7 @@ import torch
 from minivlmrl import train
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run.batches import Batches
+from minivlmrl.run.batches import Batches, DataSection
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
@@ -57,7 +57,7 @@ class Uneven:
 
 def sharing(prompts_per_step: int, world: ranks.World, stage: str = "sft") -> SimpleNamespace:
     """What Batches asks of an algorithm."""
-    config, run = SimpleNamespace(prompts_per_step=prompts_per_step), SimpleNamespace(seed=0)
+    config, run = SimpleNamespace(prompts_per_step=prompts_per_step), SimpleNamespace(seed=0, data=DataSection())
     return SimpleNamespace(stage=stage, config=config, run=run, world=world, steps_per_rollout=1)
 
 

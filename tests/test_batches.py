@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.rows import Row
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import Batches, DataSection, check_shares, load_datasets, shuffled
 from minivlmrl.scale.ranks import World
-from minivlmrl.tasks import localisation
+from minivlmrl.tasks import localisation, shapes
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(10, 5), (10, 3), (3, 7), (1, 4)])
@@ -135,6 +137,9 @@ def test_the_config_knows_all_spaces():
 # draws of rows
 
 
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+
+
 class Numbered:
     """Rows that say their number."""
 
@@ -145,10 +150,11 @@ class Numbered:
         return Row([], [], {"number": index})
 
 
-def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, stage="grpo", draws=0, rows=None):
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, stage="grpo", draws=0, rows=None, **data):
     algorithm = SimpleNamespace(
-        config=SimpleNamespace(prompts_per_step=prompts_per_step), run=SimpleNamespace(seed=seed), stage=stage,
-        world=World(rank, ranks, torch.device("cpu")), steps_per_rollout=steps,
+        config=SimpleNamespace(prompts_per_step=prompts_per_step), stage=stage, steps_per_rollout=steps,
+        run=SimpleNamespace(seed=seed, data=DataSection(**data)), world=World(rank, ranks, torch.device("cpu")),
+        processor=PROCESSOR,
     )  # fmt: skip
     return Batches(rows or Numbered(), algorithm, draws)
 
@@ -203,3 +209,29 @@ def test_a_step_that_the_ranks_cannot_share_equally_is_refused(prompts, ranks, n
 def test_one_row_is_found_again_by_its_number_and_key():
     row = batches().row(7, "a/b")
     assert (row.columns["number"], row.index, row.key) == (7, 7, "a/b")
+
+
+def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_path):
+    """Otherwise one damaged file would end the run at some step, again after each resume."""
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    images = ["red", "a", "b", "green", "blue"]
+    rows = JsonLines(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: cannot be read as an image"):
+        [row.prompt(PROCESSOR) for row in next(batches(rows=rows, prompts_per_step=5))]
+    read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
+    with pytest.warns(UserWarning) as noted:
+        draws = [next(read), next(read)]
+    assert [str(one.message).rpartition("out, ")[2] for one in noted] == ["1 so far", "2 so far"]
+    for draw in draws:
+        assert sorted(row.index for row in draw) == [0, 3, 3, 3, 4] and len({row.key for row in draw}) == 5
+        assert [row.columns["problem"] for row in draw] == [images[row.index] for row in draw]
+        for row in draw:
+            assert torch.equal(row.prompt(PROCESSOR).pixel_values, rows[row.index].prompt(PROCESSOR).pixel_values)
+
+
+def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):
+    (tmp_path / "red.png").write_bytes(b"")
+    rows = JsonLines(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"red\.png: .*; .* the 99 rows before it"):
+        next(batches(rows=rows, skip_unreadable=True))

@@ -2,14 +2,17 @@
 
 import base64
 import json
+import weakref
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data import media
 from minivlmrl.data.json_lines import JsonLines
-from minivlmrl.image import ImageProcessor
+from minivlmrl.image import ImageProcessor, load_image
+from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rows import Processor, Row
 from minivlmrl.tasks import shapes
 
@@ -266,6 +269,27 @@ def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name
         read(folder, {"problem": problem, **columns})
     if problem == "What?":
         assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
+
+
+def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch):
+    """64 photos of a step would be 2 GB."""
+    alive, load, most = [], media.load_image, 0
+
+    def counted(*arguments):
+        nonlocal most
+        image = load(*arguments)
+        alive.append(weakref.ref(image))
+        most = max(most, sum(other() is not None for other in alive))
+        return image
+
+    monkeypatch.setattr(media, "load_image", counted)
+    rows = [read(folder, {"images": [f"{name}.png" for name in COLORS], "problem": "a"}) for _ in range(3)]
+    prompts = [prompt(row) for row in rows]
+    assert len(alive) == 9 and most == 2
+    monkeypatch.undo()
+    loaded = [load_image(folder / f"{name}.png") for name in COLORS]
+    assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
+    assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9
 
 
 def test_a_question_without_an_image_may_have_other_columns(folder):

@@ -208,6 +208,7 @@ OTHERS = {
         "model.compute_dtype",
     ),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
+    *("data.skip_unreadable",),
     *("check_memory", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "show_completions", "rollout.max_logp_mismatch"),

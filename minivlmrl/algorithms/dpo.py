@@ -1,8 +1,8 @@
 """Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its loss types."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,19 +51,21 @@ class DPO(PairAlgorithm):
         if self.config.precompute_ref_log_probs:
             order = shuffled(len(batches.dataset), self.config.prompts_per_step, self.run.seed)
             met = set(itertools.chain(*itertools.islice(order, self.config.max_steps)))
-            self.precomputed["train"] = self.precompute(batches.dataset, sorted(met))
+            self.precomputed["train"] = self.precompute(lambda i: batches.row(i, ""), sorted(met))
             if held_out is not None:
-                self.precomputed["held_out"] = self.precompute(held_out, with_pairs(held_out, self.world))
+                indices = with_pairs(held_out, self.world)
+                self.precomputed["held_out"] = self.precompute(lambda i: replace(held_out[i], index=i), indices)
 
     @torch.no_grad()
-    def precompute(self, rows: Dataset, indices: list[int]) -> dict[int, Tensor]:
+    def precompute(self, row: Callable[[int], Row], indices: list[int]) -> dict[int, Tensor]:
         """Score rows with the policy as it is now: index -> log-probabilities of both answers, on every rank."""
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
-            group = super().micro_batch([rows[index] for index in piece]).group  # images of one piece
+            rows = [row(index) for index in piece]
+            group = super().micro_batch(rows).group  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
-            own |= {index: torch.cat(logps[2 * i : 2 * i + 2]) for i, index in enumerate(piece)}
+            own |= {row.index: torch.cat(logps[2 * i : 2 * i + 2]) for i, row in enumerate(rows)}
         return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
 
     def micro_batch(self, rows: Sequence[Row], dataset: str = "train") -> AnswerBatch:

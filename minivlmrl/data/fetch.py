@@ -33,8 +33,8 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
     """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
     if in_memory := isinstance(source, Image):
         name = f"image of {source.width} x {source.height} pixels"
-    else:
-        name, file = open_source(source, folder, allow_url)
+    else:  # a pair is what open_source has found
+        name, file = source if isinstance(source, tuple) else open_source(source, folder, allow_url)
     try:
         with contextlib.ExitStack() as stack:
             with warnings.catch_warnings():  # Pillow warns from half of our limit on

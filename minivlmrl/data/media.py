@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import PIL.Image
@@ -80,22 +81,39 @@ def place_media(
     return placed, used
 
 
-def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tuple[list[PIL.Image.Image], list[Video]]:
-    """Read the images and videos of a row."""
+class Decoded(Sequence):
+    """The images or videos of a row, each decoded whenever it is looked at: those of a step could fill the memory."""
+
+    def __init__(self, decoders: list[Callable]):
+        self.decoders = decoders
+        self.sizes = {}  # width and height in pixels of the images that have been looked at
+
+    def __len__(self) -> int:
+        return len(self.decoders)
+
+    def __getitem__(self, index: int) -> PIL.Image.Image | Video:
+        found = self.decoders[index]()
+        if isinstance(found, PIL.Image.Image):
+            self.sizes[index] = found.size
+        return found
+
+
+def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tuple[Sequence, Sequence]:
+    """Find the images and videos of a row; URLs of images are downloaded now."""
     images, videos = [], []
     for one in media:
         if one.kind == "image":
-            images.append(load_image(one.source, folder, allow_urls))
+            images.append(partial(load_image, open_source(one.source, folder, allow_urls)))
         else:
             sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
-            videos.append(load_video(one.source, folder, allow_urls, **sampling))
-    return images, videos
+            videos.append(partial(load_video, one.source, folder, allow_urls, **sampling))
+    return images and Decoded(images), videos and Decoded(videos)
 
 
 def shown_parts(
     pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
-) -> list[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
-    """List what the parts of a prompt, laid out as `pieces`, show: kind, image or video, and its size options."""
+) -> Iterator[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
+    """Yield what the parts of a prompt, laid out as `pieces`, show: kind, image or video, and its size options."""
     parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
     parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
     kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}
@@ -106,7 +124,7 @@ def shown_parts(
         raise ValueError(f"the chat template shows {shown}, the messages have {kinds}")
     waiting = {kind: iter(items) for kind, items in given.items()}
     other = ("type", "text", *SOURCES["image"], *SOURCES["video"], *SAMPLING_OPTIONS)
-    return [(kind, next(waiting[kind]), _without(part, other)) for kind, part in parts]
+    return ((kind, next(waiting[kind]), _without(part, other)) for kind, part in parts)  # one is decoded at a time
 
 
 def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):

@@ -77,7 +77,8 @@ def box_columns(
         size = extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            size, space = row.images[0].size, row.columns.get("box_space") or "resized"
+            size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size  # known after the prompt was made
+            space = row.columns.get("box_space") or "resized"
             resized = width * patch, height * patch
             extent = row.columns.get("answer_extent") or boxes.extent(space, size, resized)
         sizes += [size] * num_generations

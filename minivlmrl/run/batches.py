@@ -1,6 +1,7 @@
 """Which rows each stage and the evaluation get, and in which order."""
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
@@ -9,9 +10,10 @@ import torch
 
 from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.hub.checker import require
-from minivlmrl.rows import Dataset, Row
+from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.table import get_task
 
+MOST_SKIPPED = 100  # rows one after the other that may be unreadable
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
 NEEDS = {"prompts": (), "demonstrations": ("completion",)}
 NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
@@ -44,6 +46,7 @@ class DataSection:
     resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
     video: VideoSection = field(default_factory=VideoSection)
     allow_urls: bool | Literal["private"] = False  # fetch http(s) URLs of rows; "private": of private networks too
+    skip_unreadable: bool = False  # in training leave out rows with an image that cannot be read, and count them
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
     answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
@@ -96,6 +99,16 @@ def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | N
     return JsonLines(path, ("problem", *columns), limit, **options)
 
 
+@dataclass
+class MadeRow(Row):
+    """A row whose prompt was made to see whether it can be: images are decoded once."""
+
+    made: Prompt | None = None
+
+    def prompt(self, processor: Processor) -> Prompt:
+        return self.made
+
+
 class Batches(Iterator):
     """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new order.
 
@@ -107,6 +120,8 @@ class Batches(Iterator):
         size, seed = algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
+        self.processor = algorithm.processor if algorithm.run.data.skip_unreadable else None
+        self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
 
     def __next__(self) -> list[Row]:
@@ -117,8 +132,19 @@ class Batches(Iterator):
         return rows
 
     def row(self, index: int, key: str) -> Row:
-        """The row of a number, with the key that its random draws depend on."""
-        return replace(self.dataset[index], index=index, key=key)
+        """The row of a number, with the key that its random draws depend on; the next readable one if asked for."""
+        if self.processor is None:
+            return replace(self.dataset[index], index=index, key=key)
+        for number in (number % len(self.dataset) for number in range(index, index + MOST_SKIPPED)):
+            try:
+                row = replace(self.dataset[number], index=number, key=key)
+                return MadeRow(**vars(row), made=row.prompt(self.processor))
+            except ValueError as error:
+                failure = error
+            if number not in self.skipped:
+                self.skipped.add(number)
+                warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
+        raise ValueError(f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it")
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
