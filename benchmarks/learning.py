@@ -55,6 +55,7 @@ PLAN = [
     grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
+    Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),

@@ -9,7 +9,7 @@ import pytest
 
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rewards import accuracy, format
+from minivlmrl.rewards import accuracy, find_answer, format
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import DataSection
@@ -71,14 +71,14 @@ def test_all_labels_occur_about_equally_often():
 def test_demonstrations_without_noise_earn_every_reward():
     rows = [Shapes(30, 0)[i] for i in range(30)]
     texts, solutions = [row.completion for row in rows], [row.columns["solution"] for row in rows]
-    assert accuracy(texts, solutions) == format(texts) == [1.0] * 30
+    assert accuracy(map(find_answer, texts), solutions) == format(texts) == [1.0] * 30
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_share_of_wrong_labels(share):
     """A twelfth of those drawn at random happens to be right."""
     rows = [Shapes(1000, 0, share)[i] for i in range(1000)]
-    wrong = sum(accuracy([row.completion], [row.columns["solution"]]) == [0.0] for row in rows) / 1000
+    wrong = sum(accuracy([find_answer(row.completion)], [row.columns["solution"]]) == [0.0] for row in rows) / 1000
     assert abs(wrong - share * 11 / 12) < 0.05
 
 

@@ -14,12 +14,20 @@ from collections.abc import Callable, Iterable
 
 from minivlmrl.rewards import GIVEN, load_name
 
-FILES = {  # file: its rewards
+FILES = {  # file: its rewards, and the function where a name cannot be one in Python
     "minivlmrl.rewards": "format accuracy",
+    "minivlmrl.reward_functions.judges": "choice yes_no class=class_name",
+    "minivlmrl.reward_functions.number": "number",
+    "minivlmrl.reward_functions.math_answer": "math",
+    "minivlmrl.reward_functions.lengths": "cosine repetition",
     "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
+    "minivlmrl.reward_functions.detection": "detection ap_50 weighted_sum",
+    "minivlmrl.reward_functions.http_judge": "judge",
     "minivlmrl.reward_functions.reward_model_scores": "reward_model",
 }
-REWARDS: dict[str, str | Callable] = {name: f"{file}:{name}" for file in FILES for name in FILES[file].split()}
+REWARDS: dict[str, str | Callable] = {
+    name.partition("=")[0]: f"{file}:{name.rpartition('=')[2]}" for file in FILES for name in FILES[file].split()
+}
 
 
 def get_reward(name: str) -> Callable:

@@ -39,6 +39,7 @@ class Shapes:
     wrong_labels: float = 0.0  # share of rows that demonstrate a class drawn at random
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
+    tags: bool = True  # of demonstrations; False: they are the label alone
 
     def __len__(self) -> int:
         return self.size
@@ -52,7 +53,9 @@ class Shapes:
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures, labels and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
-        return Row(messages, [image], columns, answer(shown), chosen=answer(label), rejected=rejected)
+        return Row(
+            messages, [image], columns, answer(shown) if self.tags else shown, chosen=answer(label), rejected=rejected
+        )
 
 
 @dataclass
@@ -121,7 +124,8 @@ def tokenizer() -> Tokenizer:
 def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-    demonstrations = Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, **wording)
+    tags = data.answer == "tags"  # demonstrations say the label where the rewards look for it
+    demonstrations = Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, tags=tags, **wording)
     pairs, prompts = Shapes(data.pairs, f"{seed}/pairs", **wording), Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
     training = {"demonstrations": demonstrations, "pairs": pairs, "labels": LabelledShapes(pairs), "prompts": prompts}
     return training, Shapes(data.eval_rows, "eval", **wording)

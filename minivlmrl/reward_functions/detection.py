@@ -1,0 +1,112 @@
+"""Rewards for finding objects: boxes with labels, in the spaces of box_rewards.py.
+
+Solution and answer are lists as Qwen2.5-VL writes them: [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...]. [] or None
+says that there is no such object; it earns 1 where the solution says so too, and 0 elsewhere.
+"""
+
+import json
+from collections.abc import Callable
+
+from minivlmrl.data import boxes
+from minivlmrl.data.boxes import FENCED, Box
+from minivlmrl.rewards import find_answer
+
+Objects = list[tuple[str, Box]]
+
+
+def detection(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
+    """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
+
+    def mean_iou(said: Objects, true: Objects) -> float:
+        pairs = boxes.match(said, true, _overlap)
+        return sum(_overlap(said[i], true[j]) for i, j in pairs) / max(len(said), len(true))
+
+    return _measure("detection", mean_iou, answer_texts, solution, image_sizes, answer_extents)
+
+
+def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
+    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 levels of recall, then the mean over labels.
+
+    Objects count in the order of the answer. A label that the picture does not have counts as 0.
+    """
+
+    def average_precision(said: Objects, true: Objects) -> float:
+        labels = {label for label, _ in said + true}
+        both = ([[item for item in items if item[0] == label] for items in (said, true)] for label in labels)
+        return sum(_average_precision(*items) for items in both) / len(labels)
+
+    return _measure("ap_50", average_precision, answer_texts, solution, image_sizes, answer_extents)
+
+
+def weighted_sum(
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list,
+    position: float = 0.7, label: float = 0.0, completeness: float = 0.3, **columns,
+) -> list:  # fmt: skip
+    """VLM-R1's weighted sum of three scores: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
+
+    Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores nothing but is complete.
+    Source: detection_score in VLM-R1's grpo_jsonl.py.
+    """
+
+    def weighted(said: Objects, true: Objects) -> float:
+        table = {(i, j): boxes.iou(a, b) for i, (_, a) in enumerate(said) for j, (_, b) in enumerate(true)}
+        pairs = []
+        for i, j in sorted(table, key=table.get, reverse=True):
+            if table[i, j] >= 0.5 and all(i != other and j != another for other, another in pairs):
+                pairs.append((i, j))
+        right = [table[i, j] for i, j in pairs if said[i][0] == true[j][0]]
+        complete = (len(pairs) / len(true) + len(pairs) / len(said)) / 2
+        total = position * sum(right) / len(true) + label * len(right) / len(true) + completeness * complete
+        return total / (position + label + completeness)
+
+    return _measure("weighted_sum", weighted, answer_texts, solution, image_sizes, answer_extents)
+
+
+def read_objects(text: str, extent: tuple[float, float]) -> Objects | None:
+    """Read a list of labelled boxes, maybe in a code fence; None: it is no such list."""
+    fenced = FENCED.fullmatch(text.strip())
+    text = (fenced[1] if fenced else text).strip()
+    if text.casefold().removesuffix(".") in ("none", "no such object"):
+        return []
+    try:
+        return [
+            (item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _measure(name: str, measure: Callable[[Objects, Objects], float], *columns: list) -> list[float | None]:
+    found = []
+    for said, solution, size, extent in zip(*columns, strict=True):
+        if solution is None or size is None or extent is None:
+            found.append(None)
+            continue
+        text = solution if isinstance(solution, str) else json.dumps(solution)
+        true = read_objects(find_answer(text) or text, size)
+        if true is None or not all(box.valid for _, box in true):
+            cure = 'it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+            raise ValueError(f"reward {name}: solution {text!r:.80} says no objects; {cure}")
+        objects = read_objects(said or "", extent)
+        if objects and true:
+            found.append(measure([(label, box.to(size)) for label, box in objects], true))
+        else:
+            found.append(float(objects == true))  # both none
+    return found
+
+
+def _overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
+    return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
+
+
+def _average_precision(said: Objects, true: Objects) -> float:
+    left, curve = list(true), []
+    for number, item in enumerate(said, start=1):
+        best = max(left, key=lambda other: _overlap(item, other), default=None)
+        if best is not None and _overlap(item, best) >= 0.5:
+            left.remove(best)
+            hits = len(true) - len(left)
+            curve.append(
+                (hits * 100 // len(true), hits / number)
+            )  # the last level of recall that is reached, precision
+    return sum(max((p for r, p in curve if r >= level), default=0.0) for level in range(101)) / 101

@@ -1,0 +1,37 @@
+"""Rewards for length and repetition, counted in tokens. Source: arXiv 2502.03373, appendix C, and TRL's rewards."""
+
+import math
+
+from minivlmrl.reward_functions.calls import call_reward
+
+
+def cosine(
+    completions: list[str], completion_ids: list[list[int]], max_length: int = 1024, of: str = "accuracy",
+    correct: tuple[float, float] = (1.0, 0.5), wrong: tuple[float, float] = (-1.0, -0.5), **columns,
+) -> list[float]:  # fmt: skip
+    """Scale another reward by length: short answers gain where they are right, and lose where they are wrong.
+
+    Args:
+        max_length: tokens at which the scale ends.
+        of: the reward that says what is right: all that it gives more than 0 for.
+        correct, wrong: values at length 0 and at max_length; a half cosine lies between them.
+    """
+    given = columns | {"completion_ids": completion_ids}
+    values = []
+    for judged, ids in zip(call_reward(of, completions, given), completion_ids, strict=True):
+        first, last = correct if judged > 0 else wrong
+        share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2
+        values.append(None if math.isnan(judged) else last + (first - last) * share)
+    return values
+
+
+def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
+    """max_penalty times the share of n-grams of tokens that are repetitions.
+
+    Example: 5 5 5 5 5 has four pairs, three of them repetitions: -0.75 with ngram_size=2.
+    """
+    found = []
+    for ids in completion_ids:
+        ngrams = list(zip(*(ids[start:] for start in range(ngram_size)), strict=False))
+        found.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0)
+    return found

@@ -1,0 +1,76 @@
+"""The reward `number`: an answer that is one number, in any of the ways in which people write it."""
+
+import functools
+import re
+from fractions import Fraction
+
+from minivlmrl.reward_functions.judges import judge_rows
+
+LONGEST = 100  # characters
+WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+WORDS += "|seventeen|eighteen|nineteen|twenty"
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+# unit: what it measures, and its size; any other word after a number is not looked at
+UNITS = {"%": ("", "1/100"), "mm": ("m", "1/1000"), "cm": ("m", "1/100"), "m": ("m", "1"), "km": ("m", "1000")}
+UNITS |= {"in": ("m", "254/10000"), "ft": ("m", "3048/10000"), "mg": ("g", "1/1000"), "g": ("g", "1")}
+UNITS |= {"kg": ("g", "1000"), "s": ("s", "1"), "min": ("s", "60"), "h": ("s", "3600")}
+SPELLINGS = {"percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "sec": "s", "second": "s"}
+SPELLINGS |= {"minute": "min", "hr": "h", "hour": "h", "meter": "m", "metre": "m", "gram": "g", "milligram": "mg"}
+SPELLINGS |= {"kilogram": "kg"} | {f"{a}{b}": c for a, c in (("milli", "mm"), ("centi", "cm"), ("kilo", "km"))
+                                  for b in ("meter", "metre")}  # fmt: skip
+# after a number they make another one of it, or leave room for more
+OTHER = re.compile(
+    rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
+)
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+NUMBER = re.compile(
+    r"(?:(?:the )?(?:final )?answer(?: is|:) ?|[a-z] ?= ?|[=≈~] ?|about |approximately )?"
+    r"(?P<sign>[+-]?) ?[$€£]?(?:(?P<whole>\d+) (?=\d+ ?/))?"
+    rf"(?:(?P<digits>{DIGITS})(?:(?:e| ?[x×*] ?10\^)\{{?(?P<power>[+-]?\d{{1,3}})\}}?| ?/ ?(?P<below>{DIGITS}))?"
+    rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|[a-zµ]+(?:/[a-z]+|\^\{{?[23]\}}?|[²³])?)?",
+    re.ASCII,
+)
+LATEX = [(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"), (r"\\(?:times|cdot)", "×"), ("−", "-")]
+LATEX += [(r"\{,\}|\\[!,;]", ""), (r"\\%", "%"), (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"), (r"\^?\\circ", "°")]
+
+
+def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
+    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not for 3 or 4, not 3, 3-5, 13.
+
+    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and a unit may be left out.
+
+    Args:
+        tolerance: by how much it may be off, as a share of the solution: 0.05 takes 95 to 105 for 100.
+    """
+    same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
+    return judge_rows("number", "number", read_number, answer_texts, solution, same)
+
+
+def read_number(text: str) -> tuple[Fraction, str] | None:
+    """Read "1,234.5 cm" as (2469/2, "cm"); None: it is not one number."""
+    if len(text) > LONGEST:
+        return None
+    for pattern, simple in LATEX:
+        text = re.sub(pattern, simple, text)
+    said = NUMBER.fullmatch(" ".join(text.lower().split()))
+    word = (said and said["unit"]) or ""
+    below = Fraction(((said and said["below"]) or "1").replace(",", ""))
+    if not said or OTHER.fullmatch(word) or below == 0:
+        return None
+    unit = next((u for u in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))) if u in UNITS), word)
+    digits = (said["digits"] or str(WORDS.split("|").index(said["word"]))).replace(",", "")
+    value = Fraction(f"{digits}e{said['power'] or 0}") / below + int(said["whole"] or 0)
+    value *= SCALES.get(word, 1) * (-1 if said["sign"] == "-" else 1)
+    return value, "" if word in SCALES else unit
+
+
+def _same(truth: tuple[Fraction, str], said: tuple[Fraction, str], tolerance: Fraction) -> bool:
+    def near(a: Fraction, b: Fraction) -> bool:
+        return abs(a - b) <= tolerance * abs(a)
+
+    (a, unit), (b, other) = truth, said
+    if unit in UNITS and other in UNITS:
+        (kind, size), (other_kind, other_size) = UNITS[unit], UNITS[other]
+        return kind == other_kind and near(a * Fraction(size), b * Fraction(other_size))
+    return near(a, b) or near(a / 100 if unit == "%" else a, b / 100 if other == "%" else b)

@@ -1,0 +1,75 @@
+"""Choices, yes and no, classes: the rows of reward_table.py, bounded time, and solutions that are none."""
+
+import time
+
+import pytest
+from reward_table import CLASSES, ROWS
+
+from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, unwrap, yes_no
+from minivlmrl.rewards import score
+
+
+def test_the_table_is_long():
+    assert len(ROWS) >= 600 and len(set(ROWS)) == len(ROWS)
+    assert sum(earned == 1 for *_, earned in ROWS) >= 230
+
+
+@pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
+def test_right_answers_earn_and_hacks_do_not(reward):
+    """Each row alone takes less than a second, also a text that is long or made to be slow."""
+    wrong = []
+    for _, solution, answer, earned in (row for row in ROWS if row[0] == reward):
+        begin = time.process_time()
+        found = score([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
+        if found != earned or time.process_time() - begin > (5 if reward == "math" else 1):  # math-verify imports sympy
+            wrong.append((solution, answer[:80], found))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"class(classes={CLASSES!r})", "math"])
+def test_without_solution_or_answer(reward):
+    right = {"number": "3", "choice": "B", "yes_no": "yes", "math": "3"}.get(reward, "frilly")
+    columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
+    texts = [right] * 3 + ["", " ", right]
+    found = score([reward], texts, columns, "whole")[:, 0]
+    assert found[:3].isnan().all() and found[3:].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "judge, solution, error",
+    [
+        (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
+        (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no$"),
+        (class_name, "spiky", "^reward class: solution 'spiky' is no class of 2$"),
+    ],
+)
+def test_a_solution_that_is_none_is_named(judge, solution, error):
+    options = {"classes": ["frilly", "dotted"]} if judge is class_name else {}
+    with pytest.raises(ValueError, match=error):
+        judge(["x"], [solution], **options)
+
+
+def test_truths_that_are_no_text():
+    assert yes_no(["yes", "no", "no"], [True, True, False]) == [1.0, 0.0, 1.0]
+    assert score(["number"], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
+
+
+def test_classes_from_a_file_or_none_at_all(tmp_path):
+    (tmp_path / "classes.txt").write_text("frilly\n\ndotted\n")
+    answers = ["It is frilly.", "frilly"]
+    assert class_name(answers, ["frilly"] * 2, classes=str(tmp_path / "classes.txt")) == [1.0, 1.0]
+    assert class_name(answers, ["frilly"] * 2) == [0.0, 1.0]
+
+
+def test_an_answer_that_is_too_long_earns_nothing():
+    assert judge_rows("x", "x", str, ["a" * 2001, "a" * 2000], ["a" * 2001, "a" * 2000]) == [0.0, 1.0]
+
+
+def test_unwrap():
+    assert [unwrap(text) for text in ("$\\boxed{3}$.", " **B**", "\\(x\\)", "$3$ $4$", "3")] == [
+        "3",
+        "B",
+        "x",
+        "3$ $4",
+        "3",
+    ]

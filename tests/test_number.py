@@ -1,0 +1,52 @@
+"""The reward `number`: tolerance, units, what math-verify says about the rows of reward_table.py."""
+
+from fractions import Fraction
+
+import pytest
+from reward_table import MISSED, ROWS, TAKEN
+
+from minivlmrl.reward_functions.number import number, read_number
+
+
+@pytest.mark.parametrize(
+    "text, value, unit",
+    [("1,234.5 cm", Fraction(2469, 2), "cm"), ("-1 1/2", Fraction(-3, 2), ""), ("seven hours", 7, "h"),
+     ("2 dozen", 24, ""), ("5 inches", 5, "in"), ("9.5%", Fraction(19, 2), "%"), ("three apples", 3, "apples")],
+)  # fmt: skip
+def test_read_number(text, value, unit):
+    assert read_number(text) == (value, unit)
+
+
+@pytest.mark.parametrize(
+    "answer, solution, tolerance, earned",
+    [
+        ("95", "100", 0.05, 1), ("105", "100", 0.05, 1), ("94.99", "100", 0.05, 0), ("105.01", "100", 0.05, 0),
+        ("0", "0", 0.05, 1), ("0.001", "0", 0.05, 0), ("-95", "-100", 0.05, 1), ("0.333", "1/3", 0.001, 1),
+        ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
+    ],
+)  # fmt: skip
+def test_tolerance(answer, solution, tolerance, earned):
+    """A share of the solution, as in ChartQA; the bounds are inside, exactly."""
+    assert number([answer], [solution], tolerance=tolerance) == [earned]
+
+
+@pytest.mark.parametrize("solution", ["a cat", "nan", "1e9999", "3 or 4", float("inf"), True])
+def test_a_solution_that_is_no_number_is_named(solution):
+    with pytest.raises(ValueError, match=r"^reward number: solution .* is no number$"):
+        number(["3"], [solution])
+
+
+def test_against_math_verify():
+    """Where it can read both, it says the same, but for the rows that are listed."""
+    from math_verify import parse, verify
+
+    taken, missed = {}, {}
+    for reward, solution, answer, earned in ROWS:
+        slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer
+        if reward not in ("number", "math") or slow or len(answer) > 150:
+            continue
+        given = (solution, answer) if reward == "number" else (f"${solution}$", f"${answer.strip('$')}$")
+        true, said = map(parse, given)
+        if true and said and verify(true, said) != earned:
+            (missed if earned else taken).setdefault(solution, []).append(answer)
+    assert (taken, missed) == (TAKEN, MISSED)
