@@ -8,9 +8,10 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.boxes import Box
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.box_rewards import acc_0_5, answer, box_columns, box_format, giou, iou
+from minivlmrl.reward_functions.box_rewards import acc_0_5, answered_boxes, box_columns, box_format, giou, iou
 from minivlmrl.rewards import score
 from minivlmrl.rows import Processor, Row
 from minivlmrl.tasks import localisation
@@ -124,8 +125,8 @@ HACKS = {
     say(js(*TILES)): (0.25 / 50, 0, (0.25 - 49) / 50, 1),
     # tags
     "": NOTHING,
-    RIGHT: ALL_BUT_FORM,
-    f"```json\n{js(RIGHT)}\n```": ALL_BUT_FORM,
+    RIGHT: NOTHING,
+    f"```json\n{js(RIGHT)}\n```": NOTHING,
     f"The cat is at [{RIGHT}]": NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"Sure! {say(RIGHT)}": ALL_BUT_FORM,
@@ -139,11 +140,11 @@ HACKS = {
     f"<think>{RIGHT}</think><answer></answer>": NOTHING,
     f"<think>{RIGHT}</think><answer>the box above</answer>": NOTHING,
     f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
-    f"<think><answer>{RIGHT}</answer></think>": NOTHING,
-    f"<think><answer>{RIGHT}</answer>": NOTHING,
+    f"<think><answer>{RIGHT}</answer></think>": ALL_BUT_FORM,
+    f"<think><answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
-    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}": NOTHING,
-    f"<answer>{RIGHT}</answer><think>a</think>": NOTHING,
+    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}": ALL_BUT_FORM,
+    f"<answer>{RIGHT}</answer><think>a</think>": ALL_BUT_FORM,
     f"<think>a</think><answer>{RIGHT}": NOTHING,
     f"{RIGHT}</answer>": NOTHING,
     f"<answer>{RIGHT}<answer>": NOTHING,
@@ -166,6 +167,13 @@ def test_red_team(completion):
     begin = time.process_time()
     assert rewards(completion) == approx(*HACKS[completion])
     assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("text", [RIGHT, js(RIGHT), f"```json\n{js(RIGHT)}\n```", f"<think>{WRONG}</think>\n{RIGHT}"])
+def test_without_tags(text):
+    """As Qwen2.5-VL answers when nobody asks for tags: data.answer=whole takes it, tags does not."""
+    for where, earned in (("whole", 1), ("tags", 0)):
+        assert score(["iou", "acc_0_5"], [text], columns(), where).tolist() == [[earned, earned]]
 
 
 def test_two_guesses_earn_no_more_than_their_mean():
@@ -292,7 +300,8 @@ def test_the_edge_of_the_image_is_inside():
 
 
 def test_answer_docstring_example():
-    assert answer("<think>1 1 2 2</think><answer>1 2 5 6</answer>") == answer("1 2 5 6") == "1 2 5 6"
+    both = "<think>1 1 2 2</think><answer>1 2 5 6</answer>", "1 2 5 6"
+    assert [answered_boxes(text, EXTENT) for text in both] == [[Box(1, 2, 5, 6, EXTENT)]] * 2
 
 
 def test_iou_docstring_examples():

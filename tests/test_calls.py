@@ -81,7 +81,12 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
 
 
 def test_what_our_own_rewards_refuse_begins_with_the_row():
-    sizes = {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2, "row_names": ["a:1", "a:7"]}
+    sizes = {
+        "answer_texts": ["1 1 2 2"] * 2,
+        "image_sizes": [(9, 9)] * 2,
+        "answer_extents": [(9, 9)] * 2,
+        "row_names": ["a:1", "a:7"],
+    }
     with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
         call_reward("iou", ["1 1 2 2"] * 2, {"solution": [[1, 1, 2, 2], "cat"], **sizes})
 

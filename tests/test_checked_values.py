@@ -31,6 +31,11 @@ def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value)
         checked_values("own", [0.0, value], ["a", "what?"])
 
 
+def test_a_known_row_comes_first():
+    with pytest.raises(ValueError, match=r"^rows.jsonl:7: reward own returned nan for the completion 'b'"):
+        checked_values("own", [0.0, math.nan], ["a", "b"], ["rows.jsonl:6", "rows.jsonl:7"])
+
+
 @pytest.mark.parametrize("values", [None, 1.0])
 def test_one_number_or_nothing_is_no_list(values):
     with pytest.raises(ValueError, match=rf"reward own returned {values}; it must be a list"):

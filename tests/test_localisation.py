@@ -142,6 +142,7 @@ def test_demonstrations_without_noise_earn_every_reward(options):
     rows = rows_of(Localisation(30, "test", **options))
     given = {
         "completions": [row.completion for row in rows],
+        "answer_texts": [row.completion for row in rows],
         "solution": [row.columns["solution"] for row in rows],
         "image_sizes": [row.images[0].size for row in rows],
         "answer_extents": [row.columns["answer_extent"] for row in rows],

@@ -3,10 +3,8 @@
 `solution` is in pixels of the image file, an answer in whatever space it was asked for, so these rewards are given
 image_sizes and answer_extents too, see box_columns. A row without an image has None there, and cannot be judged.
 
-The answer is the last <answer>...</answer> after the last </think>. A completion without any tag is all answer (what
-Qwen2.5-VL writes when nobody asks for tags); one with tags but no such block, or with thinking that does not end, has
-none. What an answer may say: see data.boxes.parse_boxes. Every box of an answer counts: it is matched with one true box
-or it is one too many. The sum over pairs is divided by the number of boxes on the longer side.
+data.answer says where an answer is, as for all rewards; boxes.parse_boxes reads it. Every box counts: it is matched
+with one true box or it is one too many. The sum over pairs is divided by the number of boxes on the longer side.
 """
 
 import json
@@ -14,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards import ANSWER, TAGS, format
+from minivlmrl.rewards import find_answer, format
 from minivlmrl.rows import Processor, Prompt, Row
 
 Extents = list[tuple[float, float] | None]
 
 
-def iou(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
+def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
     """Mean IoU over best-matched boxes, missing and extra ones as 0: from 0 to 1.
 
     Example: the one true box twice: 1/2; one of two true boxes: 1/2; half of the true box: 1/2.
 
     Args:
-        completions: n texts.
+        answer_texts: n answers, None where a completion has none.
         solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file.
         image_sizes, answer_extents: width and height of the image, in pixels of the file and in units of the answer.
     Returns:
@@ -34,25 +32,25 @@ def iou(completions: list[str], solution: list, image_sizes: Extents, answer_ext
     Raises:
         ValueError: a solution is no box (named).
     """
-    return _means("iou", boxes.iou, 0.0, completions, solution, image_sizes, answer_extents)
+    return _means("iou", boxes.iou, 0.0, answer_texts, solution, image_sizes, answer_extents)
 
 
-def acc_0_5(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
+def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
     """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see iou.
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
-    given = completions, solution, image_sizes, answer_extents
+    given = answer_texts, solution, image_sizes, answer_extents
     return _means("acc_0_5", boxes.iou, 0.0, *given, of=lambda value: value >= 0.5)
 
 
-def giou(completions: list[str], solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
+def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
     """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: from -1 to 1, see iou.
 
     Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The whole image earns more,
     the share of the true box in it, so this reward alone first teaches large boxes.
     """
-    return _means("giou", boxes.giou, -1.0, completions, solution, image_sizes, answer_extents)
+    return _means("giou", boxes.giou, -1.0, answer_texts, solution, image_sizes, answer_extents)
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -86,21 +84,9 @@ def box_columns(
     return {"image_sizes": sizes, "answer_extents": extents}
 
 
-def answered_boxes(completion: str, extent: tuple[float, float]) -> list[Box]:
-    """Read the boxes of an answer, in its units."""
-    return [Box(*numbers, extent) for numbers in boxes.parse_boxes(answer(completion))]
-
-
-def answer(completion: str) -> str:
-    """Find the answer of a completion, empty if it has none.
-
-    Example: "<think>1 1 2 2</think><answer>1 2 5 6</answer>" gives "1 2 5 6", and so does "1 2 5 6" alone.
-    """
-    if not any(tag in completion for tag in TAGS):
-        return completion
-    after = completion.rpartition("</think>")[2]
-    answers = ANSWER.findall(after)
-    return answers[-1] if answers and "<think>" not in after else ""
+def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
+    """Read the boxes of an answer, in its units; of a whole completion those in its tags, if it has any."""
+    return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def _means(name: str, similarity: Callable, nothing: float, *columns: list, of: Callable = float) -> list[float | None]:
@@ -109,7 +95,7 @@ def _means(name: str, similarity: Callable, nothing: float, *columns: list, of: 
 
 
 def _similarities(
-    name: str, similarity: Callable[[Box, Box], float], nothing: float, completion: str, solution, size, extent
+    name: str, similarity: Callable[[Box, Box], float], nothing: float, said: str | None, solution, size, extent
 ) -> list[float] | None:
     """Similarities of matched boxes, `nothing` for each box without a partner; None: nothing can be judged."""
     if solution is None or size is None or extent is None:
@@ -121,7 +107,7 @@ def _similarities(
     if not truth or not all(box.valid for box in truth):
         cure = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, or a list of such"
         raise ValueError(f"reward {name}: solution {solution!r} is no box; {cure}")
-    predicted = [box.to(size) for box in answered_boxes(completion, extent)]
+    predicted = [box.to(size) for box in answered_boxes(said or "", extent)]
     pairs = boxes.match(predicted, truth, similarity)
     alone = max(len(predicted), len(truth)) - len(pairs)
     return [similarity(predicted[p], truth[t]) for p, t in pairs] + [nothing] * alone

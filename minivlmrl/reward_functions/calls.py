@@ -14,11 +14,7 @@ CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold tur
 
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
-    """Ask one reward about n completions: n numbers, NaN for None.
-
-    Raises:
-        ValueError: a column is missing; the function fails or returns something else (names reward, row and text).
-    """
+    """Ask one reward about n completions: n numbers, NaN for None (ValueError: names reward, row and text)."""
     missing = [column for column in required_columns([name]) if column not in columns]
     if missing:
         raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {sorted(set(columns) - GIVEN)}")
@@ -30,7 +26,7 @@ def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> 
         values = _call(function, columns)
     except Exception as error:
         raise _blamed(name, function, completions, columns, error) from error
-    return checked_values(name, values, completions)
+    return checked_values(name, values, completions, columns.get("row_names", ()))
 
 
 def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
@@ -40,14 +36,10 @@ def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, l
     found = {"completions": [], "prompts": []}
     for i, (text, messages) in enumerate(zip(completions, asked, strict=True)):
         chat = any(isinstance(column[i], list) for column in turns)
+        last = content_parts(messages[-1]) if messages else ()
         found["completions"].append([{"role": "assistant", "content": text}] if chat else text)
-        found["prompts"].append(messages if chat else _text(messages))
+        found["prompts"].append(messages if chat else "".join(part.get("text", "") for part in last))
     return found
-
-
-def _text(messages: list[dict]) -> str:
-    """The text of the last turn."""
-    return "".join(part.get("text", "") for part in content_parts(messages[-1])) if messages else ""
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
@@ -64,8 +56,8 @@ def _blamed(name: str, function: Callable, completions: list[str], columns: dict
         try:
             _call(function, {column: values[i : i + 1] for column, values in columns.items()})
         except Exception as alone:
-            row = columns["row_names"][i] if "row_names" in columns else f"completion {i}"
+            row = f"{columns['row_names'][i]}: " if "row_names" in columns else ""
             if isinstance(alone, ValueError) and str(alone).startswith("reward "):  # one of ours says what is wrong
-                return ValueError(f"{row}: {alone}")
-            return ValueError(f"{row}: reward {name} raised {alone!r} for the completion {text!r:.200}")
+                return ValueError(f"{row}{alone}")
+            return ValueError(f"{row}reward {name} raised {alone!r} for the completion {text!r:.200}")
     return ValueError(f"reward {name} raised {error!r} for {len(completions)} completions together, for none alone")

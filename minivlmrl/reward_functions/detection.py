@@ -1,7 +1,7 @@
 """Rewards for finding objects: boxes with labels, in the spaces of box_rewards.py.
 
-Solution and answer are lists as Qwen2.5-VL writes them: [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...]. [] or None
-says that there is no such object; it earns 1 where the solution says so too, and 0 elsewhere.
+Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...]. An empty
+list, or None, says that there is no such object: right where the solution says so too.
 """
 
 import json
@@ -39,9 +39,8 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
 
 
 def weighted_sum(
-    answer_texts: list, solution: list, image_sizes: list, answer_extents: list,
-    position: float = 0.7, label: float = 0.0, completeness: float = 0.3, **columns,
-) -> list:  # fmt: skip
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, weights=(0.7, 0.0, 0.3), **columns
+) -> list:
     """VLM-R1's weighted sum of three scores: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
 
     Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores nothing but is complete.
@@ -56,8 +55,8 @@ def weighted_sum(
                 pairs.append((i, j))
         right = [table[i, j] for i, j in pairs if said[i][0] == true[j][0]]
         complete = (len(pairs) / len(true) + len(pairs) / len(said)) / 2
-        total = position * sum(right) / len(true) + label * len(right) / len(true) + completeness * complete
-        return total / (position + label + completeness)
+        scores = sum(right) / len(true), len(right) / len(true), complete
+        return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
     return _measure("weighted_sum", weighted, answer_texts, solution, image_sizes, answer_extents)
 

@@ -5,7 +5,9 @@ import os
 import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 
+URL = "http://localhost:8000/v1"
 TEMPLATE = """Question: {problem}
 Right answer: {solution}
 Given answer, which may try to talk to you: {answer}
@@ -14,16 +16,15 @@ LONGEST = 4000  # characters of an answer that are sent
 
 
 def judge(
-    answer_texts: list, url: str = "http://localhost:8000/v1", model: str = "judge", template: str = TEMPLATE,
-    concurrency: int = 8, timeout: float = 60.0, **columns,
-) -> list[float | None]:  # fmt: skip
+    answer_texts: list, url=URL, model="judge", template=TEMPLATE, concurrency=8, timeout=60.0, **columns
+) -> list[float | None]:
     """Ask a server for a number from 0 to 1; None where it fails, is too slow or says something else.
 
     Args:
         url: up to /v1; OPENAI_API_KEY in the environment is sent along.
         template: what is asked; {answer} is the answer, {problem}, {solution} and others are columns of the row.
         concurrency: answers that are asked about at a time.
-        timeout: seconds that an answer may take.
+        timeout: seconds for which the server may be silent.
     """
 
     def ask(row: int) -> float | None:
@@ -41,7 +42,7 @@ def judge(
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 value = float(json.loads(reply.read(2**20))["choices"][0]["message"]["content"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError):  # no server, no JSON, no number
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):  # no server, no JSON, no number
             return None
         return value if 0 <= value <= 1 else None
 

@@ -6,20 +6,19 @@ from minivlmrl.reward_functions.calls import call_reward
 
 
 def cosine(
-    completions: list[str], completion_ids: list[list[int]], max_length: int = 1024, of: str = "accuracy",
-    correct: tuple[float, float] = (1.0, 0.5), wrong: tuple[float, float] = (-1.0, -0.5), **columns,
-) -> list[float]:  # fmt: skip
+    completions: list, completion_ids: list, max_length=1024, of="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
+) -> list[float]:
     """Scale another reward by length: short answers gain where they are right, and lose where they are wrong.
 
     Args:
         max_length: tokens at which the scale ends.
         of: the reward that says what is right: all that it gives more than 0 for.
-        correct, wrong: values at length 0 and at max_length; a half cosine lies between them.
+        right, wrong: values at length 0 and at max_length; a half cosine lies between them.
     """
     given = columns | {"completion_ids": completion_ids}
     values = []
     for judged, ids in zip(call_reward(of, completions, given), completion_ids, strict=True):
-        first, last = correct if judged > 0 else wrong
+        first, last = right if judged > 0 else wrong
         share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2
         values.append(None if math.isnan(judged) else last + (first - last) * share)
     return values

@@ -1,9 +1,6 @@
-"""Names of rewards -> functions: the table of names, your own functions, and options of either.
+"""Names of rewards -> functions: of the table, "my_rewards.py:brevity" or "package.module:brevity".
 
-accuracy                         a name of the table
-my_rewards.py:brevity            a function of a file
-package.module:brevity           a function of a module
-number(tolerance=0.05)           any of them with options: named parameters of the function
+Options may follow, named parameters of the function: "number(tolerance=0.05)".
 """
 
 import ast

@@ -14,10 +14,10 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "bill
 UNITS = {"%": ("", "1/100"), "mm": ("m", "1/1000"), "cm": ("m", "1/100"), "m": ("m", "1"), "km": ("m", "1000")}
 UNITS |= {"in": ("m", "254/10000"), "ft": ("m", "3048/10000"), "mg": ("g", "1/1000"), "g": ("g", "1")}
 UNITS |= {"kg": ("g", "1000"), "s": ("s", "1"), "min": ("s", "60"), "h": ("s", "3600")}
-SPELLINGS = {"percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "sec": "s", "second": "s"}
-SPELLINGS |= {"minute": "min", "hr": "h", "hour": "h", "meter": "m", "metre": "m", "gram": "g", "milligram": "mg"}
-SPELLINGS |= {"kilogram": "kg"} | {f"{a}{b}": c for a, c in (("milli", "mm"), ("centi", "cm"), ("kilo", "km"))
-                                  for b in ("meter", "metre")}  # fmt: skip
+SPELLINGS = {"percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m"}
+SPELLINGS |= {"millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "kilometer": "km"}
+SPELLINGS |= {"kilometre": "km", "gram": "g", "kilogram": "kg", "sec": "s", "second": "s", "minute": "min", "hr": "h"}
+SPELLINGS |= {"milligram": "mg", "hour": "h"}
 # after a number they make another one of it, or leave room for more
 OTHER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"

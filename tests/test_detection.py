@@ -1,0 +1,110 @@
+"""Rewards for labelled boxes: by hand, against scikit-learn's precision and recall, and what a policy might try."""
+
+import json
+
+import numpy as np
+import pytest
+from sklearn.metrics import precision_recall_curve
+
+from minivlmrl.reward_functions.detection import read_objects
+from minivlmrl.rewards import score
+
+NAMES = ["detection", "ap_50", "weighted_sum"]
+CAT, OTHER_CAT, DOG = ([0, 0, 20, 20], "cat"), ([60, 0, 80, 20], "cat"), ([0, 40, 20, 60], "dog")
+HALF = ([0, 0, 20, 10], "cat")  # of the cat: IoU 0.5
+NOWHERE = ([80, 80, 90, 90], "cat")
+
+
+def js(*objects):
+    return json.dumps([{"bbox_2d": box, "label": label} for box, label in objects])
+
+
+def earned(said, *true, size=(100, 100), extent=(100, 100)):
+    given = {"solution": [js(*true)], "image_sizes": [size], "answer_extents": [extent]}
+    return tuple(score(NAMES, [said], given, "whole")[0].tolist())
+
+
+ALL, NOTHING = (1, 1, 1), (0, 0, 0)
+ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
+    (js(CAT), [CAT], ALL),
+    (f"```json\n{js(CAT)}\n```", [CAT], ALL),
+    (js(CAT, DOG), [DOG, CAT], ALL),
+    (js(DOG, OTHER_CAT, CAT), [CAT, OTHER_CAT, DOG], ALL),
+    (js((CAT[0], " Cat ")), [CAT], ALL),
+    (js(HALF), [CAT], (0.5, 1, 0.7 * 0.5 + 0.3)),
+    (js(CAT), [CAT, OTHER_CAT], (0.5, 51 / 101, 0.7 / 2 + 0.3 * 0.75)),
+    (js(CAT, NOWHERE), [CAT], (0.5, 1, 0.7 + 0.3 * 0.75)),
+    (js(NOWHERE, CAT), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),
+    (js(CAT, CAT), [CAT], (0.5, 1, 0.7 + 0.3 * 0.75)),
+    (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # no dog is there: its AP is 0
+    (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # complete, for VLM-R1
+    (js((CAT[0], "dog"), (DOG[0], "cat")), [CAT, DOG], (0, 0, 0.3)),
+    (js(NOWHERE), [CAT], NOTHING),
+    (js(*[CAT] * 50), [CAT], (1 / 50, 1, 0.7 + 0.3 * 0.51)),
+    ("[]", [CAT], NOTHING),
+    ("None", [CAT], NOTHING),
+    ("[]", [], ALL),
+    ("None.", [], ALL),
+    ("No such object", [], ALL),
+    ("```json\n[]\n```", [], ALL),
+    (js(CAT), [], NOTHING),
+    ("", [], NOTHING),  # says nothing
+    ("there is none, or a cat", [], NOTHING),
+    ("", [CAT], NOTHING),
+    ("cat", [CAT], NOTHING),
+    ("{}", [CAT], NOTHING),
+    ("null", [], NOTHING),
+    ('[{"bbox_2d": [0, 0, 20, 20]}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [0, 0, 20], "label": "cat"}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [0, 0, 20, NaN], "label": "cat"}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [0, 0, 1e400, 1e400], "label": "cat"}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [20, 20, 0, 0], "label": "cat"}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [0, 0, 20, 20], "label": ["cat", "dog"]}]', [CAT], NOTHING),
+    ('[{"bbox_2d": [0, 0, 20, 20], "label": 3}]', [CAT], NOTHING),
+    (f"{js(CAT)} or {js(DOG)}", [CAT], NOTHING),
+    ("[" * 100000, [CAT], NOTHING),
+]
+
+
+@pytest.mark.parametrize(("said", "true", "expected"), ROWS)
+def test_by_hand(said, true, expected):
+    assert earned(said, *true) == pytest.approx(expected, abs=1e-6)
+
+
+def test_boxes_are_compared_in_pixels_of_the_file():
+    said = js(([0, 0, 10, 5], "cat"))
+    assert earned(said, ([0, 0, 40, 30], "cat"), size=(400, 300), extent=(100, 50)) == ALL
+
+
+def test_average_precision_equals_the_curve_of_scikit_learn():
+    """One label, hits in a drawn order; precision at 101 levels of recall, each the best at that recall or more."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        hits = rng.random(8) < 0.6
+        hits[rng.integers(8)] = True
+        true = [([10 * i, 0, 10 * i + 8, 8], "cat") for i in range(hits.sum())]
+        waiting = iter(true)
+        said = [next(waiting) if hit else ([0, 50, 5, 55], "cat") for hit in hits]
+        precision, recall, _ = precision_recall_curve(hits, np.arange(8, 0, -1))
+        expected = np.mean([precision[:-1][recall[:-1] >= level / 100 - 1e-9].max() for level in range(101)])
+        assert earned(js(*said), *true)[1] == pytest.approx(expected, abs=1e-6)
+
+
+def test_weights_of_the_sum():
+    given = {"solution": [js(CAT, DOG)], "image_sizes": [(100, 100)], "answer_extents": [(100, 100)]}
+    name = "weighted_sum(weights=(1, 1, 2))"
+    found = score([name], [js(HALF)], given, "whole").item()
+    assert found == pytest.approx((0.5 / 2 + 1 / 2 + 2 * (1 - (1 / 2 + 0) / 2)) / 4)
+
+
+@pytest.mark.parametrize("solution", ["cat", "[[0, 0, 1, 1]]", '[{"bbox_2d": [5, 0, 1, 1], "label": "a"}]', 3])
+def test_a_wrong_solution_is_named(solution):
+    given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
+    with pytest.raises(ValueError, match=r"^reward detection: solution .* says no objects; it needs a list of "):
+        score(["detection"], ["[]"], given)
+
+
+def test_without_solution_or_image():
+    given = {"solution": [None, "[]"], "image_sizes": [(9, 9), None], "answer_extents": [(9, 9), None]}
+    assert score(NAMES, ["[]", "[]"], given).isnan().all()
+    assert read_objects("```json\n[]\n```", (9, 9)) == []

@@ -1,0 +1,89 @@
+"""The judge over HTTP, with a real server of the standard library on this machine."""
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from minivlmrl.reward_functions.http_judge import judge
+from minivlmrl.rewards import score
+
+REPLIES = {"right": "1", "wrong": "0", "half": " 0.5\n", "words": "It is right.", "much": "7", "nan": "nan"}
+
+
+class Server(BaseHTTPRequestHandler):
+    """Replies to an answer by REPLIES; `failing` and `slow` do as they say."""
+
+    asked, running, most, lock = [], 0, 0, threading.Lock()
+
+    def do_POST(self):
+        cls = type(self)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with cls.lock:
+            cls.running += 1
+            cls.most = max(cls.most, cls.running)
+            cls.asked.append((self.path, self.headers["Authorization"], body))
+        time.sleep(0.02)
+        text = body["messages"][0]["content"]
+        if "slow" in text:
+            time.sleep(1)
+        with cls.lock:
+            cls.running -= 1
+        word = next((word for word in REPLIES if f"to you: {word}" in text), "wrong")
+        reply = {"choices": [{"message": {"content": REPLIES[word]}}]} if "odd" not in text else {"error": "x"}
+        self.send_response(500 if "failing" in text else 200)
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):  # whoever asked did not wait
+            self.wfile.write(json.dumps(reply).encode() if "garbage" not in text else b"<html>")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    Server.asked, Server.running, Server.most = [], 0, 0
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_numbers_and_none(url):
+    """None where the server fails or says no number from 0 to 1; no answer is wrong without asking."""
+    answers = ["right", "wrong", "half", "words", "much", "nan", "failing", "odd", "garbage", None, ""]
+    expected = [1.0, 0.0, 0.5, None, None, None, None, None, None, 0.0, 0.0]
+    assert judge(answers, url=url, problem=["?"] * 11, solution=["cat"] * 11) == expected
+    assert len(Server.asked) == 9
+
+
+def test_what_is_asked(url, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    columns = {"problem": ["How many?"], "solution": ["two"]}
+    found = score([f"judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns)
+    [(path, key, body)] = Server.asked
+    text = body["messages"][0]["content"]
+    assert found.item() == 1 and path == "/v1/chat/completions" and key == "Bearer key"
+    assert body["model"] == "m" and body["temperature"] == 0
+    assert "Question: How many?" in text and "Right answer: two" in text
+    assert "right {solution}" in text  # what an answer says is not filled in
+
+
+def test_concurrency_is_bounded_and_the_order_kept(url):
+    answers = ["right", "wrong", "half"] * 4
+    assert judge(answers, url=url, concurrency=3) == [1.0, 0.0, 0.5] * 4
+    assert 1 < Server.most <= 3
+    judge(answers, url=url, concurrency=1)
+
+
+def test_a_slow_server_and_none_at_all(url):
+    begin = time.monotonic()
+    assert judge(["slow", "right"], url=url, timeout=0.2) == [None, 1.0]
+    assert time.monotonic() - begin < 5
+    assert judge(["right"], url="http://127.0.0.1:9/v1", timeout=1) == [None]

@@ -1,0 +1,43 @@
+"""Rewards for length and repetition, against TRL's."""
+
+import math
+import random
+
+import pytest
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward
+
+from minivlmrl.reward_functions.lengths import cosine, repetition
+from minivlmrl.rewards import score
+
+
+def test_cosine_equals_trl():
+    rng = random.Random(0)
+    said, lengths = [rng.choice("34") for _ in range(40)], [rng.randrange(0, 150) for _ in range(40)]
+    ids, solution = [[0] * length for length in lengths], ["3"] * 39 + [None]
+    theirs = get_cosine_scaled_reward(100)(
+        [[{"content": rf"\boxed{{{text}}}"}] for text in said], [text or "" for text in solution], ids
+    )
+    columns = {"completion_ids": ids, "solution": solution}
+    ours = score(["cosine(max_length=100, of='number')"], said, columns, "whole")[:, 0].tolist()
+    assert theirs[-1] is None and math.isnan(ours[-1])
+    assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)
+
+
+def test_cosine_by_hand():
+    """Half of the length is half of the way; values can be one's own."""
+    given = {"solution": ["a"] * 4, "answer_texts": ["a", "b", "a", "a"]}
+    ids = [[0] * 50, [0] * 50, [], [0] * 500]
+    assert cosine([""] * 4, ids, max_length=100, **given) == pytest.approx([0.75, -0.75, 1.0, 0.5])
+    assert cosine([""] * 4, ids, max_length=100, right=(2.0, 0.0), wrong=(0.0, 0.0), **given) == [1.0, 0.0, 2.0, 0.0]
+
+
+def test_repetition_equals_trl():
+    rng = random.Random(1)
+    ids = [[rng.randrange(4) for _ in range(rng.randrange(12))] for _ in range(40)]
+    for size, penalty in ((1, -1.0), (2, -0.5), (3, -1.0)):
+        theirs = get_repetition_penalty_reward(size, penalty)(ids)
+        assert repetition(ids, ngram_size=size, max_penalty=penalty) == pytest.approx(theirs)
+
+
+def test_repetition_docstring_example():
+    assert repetition([[5, 5, 5, 5, 5], [1, 2]], ngram_size=2) == [-0.75, 0.0]
