@@ -153,12 +153,11 @@ OFFLOADED = [*SHARDED, "--sharding.cpu_offload=true"]
 LAYERS = "--rollout.gather_weights=false"
 JUDGED = ["--stages=[reward_model, grpo]", "--rewards={reward_model: 1}"]
 QUICK = {
-    "sft, grpo with a reference": ["--grpo.beta=0.1"],
+    "grpo with a reference": [*GRPO, "--grpo.beta=0.1"],
     "sharded, bfloat16": [*GRPO, *SHARDED, "--model.compute_dtype=bfloat16"],
-    "ppo": ["--stages=[ppo]", "--ppo.num_ppo_epochs=1"],
 }
 SLOW = {
-    "bfloat16": [*GRPO, "--model.dtype=bfloat16"],
+    "sft, grpo in bfloat16": ["--model.dtype=bfloat16"],
     "grpo, all that is scored before": [
         *GRPO, "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.rollout_correction=sequence_mask",
         "--grpo.beta=0.1", "--grpo.top_entropy_quantile=0.5", "--grpo.sync_ref_model=true",
@@ -169,10 +168,11 @@ SLOW = {
     "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--grpo.num_shared_layers=1"],
     "gdpo": [*GRPO, "--grpo.multi_objective_aggregation=normalize_then_sum", "--grpo.max_num_gen_batches=2"],
     "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
-    "dpo, weighted": ["--stages=[dpo]", "--dpo.use_weighting=true"],
-    "mpo": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]", "--dpo.loss_weights=[0.8, 0.2, 1.0]"],
+    "mpo, weighted": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]",
+                      "--dpo.loss_weights=[0.8, 0.2, 1.0]", "--dpo.use_weighting=true"],
     "kto": ["--stages=[kto]"],
     "reward model, grpo": JUDGED,
+    "ppo": ["--stages=[ppo]", "--ppo.num_ppo_epochs=1"],
     "ppo, a critic of its own": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.whiten_rewards=true",
                                  "--ppo.missing_eos_penalty=1", "--ppo.num_ppo_epochs=2"],
     "sharded, layer by layer": [*GRPO, *SHARDED, LAYERS, "--grpo.beta=0.1"],
