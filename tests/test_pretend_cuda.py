@@ -15,6 +15,7 @@ from test_ranks import REFERENCE, assert_equal, prepare
 from minivlmrl.batch import pack
 from minivlmrl.generate import SamplingConfig, draw_by, generate, uniform_numbers
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.tools import ask
 
 import tiny
 
@@ -221,6 +222,17 @@ def test_offloaded_weights_are_trained_alike(card, checkpoint):
     for name, more in {"offloaded": OFFLOADED, "layers": [*OFFLOADED, LAYERS]}.items():
         for line, expected in zip(lines(name, *more), alone, strict=True):
             assert line == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_videos_and_the_command_that_asks_a_model(card, own, rows, checkpoint, capsys):
+    folder = card("--stages=[sft]", *own, f"--data.train_file={rows.with_name('film.jsonl')}", "--check_memory=false")
+    assert len(metrics(folder)) == 2
+    capsys.readouterr()
+    with PretendCuda() as gpu:
+        ask.main(["--model", str(checkpoint), "--image", str(rows.with_name("0.png")), "--prompt", "Name it.",
+                  "--max_new_tokens", "5"])  # fmt: skip
+    assert capsys.readouterr().out and gpu.launches.total() > 500
 
 
 def stage_on_card(folder, overrides, world):
