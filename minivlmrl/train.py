@@ -26,6 +26,7 @@ FAMILY = "minivlmrl.algorithms.grpo_family:Family"  # GRPO with options that the
 
 def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
+    from minivlmrl.hub.folder import locked
     from minivlmrl.run.config import load_config, recipes_folder
     from minivlmrl.scale import ranks
     from minivlmrl.scale.signals import StopSignals
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
     for algorithm in algorithms.values():
         algorithm.check(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    with StopSignals(world) as signals:
+    with StopSignals(world) as signals, locked(config.output_dir, world):
         run(config, algorithms, world, signals)
     ranks.shutdown()
     return signals.exit_code
@@ -63,7 +64,7 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results, check_folder
     from minivlmrl.run.start import describe_run, show_rows, try_rewards
-    from minivlmrl.scale.resume import Progress, States
+    from minivlmrl.scale.resume import States
 
     check_folder(config)
     for stage in config.stages:
@@ -77,23 +78,25 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     describe_run(config, model, world)
     show_rows(datasets, processor, world)
     states = States(config, world, signals)
-    state = states.to_resume()
-    progress = state.progress if state else Progress(config.seed, config.stages)
+    progress = states.to_resume()
     results = Results(config, model, processor, world, held_out, progress.results)
     completions = CompletionsLog(config, world, progress)
-    if state is None:
+    if states.resumed is None:
         results.measure("start")
     with MetricsLog(results.folder, world, progress.logs, completions) as log:
+        algorithm = None
         for number, stage in list(enumerate(config.stages))[progress.stage :]:
+            if algorithm is not None:
+                algorithm.save(results.folder)
+                world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world)
-            train(algorithm, datasets[stage], held_out, log, states, progress, state)
+            train(algorithm, datasets[stage], held_out, log, states, progress)
             results.measure(f"after_{stage}", algorithm)
             progress.begin_stage(number + 1)
-            state = None
-    results.write(progress.seconds)
+    results.write(progress.seconds, algorithm)
 
 
-def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=None):
+def train(algorithm: Algorithm, rows, held_out, log, states, progress):
     """Run one stage, from its first step or from a state.
 
     A loss, gradient or logit that is not finite ends it with a ValueError before the update.
@@ -101,14 +104,12 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
     from minivlmrl.run.batches import Batches
     from minivlmrl.run.optimizer import build_optimizer
 
-    stage, config, folder = algorithm.stage, algorithm.config, Path(algorithm.run.output_dir)
+    stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config)
-    if state is None:
+    if not states.restore(algorithm, optimizer):
         algorithm.begin(batches, held_out)
-    else:
-        state.restore(algorithm, optimizer)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
     for number in range(progress.step, config.max_steps):
@@ -116,17 +117,13 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress, state=Non
             step = next(steps)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
-            cure = f"{folder} is intact. Try a lower {stage}.learning_rate"
-            text = f"{error}; stopped before the update, the last checkpoint in {cure}"
-            raise ValueError(f"{stage} step {number}: {text}") from error
+            raise states.diverged(f"{stage} step {number}: {error}") from error
         log.step(number, metrics, step)
         if config.save_steps and (number + 1) % config.save_steps == 0:
-            algorithm.save(folder)
+            algorithm.save(Path(algorithm.run.output_dir))
         progress.advance(stage, batches.draws, log.seconds)
         states.after_step(progress, algorithm, optimizer, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()
-    algorithm.save(folder)
-    algorithm.world.barrier()  # a later stage may read what was saved
 
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:

@@ -285,6 +285,15 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    folder, processor, model = tmp_path / "checkpoint", Processor(shapes.tokenizer(), ImageProcessor()), tiny.model()
+    save(folder, "old")
+    model.model.norm.weight.data[3] = float("inf")
+    with pytest.raises(ValueError, match=r"checkpoint: not saved, model\.norm\.weight has values that are not finite"):
+        save_model(folder, model, processor)
+    assert saved(folder) == "old"
+
+
 def test_an_error_of_the_writer_is_its_own(tmp_path):
     save(tmp_path / "checkpoint", "old")
     with pytest.raises(KeyError, match="head"), replacing(tmp_path / "checkpoint"):

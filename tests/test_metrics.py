@@ -54,6 +54,13 @@ def test_the_second_rank_writes_nothing(tmp_path, capsys):
     assert log.written() == {} and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
+def test_a_folder_that_was_deleted_ends_the_run(tmp_path):
+    log = begin(MetricsLog(tmp_path, ONE), "sft", 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: deleted while the run writes it"):
+        log.step(0, {"loss": 1.0}, STEP)
+
+
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
     log = begin(MetricsLog(tmp_path, ONE), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)

@@ -209,7 +209,7 @@ OTHERS = {
     ),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable",),
-    *("check_memory", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "show_completions", "rollout.max_logp_mismatch"),
 }

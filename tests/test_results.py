@@ -1,8 +1,10 @@
 """The files of a run's folder: what is measured, what a row of the table says, and who writes."""
 
+import errno
 import json
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,6 +64,19 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
     weights = dict(load_model(found.folder / "checkpoint").named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in found.model.named_parameters())
     assert load_config(found.folder / "config.yaml") == found.config
+
+
+def test_a_disk_that_the_checkpoint_fills_has_what_was_measured(results, monkeypatch):
+    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(0.25, 0.5, 1.0, []))
+    found = results(held_out=Shapes(4, "x"))
+    found.measure("start")
+    for full in ("algorithm", "checkpoint"):
+        with pytest.raises(OSError, match="No space left"), monkeypatch.context() as patch:
+            fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+            patch.setattr(file, "save_model", fail)
+            found.write({}, SimpleNamespace(save=fail) if full == "algorithm" else None)
+        assert json.loads((found.folder / "summary.json").read_text())["start"]["greedy"] == 0.5
+        (found.folder / "summary.json").unlink()
 
 
 def test_without_held_out_rows_nothing_is_measured(results, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -13,20 +14,25 @@ import signal
 import socket
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import PIL.Image
 import pytest
 import torch
 import tqdm
 import yaml
+from on_ranks import ONE
 from safetensors.torch import load
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
+from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
+from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run import results, state_files
 from minivlmrl.run.batches import shuffled
+from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.state_files import find_pieces
 from minivlmrl.scale import resume as resume_file
@@ -106,7 +112,7 @@ PLACES = {
     "before the rename": (Path, "rename", {"before": kill}),
     "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
-    "while resuming": (resume_file.State, "restore", {"after": kill}),
+    "while resuming": (resume_file.States, "restore", {"after": kill}),
     "in the precomputing": (dpo_file, "per_token_logps", {"before": kill}),
 }
 
@@ -248,7 +254,7 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path):
 # signals
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
 def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, tmp_path, number, ranks):
     """One rank is signalled in the second step, twice within a second; a rollout is four steps; without state_steps."""
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), number) for _ in "12"]})
@@ -256,6 +262,25 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["000004"]
     assert attempt(recipe, tmp_path, "--resume=auto", ranks=ranks) == [0] * ranks
     assert outcome(tmp_path) == straight(ranks=ranks)
+
+
+WORK = {  # where a signal comes: stages, number of the call, states that are left
+    "evaluation": ((evaluate_file, "answer"), ["--stages=[sft]"], 3, ["000006"]),
+    "first evaluation": ((evaluate_file, "answer"), ["--stages=[sft]"], 1, []),
+    "precomputing": ((dpo_file, "per_token_logps"), ["--stages=[sft, dpo]"], 1, ["000006"]),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_signal_in_other_work_ends_the_run_at_once_and_loses_nothing(recipe, straight, tmp_path, work):
+    (owner, name), options, number, left = WORK[work]
+    PLACES["signal"] = (owner, name, {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)})
+    options = [*options, "--state_minutes=10", "--data.eval_rows=2"]
+    assert attempt(recipe, tmp_path, *options, die="signal", number=number) == [PREEMPTED]
+    found = (tmp_path / "states").iterdir() if left else ()
+    assert [path.name for path in found] == left and not (tmp_path / "summary.json").exists()
+    assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
+    assert outcome(tmp_path) == straight(*options[:1])
 
 
 def test_a_second_signal_ends_the_run_at_once(recipe, tmp_path, monkeypatch):
@@ -454,6 +479,36 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
         resume(recipe, copy, *(option.replace("{copy}", str(copy)) for option in options))
+
+
+def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, finished, tmp_path, monkeypatch):
+    """By a clock that goes on by four minutes whenever it is read: at the start, at each step and after each state."""
+    minutes = itertools.count(0, 4)
+    monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
+    options = ["--state_minutes=10", "--keep_states=9", "--grpo.max_steps=7"]
+    resume(recipe, tmp_path, *options)
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["000003", "000006", "000007"]
+    assert RunConfig().state_minutes == 10
+
+
+def test_a_step_that_diverged_is_not_repeated_for_ever(recipe, copy, monkeypatch):
+    options = ["--resume=auto", "--grpo.max_steps=5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "optimizer_step", Mock(side_effect=FloatingPointError("loss nan")))
+        with pytest.raises(ValueError, match=r"grpo step 3: loss nan; stopped before .* is as it was; try a lower"):
+            resume(recipe, copy, *options)
+    with pytest.raises(ValueError, match=r"same recipe would diverge again .*: loss nan; try a lower grpo.lea"):
+        resume(recipe, copy, *options)
+    resume(recipe, copy, *options, "--grpo.learning_rate=1e-5")
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_two_runs_do_not_write_into_one_folder(recipe, copy):
+    before = (copy / "metrics.jsonl").read_bytes()
+    with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy; wait for it, or"):
+        resume(recipe, copy, "--resume=never")
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(list((copy / "states").iterdir())) == 2
+    resume(recipe, copy, "--resume=auto")
 
 
 def test_keep_states(recipe, tmp_path):

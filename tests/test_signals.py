@@ -1,6 +1,7 @@
 """One signal asks for a state, a later one ends the process, handlers are given back; whole runs: test_resume.py."""
 
 import os
+import pty
 import signal
 import time
 
@@ -23,6 +24,45 @@ def test_a_signal_is_noted_and_said_once(number, capfd):
         assert stop.asked()
     name = signal.Signals(number).name
     assert capfd.readouterr().err == f"\n{name}: the state is saved after this rollout; again: end now\n"
+
+
+def test_a_signal_that_was_ignored_stays_so():
+    """As nohup starts a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals(ONE) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.asked()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+def test_a_lost_terminal_does_not_fail_what_is_printed():
+    main, terminal = pty.openpty()
+    child = os.fork()
+    if child == 0:
+        os.dup2(terminal, 1)
+        os.dup2(terminal, 2)
+        with StopSignals(ONE) as stop:
+            os.close(main)
+            os.close(terminal)
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(1, b"a line")  # OSError: Input/output error
+            os._exit(0 if stop.asked() else 1)
+    os.close(terminal)
+    os.close(main)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_long_work_ends_at_once_if_nothing_is_lost():
+    world = World(0, 1, torch.device("cpu"))
+    with StopSignals(world) as stop:
+        world.leave()
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.saved = False
+        world.leave()
+        stop.saved = True
+        world.leave()
+        raise AssertionError
+    assert stop.exit_code == PREEMPTED
 
 
 def test_only_the_first_rank_speaks(capfd):
@@ -55,6 +95,6 @@ def test_preempted_becomes_the_exit_code_and_its_message(capsys):
 def test_other_errors_pass_and_handlers_are_given_back():
     before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
     with pytest.raises(ValueError, match="no"), StopSignals(ONE) as stop:
-        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 2
+        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 4
         raise ValueError("no")
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0

@@ -45,15 +45,22 @@ def test_rows_come_from_several_files(tmp_path):
     ("written", "message"),
     [
         ({"0:w": torch.zeros(2, 3)}, "w is '2 rows', it must be 3 rows"),
-        ({"0:w": torch.zeros(3, 2)}, r"w is 'torch.float32 \[3, 2\]', it must be torch.float32 \[3, 3\]"),
-        ({"0:w": torch.zeros(3, 3).int()}, r"w is 'torch.int32 \[3, 3\]', it must be torch.float32 \[3, 3\]"),
-        ({"1:w": torch.zeros(3, 3)}, r"w is 'torch.float32 \[2, 3\]', it must be torch.float32 \[3, 3\]"),
+        ({"0:w": torch.zeros(3, 2)}, r"w is \[torch.float32, 3, 2\], it must be \[torch.float32, 3, 3\]"),
+        ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], it must be \[torch.float32, 3, 3\]"),
+        ({"1:w": torch.zeros(3, 3)}, r"w is \[torch.float32, 2, 3\], it must be \[torch.float32, 3, 3\]"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
     save_file(written, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=message):
         read_into(torch.zeros(3, 3), "w", find_pieces(tmp_path)["w"])
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    (tmp_path / "00").mkdir()
+    with pytest.raises(ValueError, match=r"00: not saved, policy\.w has values that are not finite"):
+        write_tensors(tmp_path / "00", {"policy.w": torch.tensor([0, torch.nan])}, ONE)
+    assert not list((tmp_path / "00").iterdir())
 
 
 def replicas(folder, _, world):

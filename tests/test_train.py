@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import PIL.Image
@@ -38,7 +39,7 @@ ROLLOUT |= {"completions/clipped_ratio"}
 def test_a_run_writes_its_files(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoint", "completions.jsonl", "config.yaml", "images", "metrics.jsonl", "page.html",
+        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "images", "metrics.jsonl", "page.html",
         "report.png", "summary.json", "timings.jsonl",
     ]  # fmt: skip
     with PIL.Image.open(folder / "report.png") as image:
@@ -368,6 +369,7 @@ def test_own_data_needs_own_weights(run, rows):
 def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", lambda *_: World(0, 3, torch.device("cpu")))
     monkeypatch.setattr("minivlmrl.run.batches.load_datasets", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.hub.folder.locked", lambda *_: nullcontext())
     with pytest.raises(
         ValueError, match=r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"
     ):

@@ -22,7 +22,7 @@ RUN_MODEL = {
 
 def recipe(stage: dict, **sections) -> dict:
     """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
-    base = {"num_threads": 1, "model": {"config": "model.json"}, "data": {"task": "shapes"}}
+    base = {"num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"}}
     base |= {"sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "kto", "reward_model"), stage)}
     base |= {"grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2}}
     for name, value in sections.items():

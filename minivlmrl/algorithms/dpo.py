@@ -62,6 +62,7 @@ class DPO(PairAlgorithm):
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
+            self.world.leave()
             rows = [row(index) for index in piece]
             group = super().micro_batch(rows).group  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())

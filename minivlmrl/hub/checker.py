@@ -11,6 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal
 
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
 
 def require(valid: bool, name: str, value: Any, expected: str):
     """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one field."""

@@ -181,6 +181,7 @@ def save_model(
                 dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
                 write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
                 for file, tensors in files:
+                    check_finite(tensors, folder)
                     save_file(tensors, new / file, metadata={"format": "pt"})  # transformers 4 asks for the format
                 if shards.is_sharded:
                     write_json(new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
@@ -195,6 +196,13 @@ def save_model(
         failure = world.gather_objects(failure)[0]
     if failure is not None:
         raise failure
+
+
+def check_finite(tensors: dict[str, Tensor], where: object):
+    """Refuse to save weights of a run that has diverged (ValueError)."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{where}: not saved, {name} has values that are not finite; what was there is untouched")
 
 
 def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:

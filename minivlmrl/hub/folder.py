@@ -7,7 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -138,6 +138,28 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         raise
     flush_file(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: str | Path, world) -> Iterator[None]:
+    """Make a run's folder and keep it for this run alone (ValueError on all ranks: another one writes into it)."""
+    import fcntl
+
+    path, failure = Path(folder) / ".lock", None
+    with ExitStack() as held:
+        try:
+            if world.is_main:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context(path.open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
+        except BlockingIOError:
+            failure = f"another run is writing into {folder}; wait for it, or take another folder"
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+                failure = error
+        if failure := world.gather_objects(failure)[0]:
+            raise ValueError(f"output_dir: {failure}")
+        yield
 
 
 def flush_file(path: Path):

@@ -14,7 +14,7 @@ from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
-from minivlmrl.hub.checker import build
+from minivlmrl.hub.checker import Loader, build
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.filters import SamplingOptions
@@ -56,7 +56,8 @@ class RunConfig:
     num_threads: Annotated[int, "[1, 4096]"] | None = (
         None  # CPU threads of this process; None: cores of the machine / its ranks
     )
-    state_steps: Annotated[int, ">= 0"] = 0  # save the state every this many optimizer steps; 0: only after a signal
+    state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state after this many minutes and at the end of a stage
+    state_steps: Annotated[int, ">= 0"] = 0  # also every this many optimizer steps; both 0: only after a signal
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
@@ -86,16 +87,6 @@ class RunConfig:
     def uses_fsdp(self) -> bool:
         """Whether FSDP2 holds the weights: they are sharded, or the layers compute in a dtype of their own."""
         return self.sharding.enabled or self.model.compute_dtype is not None
-
-
-class Loader(yaml.SafeLoader):
-    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes the last."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:

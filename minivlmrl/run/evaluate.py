@@ -51,6 +51,7 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
             drawn = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
         results = []  # (rewards (K,), unseen, Answer) of each of this rank's rows
         for numbers in equal_batches(len(rows), world):
+            world.leave()
             batch = [replace(rows[i], key=f"evaluation/{i}") for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
             results += answer(model, processor, batch, drawn, world, rewards, gather)

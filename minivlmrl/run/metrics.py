@@ -63,6 +63,9 @@ class MetricsLog(AbstractContextManager):
             self.completions.step(self.algorithm, step, number)
         if not self.files:
             return
+        for file in self.files.values():
+            if not Path(file.name).exists():
+                raise ValueError(f"{file.name}: deleted while the run writes it; nothing of this run would be left")
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         print(json.dumps(line | finite), file=self.files[METRICS], flush=True)

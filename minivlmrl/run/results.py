@@ -21,10 +21,6 @@ def check_folder(config: RunConfig):
     A folder with states is left to scale/resume.py.
     """
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir: {error}") from error
     finished = (folder / SUMMARY).exists() or (not config.stages and metrics.exists() and metrics.stat().st_size)
     if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
         ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
@@ -53,11 +49,16 @@ class Results:
         result.pairs = None if algorithm is None else algorithm.pair_accuracy(self.held_out)
         self.results[name] = result
 
-    def write(self, seconds: dict[str, float]):
-        """Save the checkpoint; print and write the table of the run, and draw its picture."""
+    def write(self, seconds: dict[str, float], algorithm=None):
+        """Write the table of the run and draw its picture; after that, which may fill the disk, save the weights."""
+        if self.world.is_main:
+            self.write_summary(seconds)
+        if algorithm is not None:
+            algorithm.save(self.folder)
         save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
-        if not self.world.is_main:
-            return
+
+    def write_summary(self, seconds: dict[str, float]):
+        """Print and write the table of the run, and draw its picture."""
         task = self.config.data.task and get_task(self.config.data.task)
         chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
         summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}

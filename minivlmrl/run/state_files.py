@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.hub.checker import require
+from minivlmrl.hub.checkpoint import check_finite
 from minivlmrl.hub.folder import flush_file
 from minivlmrl.scale.ranks import World
 
@@ -27,16 +28,20 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1))
 
 
+def writes(tensor: Tensor, number: int, world: World) -> bool:
+    """Whether this rank writes its rows of the number-th tensor: every row is written once."""
+    if isinstance(tensor, DTensor):  # by the first of the replicas
+        return len(tensor.to_local()) > 0 and not any(tensor.device_mesh.get_coordinate()[:-1])
+    return number % world.size == world.rank
+
+
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
     """Write this rank's part of tensors into a folder, every row once; returns the names of its files."""
-    own, files, content = [], [], {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if not isinstance(tensor, DTensor):
-            own += [name] if number % world.size == world.rank else []
-        elif not any(tensor.device_mesh.get_coordinate()[:-1]) and len(tensor.to_local()):  # the first of the replicas
-            own.append(name)
+    files, content = [], {}
+    own = [name for number, name in enumerate(tensors) if writes(tensors[name], number, world)]
     for name in own:
         rows, first = local_rows(tensors[name])
+        check_finite({} if name.startswith("algorithm.") else {name: rows}, folder)
         content[f"{first}:{name}"] = rows.cpu().contiguous()
         if name == own[-1] or sum(part.nbytes for part in content.values()) >= FILE_SIZE:
             files.append(f"{world.rank:04d}_{len(files):04d}.safetensors")
@@ -57,8 +62,8 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
     return {name: sorted(parts) for name, parts in pieces.items()}
 
 
-def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows from `start` to `end` of a tensor."""
+def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int = 0, end: int = 2**62) -> Tensor:
+    """Read the rows from `start` to `end` of a tensor, by default all."""
     found = []
     for first, rows, file in pieces:
         low, high = max(start, first), min(end, first + rows)
@@ -76,6 +81,6 @@ def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     require(saved == count, name, f"{saved} rows", f"{count} rows")
     if len(own):
         rows = read_rows(name, pieces, start, start + len(own))
-        is_like, expected = (rows.shape, rows.dtype) == (own.shape, own.dtype), f"{own.dtype} {list(own.shape)}"
-        require(is_like, name, f"{rows.dtype} {list(rows.shape)}", expected)
+        found, expected = ([part.dtype, *part.shape] for part in (rows, own))
+        require(found == expected, name, found, str(expected))
         own.copy_(rows)

@@ -29,6 +29,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    leave: Callable[[], None] = lambda: None  # called in long work between states; StopSignals.leave ends it
 
     @property
     def is_main(self) -> bool:
@@ -69,8 +70,7 @@ class World:
     def together(self, work: Callable[[], object]):
         """Call work on every rank; it may take longer than `timeout`, and an error of one is raised on all."""
         if self.size == 1:
-            work()
-            return
+            return work()
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
             while self.sum(not future.done())[0]:  # ranks that have finished hear of those that still work

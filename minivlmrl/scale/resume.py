@@ -18,6 +18,7 @@ import shutil
 import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import monotonic as clock
 from typing import Annotated
 
 import torch
@@ -36,7 +37,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 from minivlmrl.scale.signals import Preempted, StopSignals
 
-RUN, COMPLETE, JOB = "run.json", "complete.json", "job"
+RUN, COMPLETE, JOB, DIVERGED = "run.json", "complete.json", "job", "diverged.json"
 
 
 @dataclass
@@ -84,78 +85,87 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     return found | {f"algorithm.{name}": value for name, value in algorithm.state_dict().items()}
 
 
-@dataclass
-class State:
-    """A state on the disk, without its tensors."""
+class States:
+    """The states of one run."""
 
-    path: Path
-    progress: Progress
+    def __init__(self, config: RunConfig, world: World, signals: StopSignals):
+        self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
+        self.saved, self.time = 0, clock()  # optimizer steps of the last state, and when it was saved
+        self.recipe = json.loads(json.dumps(asdict(config) | {"resume": None}))
 
-    def restore(self, algorithm: Algorithm, optimizer: Optimizer):
-        """Read it into a newly built algorithm and optimizer on any number of ranks (ValueError: they do not fit)."""
+    def after_step(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout):
+        """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted)."""
+        stage_ends = progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
+        self.signals.saved = False
+        if not ends_rollout and not stage_ends:
+            return
+        every, minutes, stop = self.config.state_steps, self.config.state_minutes, self.signals.asked()
+        late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
+        passed = every and progress.steps // every > self.saved // every
+        if stop or late or passed or (stage_ends and (every or minutes)):
+            progress.logs = log.written()
+            path = self.save(progress, algorithm, optimizer)
+        if stop:
+            raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
+
+    def diverged(self, text: str) -> ValueError:
+        """Make the error of a step that is not finite, and note it: a run that resumes would come to it again."""
+        cure = f"try a lower {text.split()[0]}.learning_rate, from an earlier state or (--resume=never) anew"
+        if self.world.is_main and self.folder.is_dir():
+            (self.folder / DIVERGED).write_text(json.dumps([f"{text}; {cure}", self.recipe]))
+        return ValueError(f"{text}; stopped before the update, {self.config.output_dir} is as it was; {cure}")
+
+    def to_resume(self) -> Progress:
+        """Find the state to go on from, as config.resume says, and read how far it is; without one begin anew."""
+        diverged = self.folder / DIVERGED
+        text, recipe = json.loads(diverged.read_text()) if diverged.is_file() else ("", None)
+        if self.world.gather_objects(recipe == self.recipe)[0] and self.config.resume in ("auto", None):
+            raise ValueError(f"resume: the same recipe would diverge again as it did: {text}")
+        self.resumed, progress = self.choose() or (None, Progress(self.config.seed, self.config.stages))
+        if self.world.is_main:
+            diverged.unlink(missing_ok=True)
+            if job := job_name():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / JOB).write_text(job)
+            for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
+                shutil.rmtree(leftover)
+        if self.resumed is None:
+            return progress
+        config, known = self.config, progress.stage + 1
+        if (progress.stages[:known], progress.seed) != (config.stages[:known], config.seed):
+            of = f"a run with stages {progress.stages} and seed {progress.seed}"
+            raise ValueError(f"resume: {self.resumed} is of {of}; keep them")
+        if self.world.is_main:
+            print(
+                f"resumes from {self.resumed}: {progress.step} steps of {config.stages[known - 1]} are done", flush=True
+            )
+        progress.stages, self.saved = config.stages, progress.steps
+        return progress
+
+    def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
+        """Read the state that was found, if any, into a new algorithm and optimizer (ValueError: it does not fit)."""
+        path, self.resumed = self.resumed, None
+        if path is None:
+            return False
         try:
-            pieces = find_pieces(self.path)
+            pieces = find_pieces(path)
             for name, parameter in algorithm.trained.named_parameters():
                 for key in [key for key in pieces if key.startswith(f"optimizer.{name}/")]:
                     moment, device = key.rpartition("/")[2], parameter.device
                     like = torch.zeros((), device=device) if moment == "step" else torch.zeros_like(parameter)
                     optimizer.state[parameter][moment] = like
-            state = {name: parts for name, parts in pieces.items() if name.startswith("algorithm.")}
-            state = {name.partition(".")[2]: read_rows(name, parts, 0, 2**62) for name, parts in state.items()}
-            algorithm.load_state_dict(state)
+            others = [key for key in pieces if key.startswith("algorithm.")]
+            algorithm.load_state_dict({key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others})
             found = tensors(algorithm, optimizer)
             if other := min(found.keys() ^ pieces.keys(), default=None):
                 raise ValueError(f"only one of the two has {other}")
             for name, tensor in found.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{self.path}: this state is of another model or recipe; {error}") from error
+            raise ValueError(f"{path}: this state is of another model or recipe; {error}") from error
+        return True
 
-
-class States:
-    """The states of one run."""
-
-    def __init__(self, config: RunConfig, world: World, signals: StopSignals):
-        self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
-        self.saved = 0  # optimizer steps of the last state
-
-    def after_step(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout):
-        """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted).
-
-        One is due at the end of a stage, and when a multiple of state_steps was reached since the last one.
-        """
-        stage_ends = progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
-        if not ends_rollout and not stage_ends:
-            return
-        every, stop = self.config.state_steps, self.signals.asked()
-        if stop or (every and (stage_ends or progress.steps // every > self.saved // every)):
-            progress.logs = log.written()
-            path = self.save(progress, algorithm, optimizer)
-        if stop:
-            raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
-
-    def to_resume(self) -> State | None:
-        """Read the state to go on from, as config.resume says; None: begin with the first step."""
-        state = self.choose()
-        if self.world.is_main:
-            if job := job_name():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / JOB).write_text(job)
-            for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
-                shutil.rmtree(leftover)
-        if state is None:
-            return None
-        progress, config, known = state.progress, self.config, state.progress.stage + 1
-        if (progress.stages[:known], progress.seed) != (config.stages[:known], config.seed):
-            of = f"{state.path} is of a run with stages {progress.stages} and seed {progress.seed}"
-            raise ValueError(f"resume: {of}; keep them")
-        if self.world.is_main:
-            done = f"{progress.step} steps of {progress.stages[progress.stage]} are done"
-            print(f"resumes from {state.path}: {done}", flush=True)
-        progress.stages, self.saved = config.stages, progress.steps
-        return state
-
-    def choose(self) -> State | None:
+    def choose(self) -> tuple[Path, Progress] | None:
         resume = self.config.resume
         paths = self.world.gather_objects(self.paths())[0]  # a shared file system may show another host an older list
         restarted = self.world.sum(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))[0] > 0  # not all ranks know
@@ -169,8 +179,8 @@ class States:
         own = path and path.resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
             cure = "--resume=auto goes on from there, --resume=never removes them and begins anew, another --output_dir"
-            newest = f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}"
-            raise ValueError(f"{newest}; {cure} leaves them alone")
+            found = f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}"
+            raise ValueError(f"{found}; {cure} leaves them alone")
         state = path and self.read(path)
         if path and state is None:
             raise ValueError(f"resume: {path} is damaged")
@@ -184,7 +194,7 @@ class States:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((path for path in found if re.fullmatch(r"\d{6,}", path.name)), key=lambda path: int(path.name))
 
-    def newest(self, paths: list[Path]) -> State | None:
+    def newest(self, paths: list[Path]) -> tuple[Path, Progress] | None:
         """Read the newest state that is not damaged, and rename later ones; None: there are no states."""
         damaged = []
         while paths and (state := self.read(paths[-1])) is None:
@@ -195,7 +205,7 @@ class States:
             _rename(path, "damaged")
         return state if paths else None
 
-    def read(self, path: Path) -> State | None:
+    def read(self, path: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
         damages = []
         try:
@@ -210,7 +220,7 @@ class States:
         damages = [damage for part in self.world.gather_objects(damages) for damage in part]
         if damages and self.world.is_main:
             print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
-        return None if damages else State(path, progress)
+        return None if damages else (path, progress)
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
         """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder."""
@@ -223,14 +233,13 @@ class States:
             names = write_tensors(partial, found, self.world)
             if self.world.is_main:
                 (partial / RUN).write_text(json.dumps(asdict(progress)))
-                flush_file(partial / RUN)
                 names.append(RUN)
             files.update({name: _checksum(partial / name) for name in names})
 
         def finish():
             (partial / COMPLETE).write_text(json.dumps(files, indent=1))
-            flush_file(partial / COMPLETE)
-            flush_file(partial)
+            for written in (partial / RUN, partial / COMPLETE, partial):
+                flush_file(written)
             partial.rename(path)
             flush_file(self.folder)
             for old in self.paths()[: -self.config.keep_states]:
@@ -241,11 +250,11 @@ class States:
             for part in self.world.gather_objects(files):
                 files.update(part)
             self.world.together(finish if self.world.is_main else int)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             last = f"the last complete state is {kept[-1]}" if (kept := self.paths()) else "there is no earlier state"
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
-        self.saved = progress.steps
+        self.saved, self.time, self.signals.saved = progress.steps, clock(), True
         return path
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, by which a scheduler asks for the machine: finish the rollout, save the state, leave."""
+"""SIGTERM and SIGUSR1 of a scheduler, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the rollout, save, leave."""
 
 import os
 import signal
@@ -17,15 +17,19 @@ class Preempted(Exception):
 class StopSignals:
     """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once. Use as a context."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, world: World):
         self.world = world
         self.first: float | None = None  # when the first signal came
         self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
+        self.saved = True  # all that was trained is in a state
+        world.leave = self.leave
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self.note) for number in self.SIGNALS}
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        heard = (number for number in self.SIGNALS if signal.getsignal(number) != signal.SIG_IGN)  # as nohup sets it
+        self.before = {number: signal.signal(number, self.note) for number in heard}
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
@@ -41,8 +45,11 @@ class StopSignals:
 
     def note(self, number: int, _frame):
         """Handle a signal."""
-        now = time.monotonic()
-        if self.first is not None and now - self.first >= SAME_REQUEST:
+        now, same = time.monotonic(), min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
+        if number == signal.SIGHUP:
+            for stream in self.terminals:  # to write to one that is gone is an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        if self.first is not None and now - self.first >= same:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.first is None:
@@ -50,6 +57,11 @@ class StopSignals:
             if self.world.is_main:  # print is not safe in a handler
                 name = signal.Signals(number).name
                 os.write(2, f"\n{name}: the state is saved after this rollout; again: end now\n".encode())
+
+    def leave(self):
+        """After a signal end long work between states (Preempted), if nothing is lost; all ranks call this together."""
+        if self.saved and self.asked():
+            raise Preempted("preempted: --resume=auto goes on from the last state, or begins anew if there is none")
 
     def asked(self) -> bool:
         """Whether any rank was signalled. All ranks call this together, so that they stop after the same step."""
