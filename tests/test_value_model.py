@@ -4,13 +4,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.algorithms.value_model import ValueModel, load_value_model, pack_to_end, save_value_model
+from minivlmrl.algorithms.value_model import (
+    ValueModel,
+    copy_as_value_model,
+    load_value_model,
+    pack_to_end,
+    save_value_model,
+)
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
 from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
+from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Processor, Prompt
 from minivlmrl.scale.ranks import World
+from minivlmrl.scale.sharding import Sharding, ShardingSection
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -73,6 +81,27 @@ def test_the_token_that_is_added_is_never_read(groups):
 def test_a_new_head_says_zero_everywhere(groups):
     model, (prompts, completions) = ValueModel(tiny.model(dtype=torch.float64)), groups
     assert not model(pack(prompts, completions, model.backbone.config)).any()
+
+
+@pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
+@torch.no_grad()
+def test_values_of_a_bfloat16_model_are_float32(groups, way):
+    """Neither the head's weights nor its result are rounded: a value near 20 would step by .125."""
+    prompts, completions = groups
+    policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        if way == "bfloat16 compute":
+            Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
+        model = copy_as_value_model(policy)
+        model.score.weight.fill_(1 + 2**-12)
+        batch = pack(prompts, completions, policy.config)
+        values, states = model(batch), completion_states(model.backbone, batch)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert states.dtype == torch.bfloat16 and values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), (1 + 2**-12) * states.double().sum(1), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

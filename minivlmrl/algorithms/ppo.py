@@ -81,7 +81,7 @@ class PPO(GRPO):
         if self.config.critic == "shared":
             head = value_model.value_head(self.policy)
             if is_sharded(self.policy):
-                self.policy.sharding.shard_alone(head)
+                self.policy.sharding.shard_head(head)
             return head
         if self.config.critic_path is None:
             critic = value_model.copy_as_value_model(self.policy)

@@ -40,10 +40,18 @@ def pack_to_end(prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor
     return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
 
 
-def value_head(model: nn.Module) -> nn.Linear:
-    """A linear unit on a model's hidden states, zero at first, of the model's device and dtype."""
+class ValueHead(nn.Linear):
+    """A linear unit whose result is of its weight's dtype, whatever dtype the hidden states have."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.to(self.weight.dtype))
+
+
+def value_head(model: nn.Module) -> ValueHead:
+    """A head on a model's hidden states, zero at first, on its device, in float32 also on a bfloat16 model."""
     weight = model.lm_head.weight
-    head = nn.Linear(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=weight.dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    head = ValueHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=dtype)
     nn.init.zeros_(head.weight)
     return head
 
@@ -59,7 +67,7 @@ def load_value_model(folder: str | Path, dtype: torch.dtype | None = None, devic
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
     if sharding is not None:
-        sharding.shard_alone(model.score)
+        sharding.shard_head(model.score)
     return model
 
 
@@ -75,7 +83,7 @@ def copy_as_value_model(policy: nn.Module) -> ValueModel:
     """A value model that begins with a copy of the policy, sharded like it; all of it is to be trained."""
     model = ValueModel(copy_model(policy).requires_grad_(True))
     if is_sharded(policy):
-        policy.sharding.shard_alone(model.score)
+        policy.sharding.shard_head(model.score)
     return model
 
 

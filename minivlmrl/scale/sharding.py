@@ -84,9 +84,13 @@ class Sharding:
         model.register_forward_hook(vision.after, prepend=True)  # runs before FSDP's own, which waits for the gradient
         model.sharding, model.vision_in_step = self, vision
 
-    def shard_alone(self, module: nn.Module):
+    def shard_head(self, head: nn.Module):
+        """Shard a value head as a unit that computes in the dtype of its own weights."""
+        self.shard_alone(head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+
+    def shard_alone(self, module: nn.Module, **options):
         """Shard what is not in a unit yet, as one unit."""
-        fully_shard(module, **self.options)
+        fully_shard(module, **self.options | options)
         for unit in units(module):
             unit.set_gradient_divide_factor(1.0)  # a sum: each loss is divided by the global count already
             unit.set_force_sum_reduction_for_comms(True)
