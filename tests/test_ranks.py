@@ -19,8 +19,9 @@ from minivlmrl.rewards import accuracy
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
-from minivlmrl.scale.ranks import World, find_device, run_rank
+from minivlmrl.scale.ranks import World, find_device, run_rank, setup
 from minivlmrl.tasks import shapes
+from minivlmrl.tools.ask import seeded_device
 
 from tiny import RUN_MODEL, recipe
 
@@ -267,6 +268,14 @@ def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert str(find_device()) == "cpu"
+
+
+@pytest.mark.parametrize("start", [lambda: setup(torch.get_num_threads()), lambda: seeded_device("cpu", 0)])
+def test_cudnns_attention_is_off(start):
+    """In training, and for one question."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    start()
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
 
 # the end of a process

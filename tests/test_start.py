@@ -106,6 +106,6 @@ def test_the_first_rank_says_what_runs_where(home, capsys):
     for rank in (0, 1):
         describe_run(config, policy, World(rank, 2, torch.device("cpu")))
     device, size, output = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"device: CPU, \d+ threads; ranks: 2; kernels: torch", device)
+    assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
     assert output == "output: here"

@@ -100,7 +100,7 @@ class World:
 
 
 def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
-    """Join the process group if torchrun started several of us, and choose device and CPU threads.
+    """Join the process group if torchrun started several of us, and choose device, attention and CPU threads.
 
     Args:
         num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for several ranks.
@@ -114,6 +114,9 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # cuDNN's attention is the default on H100 and newer (torch 2.13); others measured wrong generation with it where
+    # there are fewer than 8 key heads, as in 3B and 7B (pytorch issue 193893), and half a second for each new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # objects and offloaded parts go by gloo
         limit = timedelta(seconds=timeout)

@@ -74,6 +74,7 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
 
 def seeded_device(device: str | None, seed: int) -> torch.device:
     """The device that the model runs on, by default the GPU if there is one; draws on it begin with the seed."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
     name = device or find_device()
     try:
         torch.manual_seed(seed)
