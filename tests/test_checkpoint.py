@@ -424,3 +424,26 @@ def test_loaders_take_the_name_of_a_repository(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert torch.equal(load_model("owner/name").lm_head.weight, load_model(folder).lm_head.weight)
     assert load_processor("owner/name").image_processor == load_processor(folder).image_processor
+
+
+def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path):
+    """Into every checkpoint, which may be published: a folder of someone else could link to any file of yours."""
+    (tmp_path / "secret").write_text("key")
+    (copy / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"LICENSE: a link to .*secret; .* put the file itself there"):
+        load_processor(copy)
+    (tmp_path / "blobs").mkdir()  # as in a cache of the hub
+    (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
+    (copy / "LICENSE").unlink()
+    (copy / "LICENSE").symlink_to("../blobs/1234")
+    assert load_processor(copy).carried["LICENSE"] == b"key"
+
+
+def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
+    """Its count of tokens may be right; the model would fail with an IndexError when a text has that word."""
+    content = json.loads((copy / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 9000
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    edit_json(copy / "config.json", vocab_size=8000)
+    with pytest.raises(ValueError, match=r"config\.json: .*vocab_size is 8000, but tokenizer\.json has 9001 tokens"):
+        load_processor(copy)

@@ -64,6 +64,15 @@ def test_a_folder_wins_over_a_repository_of_its_name(cache):
     assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 
+def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
+    """With the user's token; a folder of the first name says that it is a path."""
+    monkeypatch.setattr("minivlmrl.hub.folder._snapshot", lambda *name: name)
+    Path("runs").mkdir()
+    with pytest.raises(ValueError, match=r"runs/chekpoint: no such folder; .* NAME@main where its first part"):
+        find_folder("runs/chekpoint")
+    assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
+
+
 def test_a_cached_repository_needs_no_network(cache):
     older, newer = snapshot(cache, OLDER), snapshot(cache, COMMIT)
     assert find_folder(REPOSITORY) == newer

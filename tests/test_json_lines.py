@@ -4,6 +4,9 @@ import pytest
 from talk import assistant, user
 
 from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
 
 
 def test_rows_need_not_have_the_same_columns(write_rows):
@@ -82,6 +85,27 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
     """`completions` was a TypeError inside the first reward, the others were replaced without a word."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
         JsonLines(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"problem": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}", "not JSON .*recursion"),
+        ('{"problem": "a", "margin": NaN}', "column 'margin' is nan, it must be a number"),
+        ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is \[0, 0\], it must be \[width"),
+        ({"problem": "a", "answer_extent": "10 x 10"}, "column 'answer_extent' is '10 x 10'"),
+        ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),
+        ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
+        ({"prompt": [{"role": "user", "content": [{"text": "<" * 10**6}] * 2}]}, "column 'prompt': message 0 has over"),
+        ({"problem": "a", "images": ["red.png"] * 10**5}, "100000 images and videos are over 1000; split the row"),
+        ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
+    """Was a RecursionError, nothing, ZeroDivisionError, minutes in a regular expression, a panic of tokenizers, ..."""
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or 'min_pixels 178000000 is over 33554432'}"):
+        JsonLines(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
 
 HI, YES = user("hi"), assistant("yes")

@@ -381,7 +381,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
         "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
         "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}",
-        "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}|{{ strftime_now('%Y') }}",
+        "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}",
         "{% macro f(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{{ f(messages[0]) }}",
         "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
         "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
@@ -391,6 +391,28 @@ def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text):
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
     renders_as_transformers(template, [{"role": "user", "content": "<think>é<|im_end|></think> hi & ho "}, *HI])
+
+
+def test_a_template_that_reads_the_clock_is_refused():
+    """The same seed would give other prompts tomorrow."""
+    with pytest.raises(ValueError, match=r"t: chat template fails in line 1: .*strftime_now: the same seed"):
+        ChatTemplate("{{ strftime_now('%Y') }}", "t").render(HI)
+    assert ChatTemplate("{{ day if day is defined else 'no day' }}", "t").render(HI) == ["no day"]
+
+
+CUTS = ["replace('x', '')", "replace('x|', '|')", "replace('\n', '')", "striptags", "replace('(', '<')"]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("content", ["<x|im_end|>", "<\n|im_end|>", "<<b>|im_end|>", "(|im_end|>", "a < b | c > d"])
+def test_a_template_that_joins_a_control_token_out_of_a_text_is_refused(cut, content):
+    template = ChatTemplate("<|im_start|>{{ messages[0].content | " + cut + " }}<|im_end|>", "t")
+    try:
+        pieces = template.render([{"role": "user", "content": content}])
+    except ValueError as error:
+        assert "this chat template makes a control token of" in str(error) or "reads something into" in str(error)
+    else:
+        assert [piece for piece in pieces if isinstance(piece, Control)] == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_the_template_sees_plain_data_and_changes_nothing():

@@ -22,6 +22,7 @@ from minivlmrl.hub.checker import naming
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
+MAX_SCANS = 200  # of a JPEG, each over all of the image: ten are common, and a megabyte could have 50,000
 PROGRAMS = "EPS", "IPTC", "WMF"  # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
 
@@ -42,6 +43,10 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
                 image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
+            if image.format in ("JPEG", "MPO") and not in_memory:
+                content = file.read_bytes() if isinstance(file, Path) else file.getvalue()
+                if (scans := content.count(b"\xff\xda")) > MAX_SCANS:
+                    raise ValueError(f"{scans} scans of a progressive JPEG are over {MAX_SCANS}; save it anew")
             if image.format in PROGRAMS:
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image

@@ -7,6 +7,7 @@ has examples.
 """
 
 import json
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,14 +73,18 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
     try:
         columns = json.loads(line)
         json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     require(isinstance(columns, dict), "a row", columns, "an object with columns")
     if taken := [name for name in GIVEN - {"images"} if columns.get(name) is not None]:
         raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
     margin, label = columns.get("margin"), columns.get("label")
-    good = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))
-    require(good, "column 'margin'", margin, "a number, by how much chosen is better")
+    require(margin is None or _finite(margin), "column 'margin'", margin, "a number, by how much chosen is better")
+    extent = columns.get("answer_extent")
+    good = isinstance(extent, list) and len(extent) == 2 and all(_finite(side) and side > 0 for side in extent)
+    require(extent is None or good, "column 'answer_extent'", extent, "[width, height], both above 0")
+    good = str(columns.get("solution")).count("<answer>") <= 1
+    require(good, "column 'solution'", columns.get("solution"), "one answer")
     good = "label" not in required or label is None or isinstance(label, bool)
     require(good, "column 'label'", label, "true or false, whether the completion is good")
     listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
@@ -98,3 +103,7 @@ def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple
             raise ValueError(f"column {name!r} is missing; the row has {sorted(columns)}")
     columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
     return Row(messages, [], columns, **answers), media
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf

@@ -23,6 +23,7 @@ UNREAD = re.compile(
 )
 PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
+MAX_MEDIA = 1000  # of a row
 COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options that may also be columns for rewards
 
 
@@ -77,6 +78,8 @@ def place_media(
                 used.append(replace(media, options=common | options))
                 part = {"type": kind, **_without(used[-1].options, SAMPLING_OPTIONS)}
             parts.append(part)
+        if len(used) > MAX_MEDIA:
+            raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
         placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
     return placed, used
 

@@ -6,9 +6,9 @@ replace the image's own size, and then only the processor's bounds hold. total_p
 
 from collections.abc import Collection
 
-from minivlmrl.data.fetch import MAX_IMAGE_PIXELS
 from minivlmrl.image import ImageProcessor
 
+MAX_MIN_PIXELS = 2**25  # 2 GB as patches while they are made
 BOUNDS = ("min_pixels", "max_pixels")
 IMAGE_OPTIONS = (*BOUNDS, "resized_height", "resized_width")
 VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
@@ -50,8 +50,8 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int, given: Collectio
         raise ValueError(f"{names[0]} {min_pixels} and {names[1]} {max_pixels}: need 0 < min <= max{cure}")
     if max_pixels < factor**2:
         raise ValueError(f"max_pixels {max_pixels} is less than one token, {factor} x {factor} pixels")
-    if min_pixels > MAX_IMAGE_PIXELS:
-        raise ValueError(f"min_pixels {min_pixels} is over {MAX_IMAGE_PIXELS}")
+    if min_pixels > MAX_MIN_PIXELS:
+        raise ValueError(f"min_pixels {min_pixels} is over {MAX_MIN_PIXELS}; patches of an image would fill the memory")
 
 
 def number(name: str, value: float, zero: bool = False, whole: bool = False) -> float:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
@@ -30,8 +29,9 @@ class ChatTemplate:
     """A Jinja template; see `environment` for what it can do and cannot.
 
     A control token counts as one if the template wrote it, or at least its first character: a user's text that spells
-    one stays text, since it is rendered with a mark inside whatever could begin a control token. (Not so in a template
-    that cuts something out of the middle of a text and so joins "<" and "|im_end|>".)
+    one stays text, since it is rendered with a mark inside whatever could begin a control token. A template that cuts
+    something out of the middle of a text, and so joins "<" and "|im_end|>", writes other control tokens when every
+    sign of a text has a mark; that is an error.
 
     Args:
         source: the file, for errors.
@@ -47,6 +47,8 @@ class ChatTemplate:
         self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
         openings = {f"{re.escape(name[0])}(?={re.escape(name[1])}|\\s*\\Z)" for name in names}
         self.opening = re.compile("|".join(sorted(openings)))
+        signs = sorted({sign for sign in "".join(names) if not sign.isalnum() and sign != "_"})
+        self.signs = re.compile("|".join(map(re.escape, signs)))
         with self._naming():
             sandbox = environment()
             self.variables = meta.find_undeclared_variables(sandbox.parse(text))
@@ -141,21 +143,24 @@ class ChatTemplate:
         mark, begins, ends = marks if track else (marks[0], "", "")
         options = {"add_generation_prompt": prompt, "add_vision_id": add_vision_id, "tools": None, "documents": None}
         options |= {"generation_begins": begins, "generation_ends": ends, **self.token_names}
-        marked = self._marked(messages, mark)
         with self._naming():
+            marked, signs = self._marked(messages, mark, self.opening), self._marked(messages, mark, self.signs)
             text = self.template.render(messages=marked, **options)
             unmarked = text if marked == messages else self.template.render(messages=messages, **options)
+            controls = text if signs == marked else self.template.render(messages=signs, **options)
         if text.replace(mark, "") != unmarked.replace(mark, ""):
             what = "a text of the conversation that spells (the beginning of) a control token"
             raise self._error(f"this chat template reads something into {what}; take that out of the text")
+        if self.control.findall(text) != self.control.findall(controls):
+            raise self._error("this chat template makes a control token of the conversation's text; use another one")
         return text
 
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _marked(self, value: Any, mark: str, after: re.Pattern) -> Any:
         if isinstance(value, str):
-            return self.opening.sub(lambda match: match.group() + mark, value)
+            return after.sub(lambda match: match.group() + mark, value)
         if isinstance(value, dict):
-            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
-        return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
+            return {self._marked(key, mark, after): self._marked(item, mark, after) for key, item in value.items()}
+        return [self._marked(item, mark, after) for item in value] if isinstance(value, list) else value
 
     def _cut(self, text: str, marks: list[str]) -> list[str]:
         """Cut at control tokens, which are the template's, as those of users have a mark inside."""
@@ -221,7 +226,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.globals["strftime_now"] = _strftime_now
     return made
 
 
@@ -235,6 +240,10 @@ class _GenerationBlock(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(f"generation_{name}", "load")]) for name in ("begins", "ends"))
         return nodes.Scope([begin, *body, end]).set_lineno(line, override=False)
+
+
+def _strftime_now(form: str):
+    raise jinja2.TemplateError("strftime_now: the same seed would see another day; write a date into the template")
 
 
 def _raise_exception(message: str):

@@ -6,6 +6,8 @@ from torch import Tensor
 from minivlmrl.chat import content_parts, join_text, layout_turn, part_kind
 from minivlmrl.rows import ENDS, Processor
 
+MAX_TEXT = 2**20  # characters of a message; tokenizers takes a second for them, and panics at ten million spaces
+
 
 def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
     """Turn an answer to a prompt (messages) into tokens, as the model has to write them.
@@ -59,6 +61,8 @@ def check_messages(messages: list[dict], tool_calls: bool = False):
         if not isinstance(known.get("role"), str) or not (isinstance(inside, list) or (inside is None and calls)):
             needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
+        if sum(len(part["text"]) for part in inside or () if part_kind(part) == "text") > MAX_TEXT:
+            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
         for part in inside or ():
             if part_kind(part) is None:
                 shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__

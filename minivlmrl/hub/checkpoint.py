@@ -155,6 +155,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
+    if out := [f for f in files if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"]:
+        raise ValueError(f"{out[0]}: a link to {out[0].resolve()}; checkpoints copy it, so put the file itself there")
     carried = {file.name: file.read_bytes() for file in files}  # now: the folder may be gone at the next save
     return Processor(tokenizer, images, template or family.template, carried=carried)
 

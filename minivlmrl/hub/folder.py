@@ -33,8 +33,9 @@ def find_folder(name: str | Path) -> Path:
         killed = f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it"
         warnings.warn(killed, stacklevel=2)
         return replaced
-    if not (repository := REPOSITORY.fullmatch(str(name))):
-        raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository")
+    if not (repository := REPOSITORY.fullmatch(str(name))) or (folder.parent.is_dir() and not repository["revision"]):
+        ids = "the id of a repository, NAME@main where its first part is a folder here"
+        raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
     try:
         return _snapshot(repository["id"], repository["revision"])
     except Exception as error:  # each network library that huggingface_hub has used has its own errors

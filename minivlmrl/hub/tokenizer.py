@@ -36,7 +36,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer.json: the control token {min(missing)} is missing")
 
     def __len__(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        return 1 + max(self.backend.get_vocab().values())  # an added token may have any id
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, or the one id of a Control (ValueError: no Unicode text)."""
