@@ -7,9 +7,11 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from oracle import CLASSES, their_inputs, worst_difference
 from safetensors.torch import load_file, save_file
 
+from minivlmrl import chat
 from minivlmrl.batch import pack
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
@@ -106,6 +108,15 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder):
             assert (logits(ours, [prompt]) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def test_transformers_has_a_chat_template_for_it(folder):
+    """In the file that its processor reads too; we ourselves go on with that of chat.py."""
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    expected = "".join(chat.render(messages))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected
+    assert load_processor(folder).template is None
+
+
 def test_saving_and_loading_is_exact(folder, tmp_path):
     model, processor = load_model(folder), load_processor(folder)
     save_model(tmp_path / "again", model, processor)
@@ -173,6 +184,7 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
     if file == "processor_config.json":  # as transformers 5 writes a folder
         (copy / "preprocessor_config.json").unlink()
         (copy / file).write_text(json.dumps({"image_processor": settings}))
+    (copy / "chat_template.jinja").unlink()  # ours
     write_template(copy / file, "<|note|>{{ messages[0].content }}<|im_end|>")
     for later in FILES[FILES.index(file) + 1 :]:
         write_template(copy / later, "another")
@@ -186,11 +198,6 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
         assert [type(piece) for piece in pieces] == [Control, str, Control]
         ids = processor([{"role": "user", "content": "hi"}]).input_ids.tolist()
         assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.special["<|im_end|>"]]
-
-
-def test_a_folder_without_a_chat_template_is_saved_without_one(folder):
-    assert load_processor(folder).template is None
-    assert not any((folder / name).exists() for name in FILES[:3])
 
 
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"

@@ -291,11 +291,25 @@ def test_a_recipe_that_is_no_text_is_named(tmp_path):
         load_config(tmp_path / "weights.yaml")
 
 
-@pytest.mark.parametrize("override", ["--seed=[1", "--data.prompt_template={problem} Think."])
+@pytest.mark.parametrize("override", ["--seed=[1", "--grpo.learning_rate={a} b", "--stages=[sft"])
 def test_an_override_that_is_no_yaml_is_named(recipe, override):
     with pytest.raises(ValueError) as error:
         load_config(recipe, [override])
     assert override.partition("=")[0].removeprefix("--") in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
+def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
+    """Unless YAML reads a text: quotes are YAML's, and so is null."""
+    expected = {"'{problem}'": "{problem}", "null": None}.get(text, text)
+    assert load_config(recipe, [f"--data.system_prompt={text}"]).data.system_prompt == expected
+
+
+def test_a_config_that_the_command_line_names_is_looked_for_where_it_runs(recipe, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    here = load_config(recipe, ["--model.config=own.json"])
+    assert here.model.config == str((tmp_path / "here" / "own.json").resolve())
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -52,7 +52,7 @@ def scripted(monkeypatch):
 
     def score(names, texts, columns, where):
         assert where == "whole"
-        assert tuple(names) == REWARDS
+        assert set(names) == set(REWARDS)
         return torch.tensor([asked[text][0].columns[text.split()[1]] for text in texts]).view(-1, len(REWARDS))
 
     def reward_columns(rows, *_):
@@ -95,6 +95,13 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, requ
         "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
     }  # fmt: skip
     assert result.pairs is None
+
+
+def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
+    result = evaluate(None, PROCESSOR, ROWS, SAMPLING, ONE, ("box_format", "iou", "acc_0_5"))
+    assert math.isnan(result.format) and (result.sampled, result.greedy) == (0.25, 0.5)
+    assert list(result.more)[:4] == ["iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
+    assert result.more["iou sampled"] == 0.6
 
 
 def test_answers_are_the_greedy_ones_with_the_first_reward(scripted):

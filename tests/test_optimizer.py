@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import get_linear_schedule_with_warmup
 
 from minivlmrl.run.optimizer import TrainingConfig, build_optimizer, finish_gradients, learning_rate
 
@@ -18,6 +19,20 @@ def test_schedules():
     assert schedule(lr_scheduler_type="linear", min_lr_ratio=0.2) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]
     assert schedule(lr_scheduler_type="cosine") == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]
     assert schedule(lr_scheduler_type="constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal():
+    """docs/policy_gradients.md, different from TRL on purpose."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    theirs = get_linear_schedule_with_warmup(optimizer, 3, 8)
+    rates = []
+    for _ in range(8):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    config = TrainingConfig(max_steps=8, learning_rate=1.0, warmup_steps=3)
+    ours = [learning_rate(step, config) for step in range(8)]
+    assert rates[0] == 0 and ours[:3] == rates[1:4] and ours[3:] == pytest.approx(rates[3:])
 
 
 def test_learning_rate_docstring_example():

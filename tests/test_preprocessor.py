@@ -13,8 +13,15 @@ from minivlmrl.image import ImageProcessor
 
 
 def test_pixel_bounds_must_be_in_order():
-    with pytest.raises(ValueError, match=r"recipe\.yaml: min_pixels 4000 and max_pixels 3136"):
-        read_image_processor({}, "recipe.yaml", min_pixels=4000, max_pixels=3136)
+    with pytest.raises(ValueError, match=r"^data: min_pixels 4000 and max_pixels 3136"):
+        read_image_processor({}, "folder.json", min_pixels=4000, max_pixels=3136)
+
+
+def test_bounds_of_the_recipe_are_not_the_folders_mistake():
+    with pytest.raises(ValueError, match=r"^data: the default min_pixels 3136 and max_pixels 10: .*min_pixels too"):
+        read_image_processor({}, "folder.json", max_pixels=10)
+    with pytest.raises(ValueError, match=r"^folder\.json: min_pixels 4000 and max_pixels 3136"):
+        read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
 
 
 def read(content, **bounds):

@@ -10,7 +10,7 @@ from minivlmrl.run.evaluate import Answer, Evaluation
 from minivlmrl.tasks.localisation import Localisation
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.tools import report
-from minivlmrl.tools.report import write_report
+from minivlmrl.tools.report import print_table, write_report
 
 
 def test_characters_that_the_font_does_not_have_are_drawn_without_a_warning(tmp_path):
@@ -45,6 +45,21 @@ def test_each_answer_is_under_its_own_row():
         assert said.get_text() == f"start\n{rows[i].columns['solution']}"
         assert said.get_color() == (report.WRONG if i in (1, 5) else report.RIGHT)
         assert not axis.lines  # no boxes
+
+
+def test_a_truth_in_answer_tags_is_shown_without_them():
+    row = Shapes(1, "report")[0]
+    row.columns = {"solution": "<think>it is</think><answer> green square </answer>"}
+    [axis] = strip([row], {"start": Evaluation(0.0, 0.0, 0.0, [Answer("no tags", 0.0, None)])}).axes
+    assert axis.get_title() == "green square" and axis.texts[0].get_text() == "start\nno tags"
+
+
+def test_the_table_says_on_how_many_rows(capsys):
+    summary = {"chance": 0.25, "start": {"sampled": 0.5}, "seconds": {"sft": 1.0}}
+    print_table(summary, "chance", 256)
+    assert capsys.readouterr().out.splitlines()[1:3] == ["held-out 256  sampled", "chance          0.250    0.250"]
+    print_table({"chance": None, "seconds": {"sft": 1.0}})  # nothing was evaluated
+    assert capsys.readouterr().out == "training: sft 1.0 s\n"
 
 
 def test_it_draws_true_and_answered_boxes():

@@ -1,6 +1,5 @@
-"""Before the weights are loaded: rewards are tried, and rows counted without decoding their images."""
+"""Before the first step: rewards are tried, rows counted, and what runs where is said."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -8,12 +7,11 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
 from minivlmrl.run.config import load_config
-from minivlmrl.run.start import describe_run, show_rows, summary, try_rewards
+from minivlmrl.run.start import describe_run, show_rows, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.localisation import Localisation
@@ -46,44 +44,6 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
-@pytest.fixture
-def rows(tmp_path):
-    """rows(count, ...): that many rows, of each the sizes of its images."""
-
-    def rows(*lines):
-        for number, (_, sizes) in enumerate(lines):
-            for i, size in enumerate(sizes):
-                PIL.Image.new("RGB", size).save(tmp_path / f"{number}_{i}.png")
-        made = [
-            {"problem": "What?", "images": [f"{number}_{i}.png" for i in range(len(sizes))]}
-            for number, (count, sizes) in enumerate(lines)
-            for _ in range(count)
-        ]
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
-        return JsonLines(tmp_path / "rows.jsonl")
-
-    return rows
-
-
-def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
-    made = rows((3, [(28, 28)]), (1, [(14, 14), (70, 28)]), (2, []))
-    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in range(6)]
-    monkeypatch.setattr(PIL.Image.Image, "resize", None)  # calling it would fail
-    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_prepare", None)
-    expected = (
-        f"6, 3 with 1 image, 1 with 2 images, 2 with no image; prompts of {min(lengths)} to {max(lengths)} tokens"
-    )
-    assert summary(made, PROCESSOR) == expected
-    assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
-
-
-def test_of_many_rows_some_are_measured(rows):
-    length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
-    task = f"1000, 1000 with 1 image; prompts of {length} to {length} tokens (64 of them)"
-    assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(rows((100, [])), PROCESSOR).endswith("tokens (64 of them)")
-
-
 def test_stages_with_the_same_rows_share_a_line(capsys):
     datasets = {"sft": Shapes(8, "x"), "grpo": Shapes(8, "x"), "eval": Shapes(4, "x")}
     show_rows(datasets, PROCESSOR, World(1, 2, torch.device("cpu")))
@@ -91,12 +51,6 @@ def test_stages_with_the_same_rows_share_a_line(capsys):
     show_rows(datasets, PROCESSOR, ONE)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("rows of sft, grpo: 8, 8 with 1 image;") and second.startswith("rows of eval: 4,")
-
-
-def test_videos_and_urls_are_counted_and_not_opened(tmp_path):
-    lines = [{"problem": "a", "video": ["https://x/1.png"]}, {"problem": "a", "image": "https://x/1.png"}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert summary(JsonLines(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"
 
 
 def test_the_first_rank_says_what_runs_where(home, capsys):

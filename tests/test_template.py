@@ -12,7 +12,7 @@ from talk import renders_as_transformers
 
 from minivlmrl import chat
 from minivlmrl.chat import IMAGE, VIDEO, Control
-from minivlmrl.data.template import ChatTemplate
+from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.data.turns import render_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
@@ -25,6 +25,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HI = [{"role": "user", "content": "hi"}]
+OWN = ChatTemplate(DEFAULT, "ours")
 
 
 def user(*parts):
@@ -78,11 +79,13 @@ ANSWERS = st.tuples(
 @given(messages=st.lists(TURNS, min_size=1, max_size=4), prompt=st.booleans(), number=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_qwens_template_gives_the_pieces_of_chat_py(qwen, messages, prompt, number):
+    """So does ours, which goes into folders that have none."""
     options = {"add_generation_prompt": prompt, "add_vision_id": number}
-    ours, theirs = chat.render(messages, **options), qwen.render(messages, **options)
-    assert theirs == ours and kinds(theirs) == kinds(ours)
-    assert [piece is IMAGE for piece in theirs] == [piece is IMAGE for piece in ours]
-    assert [piece is VIDEO for piece in theirs] == [piece is VIDEO for piece in ours]
+    for template in (qwen, OWN):
+        ours, theirs = chat.render(messages, **options), template.render(messages, **options)
+        assert theirs == ours and kinds(theirs) == kinds(ours)
+        assert [piece is IMAGE for piece in theirs] == [piece is IMAGE for piece in ours]
+        assert [piece is VIDEO for piece in theirs] == [piece is VIDEO for piece in ours]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_training", "qwen3_vl_training"])

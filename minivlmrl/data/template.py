@@ -24,6 +24,21 @@ from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 # Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 
+# what chat.render does, for transformers: a folder without a template of its own is saved with this one
+DEFAULT = """{%- set seen = namespace(image=0, video=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role != "system" %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{%- if part.type == "image" or part.image or part.image_url %}{% set seen.image = seen.image + 1 -%}
+{%- if add_vision_id %}Picture {{ seen.image }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == "video" or part.video or part.video_url %}{% set seen.video = seen.video + 1 -%}
+{%- if add_vision_id %}Video {{ seen.video }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 
 class ChatTemplate:
     """A Jinja template; see `environment` for what it can do and cannot.
@@ -56,14 +71,15 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Find the template of a Hugging Face folder, in the first of FILES that has one."""
+        """Find the template of a Hugging Face folder, in the first of FILES that has one; None for DEFAULT as well."""
         tokens, config = {}, Path(folder) / "tokenizer_config.json"
         for name, value in (read_json(config) if config.is_file() else {}).items():
             value = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(value, str):
                 tokens[name] = value
         found = ((path, _template_in(path)) for path in (Path(folder) / name for name in FILES))
-        return next((cls(text, path, special_tokens, tokens) for path, text in found if text is not None), None)
+        path, text = next(((path, text) for path, text in found if text is not None), (None, DEFAULT))
+        return None if text == DEFAULT else cls(text, path, special_tokens, tokens)
 
     def render(self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
         """Lay out a conversation: pieces as of chat.render, joined what transformers' apply_chat_template renders.

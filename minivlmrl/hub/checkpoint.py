@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minivlmrl.data.template import ChatTemplate
+from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
 from minivlmrl.hub.model_config import ModelConfig
@@ -226,6 +226,8 @@ def _write_processor(folder: Path, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # that file is not carried, for its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
+    if template is None:
+        (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")
     if "tokenizer.json" not in processor.carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}

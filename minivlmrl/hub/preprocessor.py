@@ -3,7 +3,7 @@
 from dataclasses import make_dataclass
 from typing import Annotated, Literal
 
-from minivlmrl.data.sizes import check_bounds
+from minivlmrl.data.sizes import BOUNDS, check_bounds
 from minivlmrl.hub.checker import build, naming
 from minivlmrl.image import ImageProcessor
 
@@ -39,8 +39,9 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
     resize = "torch" if str(settings.image_processor_type).endswith("Fast") else "pil"
     processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
-    with naming(where):
-        check_bounds(*bounds, processor.factor)
+    asked = [name for name, value in zip(BOUNDS, (min_pixels, max_pixels), strict=True) if value is not None]
+    with naming("data" if asked else where):
+        check_bounds(*bounds, processor.factor, asked or BOUNDS)
     return processor
 
 

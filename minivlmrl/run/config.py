@@ -1,6 +1,7 @@
 """A whole recipe as one dataclass: options are declared beside the code that reads them and only composed here."""
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -107,10 +108,9 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         key, separator, text = override.removeprefix("--").partition("=")
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
-        try:
-            value = yaml.load(text, Loader)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ValueError(f"command line: the value of {key} is not YAML, quote it ({error})") from error
+        value = _value(key, text)
+        if key == "model.config" and value:  # not beside the recipe, as what a recipe says
+            value = str(Path(value).resolve())
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")
     if config.model.config:  # beside the recipe; the others below from where the command runs
@@ -120,6 +120,21 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config
+
+
+def _value(key: str, text: str):
+    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
+    hint = RunConfig
+    for name in key.split("."):
+        hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
+    is_text = hint in (str, str | None)
+    try:
+        value = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if is_text:
+            return text
+        raise ValueError(f"command line: the value of {key} is not YAML, quote it ({error})") from error
+    return text if is_text and not isinstance(value, str | None) else value
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -29,7 +29,7 @@ class Evaluation:
 
     sampled: float  # the first reward of one completion a row, sampled at temperature 1: accuracy, or IoU
     greedy: float  # the same of the likeliest completion
-    format: float  # share of sampled completions in the asked form
+    format: float  # share of sampled completions in the asked form; NaN if the second reward is no ...format
     answers: list[Answer]  # the greedy ones, for the report, in the order of the rows
     more: dict[str, float] = field(default_factory=dict)  # further rewards, and the first over rows marked unseen
     pairs: float | None = None  # share of held-out pairs with the chosen answer ahead, where a stage can tell
@@ -61,10 +61,13 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
         unseen = torch.tensor([unseen for _, unseen, _ in in_order])
         means[name], means[f"unseen {name}"] = (v.double().nanmean(0).tolist() for v in (values, values[unseen]))
         answers = [said for _, _, said in in_order]
-    more = {f"{rewards[k]} {name}": means[name][k] for k in range(2, len(rewards)) for name in ("sampled", "greedy")}
+    named = rewards[1].endswith("format")  # else the second is one of the further rewards
+    further = range(1 + named, len(rewards))
+    more = {f"{rewards[k]} {name}": means[name][k] for k in further for name in ("sampled", "greedy")}
     more |= {name: values[0] for name, values in means.items() if name.startswith("unseen")}
     more = {name: value for name, value in more.items() if not math.isnan(value)}
-    return Evaluation(means["sampled"][0], means["greedy"][0], means["sampled"][1], answers, more)
+    form = means["sampled"][1] if named else math.nan
+    return Evaluation(means["sampled"][0], means["greedy"][0], form, answers, more)
 
 
 def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list[int]]:

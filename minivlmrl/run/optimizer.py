@@ -48,7 +48,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Rise over warmup_steps, then fall to min_lr_ratio at max_steps.
+    """Rise over warmup_steps, one step ahead of TRL, which begins at 0; then fall to min_lr_ratio at max_steps.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25 from step 0 on.
     """

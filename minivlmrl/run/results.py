@@ -63,7 +63,7 @@ class Results:
         chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
         summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}
         write_json(self.folder / SUMMARY, summary)
-        print_table(summary, chance_name)
+        print_table(summary, chance_name, len(self.held_out or ()))
         write_report(self.folder, summary, self.held_out, self.results, chance_name)
         write_page([self.folder], self.folder / "page.html")
 

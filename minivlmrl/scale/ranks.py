@@ -19,8 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.hub.checker import one_line
 
-PACKAGE = str(Path(__file__).parents[1])
-
 
 @dataclass
 class World:
@@ -165,7 +163,7 @@ def shutdown():
 def is_mistake(error: Exception) -> bool:
     """Whether an error is one that this package has put into words; of any other one its traceback is needed."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.startswith(PACKAGE) and last.line.startswith("raise ")
+    return last.filename.startswith(str(Path(__file__).parents[1])) and last.line.startswith("raise ")
 
 
 def show_mistake(error: Exception):

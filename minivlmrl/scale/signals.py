@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 from minivlmrl.scale.ranks import World
@@ -28,7 +29,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        heard = (number for number in self.SIGNALS if signal.getsignal(number) != signal.SIG_IGN)  # as nohup sets it
+        main = threading.current_thread() is threading.main_thread()  # Python lets no other set handlers
+        heard = [n for n in self.SIGNALS if main and signal.getsignal(n) != signal.SIG_IGN]  # as nohup sets it
         self.before = {number: signal.signal(number, self.note) for number in heard}
         return self
 

@@ -13,13 +13,14 @@ SHOWN = 8  # held-out images in the strip
 RIGHT, WRONG, TRUE = "#1a7f37", "#b42318", "black"
 
 
-def print_table(summary: dict, chance_name: str = "chance"):
-    """Print summary.json as a table."""
+def print_table(summary: dict, chance_name: str = "chance", rows: int = 0):
+    """Print summary.json as a table: what was measured on so many held-out rows."""
     stages = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
     columns = list(dict.fromkeys(key for row in stages.values() for key in row)) or ["sampled", "greedy"]
     widths = {name: max(9, len(name) + 2) for name in columns}
     first = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
-    print(f"\n{'held-out':<{first}}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
+    if stages:
+        print(f"\n{f'held-out {rows}':<{first}}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     if summary["chance"] is not None:
         print(f"{chance_name:<{first}}" + f"{summary['chance']:>9.3f}" * 2)
     for name, row in stages.items():
@@ -100,14 +101,13 @@ def _strip(figure, rows: Dataset, results: dict):
             last = "".join(part.get("text", "") for part in content_parts(row.messages[-1]))
             title = row.columns.get("problem") or last
         axis.set(xticks=[], yticks=[])
-        axis.set_title(_short(title), fontsize=9)
+        axis.set_title(_short(_inside(title)), fontsize=9)
         for box in boxes:
             _outline(axis, box, TRUE, "-")
         for line, (name, result) in enumerate(results.items()):
             answer, color = result.answers[i], RIGHT if right[line][i] else WRONG
-            words = answer.text.rpartition("<answer>")[2].partition("</answer>")[0]
-            text, style = f"{name.replace('_', ' ')}\n{_short(words)}", {"fontsize": 8, "ha": "center", "va": "top"}
-            axis.text(0.5, -0.06 - 0.3 * line, text, color=color, transform=axis.transAxes, **style)
+            text, middle = f"{name.replace('_', ' ')}\n{_short(_inside(answer.text))}", {"ha": "center", "va": "top"}
+            axis.text(0.5, -0.06 - 0.3 * line, text, fontsize=8, color=color, transform=axis.transAxes, **middle)
             for box in answered_boxes(answer.text, answer.extent) if boxes and answer.extent else ():
                 _outline(axis, box.to(row.images[0].size), color, (":", "--")[line])
     legend = "above: the true answer"
@@ -115,6 +115,11 @@ def _strip(figure, rows: Dataset, results: dict):
         legend = "above: the question; black: the true box, dotted: before, dashed: after"
     became = f"{changes.count(1)} became right, {changes.count(-1)} wrong (these come first; {legend})"
     figure.suptitle(f"greedy answers to {len(changes)} held-out images: {became}", fontsize=10)
+
+
+def _inside(text) -> str:
+    """What is inside the last answer tags, or all of a text without any; some files have their truth in tags too."""
+    return str(text).rpartition("<answer>")[2].partition("</answer>")[0]
 
 
 def _outline(axis, box: Box, color: str, style: str):

@@ -1,0 +1,59 @@
+"""Rows are counted and their prompts measured without decoding images."""
+
+import json
+
+import PIL.Image
+import pytest
+
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.row_summary import summary
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import Shapes
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """rows(count, ...): that many rows, of each the sizes of its images."""
+
+    def rows(*lines):
+        for number, (_, sizes) in enumerate(lines):
+            for i, size in enumerate(sizes):
+                PIL.Image.new("RGB", size).save(tmp_path / f"{number}_{i}.png")
+        made = [
+            {"problem": "What?", "images": [f"{number}_{i}.png" for i in range(len(sizes))]}
+            for number, (count, sizes) in enumerate(lines)
+            for _ in range(count)
+        ]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
+        return JsonLines(tmp_path / "rows.jsonl")
+
+    return rows
+
+
+def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
+    made = rows((3, [(28, 28)]), (1, [(14, 14), (70, 28)]), (2, []))
+    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in range(6)]
+    monkeypatch.setattr(PIL.Image.Image, "resize", None)  # calling it would fail
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_prepare", None)
+    expected = (
+        f"6, 3 with 1 image, 1 with 2 images, 2 with no image; prompts of {min(lengths)} to {max(lengths)} tokens"
+    )
+    assert summary(made, PROCESSOR) == expected
+    assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
+
+
+def test_of_many_rows_some_are_measured(rows):
+    length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
+    task = f"1000, 1000 with 1 image; prompts of {length} to {length} tokens (64 of them)"
+    assert summary(Shapes(1000, "x"), PROCESSOR) == task
+    assert summary(rows((100, [])), PROCESSOR).endswith("tokens (64 of them)")
+
+
+def test_videos_and_urls_are_counted_and_not_opened(tmp_path):
+    lines = [{"problem": "a", "video": ["https://x/1.png"]}, {"problem": "a", "image": "https://x/1.png"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert summary(JsonLines(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"
