@@ -112,8 +112,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention is the default on H100 and newer (torch 2.13); others measured wrong generation with it where
-    # there are fewer than 8 key heads, as in 3B and 7B (pytorch issue 193893), and half a second for each new shape
+    # cuDNN's attention may generate wrongly with fewer than 8 key heads, as 3B and 7B have (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # objects and offloaded parts go by gloo

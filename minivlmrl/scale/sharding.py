@@ -47,9 +47,7 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        recompute: activation checkpointing.
-        compute_dtype: of gathered weights and activations, else dtype. A section that is not enabled is a replica on
-            every rank.
+        compute_dtype: of gathered weights and activations, else dtype; a section that is not enabled has only this.
     """
 
     def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, recompute=False, compute_dtype=None):
@@ -85,7 +83,7 @@ class Sharding:
         model.sharding, model.vision_in_step = self, vision
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head as a unit that computes in the dtype of its own weights."""
+        """Shard a value head, which computes in the dtype of its own weights."""
         self.shard_alone(head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, **options):
@@ -202,11 +200,7 @@ class Joint:
 
 
 def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
-    """Copy a model deeply; of a sharded one each rank copies the part that it holds.
-
-    Args:
-        to_compute: copy into the dtype that computes: nothing is lost if the copy is not trained.
-    """
+    """Copy a model deeply, of a sharded one each rank its part; to_compute: in the dtype that computes."""
     if not is_sharded(model):
         return copy.deepcopy(model)
     reshard(model)
