@@ -36,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
-        from minivlmrl.hub.checker import one_line
-
-        print(f"python -m minivlmrl {name}: {one_line(error)}", file=sys.stderr)
+        print(f"python -m minivlmrl {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

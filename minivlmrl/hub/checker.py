@@ -40,11 +40,6 @@ def naming(where: object) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error for a terminal: YAML's, for one, has several lines."""
-    return " ".join(line.strip() for line in str(error).splitlines())
-
-
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     """Make a dataclass of what a file says; every key, type and bound is checked.
 

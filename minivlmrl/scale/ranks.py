@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.hub.checker import one_line
-
 
 @dataclass
 class World:
@@ -159,20 +157,17 @@ def shutdown():
         dist.destroy_process_group()
 
 
-def is_mistake(error: Exception) -> bool:
-    """Whether an error is one that this package has put into words; of any other one its traceback is needed."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.startswith(str(Path(__file__).parents[1])) and last.line.startswith("raise ")
-
-
-def show_mistake(error: Exception):
-    """Print an error as one line, and leave that line for torchrun's summary in place of a traceback."""
-    line, file = one_line(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+def show_mistake(error: Exception) -> bool:
+    """Print an error that this package has put into words as one line, for torchrun's summary too; False: a bug."""
+    last, line = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+    if not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith("raise "):
+        return False
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": info}}))
-    if file is None or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
+    if not file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
         print(line, file=sys.stderr)
+    return True
 
 
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
@@ -183,9 +178,8 @@ def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
         try:
             return main(arguments)
         except (ValueError, OSError) as error:
-            if not is_mistake(error):
+            if not show_mistake(error):
                 raise
-            show_mistake(error)
             return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -29,9 +29,10 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        main = threading.current_thread() is threading.main_thread()  # Python lets no other set handlers
-        heard = [n for n in self.SIGNALS if main and signal.getsignal(n) != signal.SIG_IGN]  # as nohup sets it
-        self.before = {number: signal.signal(number, self.note) for number in heard}
+        heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no other
+        self.before = {
+            n: signal.signal(n, self.note) for n in heard if signal.getsignal(n) != signal.SIG_IGN
+        }  # nohup's
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
