@@ -30,9 +30,8 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no other
-        self.before = {
-            n: signal.signal(n, self.note) for n in heard if signal.getsignal(n) != signal.SIG_IGN
-        }  # nohup's
+        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        self.before = {number: signal.signal(number, self.note) for number in asked}
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
