@@ -114,7 +114,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
 
     The KL of whole completions has another gradient, as a token also changes which prefixes follow:
-    none of these has it, weighed with the ratio or not. A KL in the reward does (docs/bias.md).
+    none of these has it, weighed with the ratio or not. A KL in the reward does. The table is for
+    sums over tokens; the row mean of loss_type grpo changes all these gradients (docs/bias.md).
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477.
     """
     if ref_logps is None:

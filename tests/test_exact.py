@@ -7,9 +7,17 @@ import pytest
 import torch
 from links import ROOT
 
+from minivlmrl import grpo
 from minivlmrl.algorithms.policy_losses import FamilyLoss
 from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.audit import exact
+from minivlmrl.batch import pack
+from minivlmrl.generate import Completion
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.reward_functions import names
+from minivlmrl.tasks.shapes import Shapes
+
+from tiny import telling_weights
 
 DOCS = ROOT / "docs"
 NUMBER = re.compile(r"(?<![\d.])-?\d\.\d{4}(?!\d)")  # and no arXiv number
@@ -157,3 +165,87 @@ def test_the_command_prints_the_tables(capsys, tables, monkeypatch):
     monkeypatch.setattr(exact, "preference_table", exact.ppo_table)  # it takes most of the time
     assert exact.main([]) == 0
     assert f"\n| {' | '.join(tables['policy_table'][1])} |\n" in capsys.readouterr().out
+
+
+# through a picture: a tiny Qwen2.5-VL with three tokens to say, and the gradient of its vision tower
+
+
+def graded(completion_ids, **columns):
+    return [exact.GRADED[exact.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
+
+
+class OnePicture(list):
+    """The same row at every index."""
+
+    def __init__(self):
+        super().__init__([Shapes(8, "rows")[0]] * 8)
+
+
+def flat(gradients):
+    return torch.cat([x.flatten() for x in gradients])
+
+
+@pytest.fixture
+def pictures(stage, monkeypatch):
+    """pictures(groups of a rollout): GRPO by its defaults, dapo divided by the group's std, a group a step; G = 2."""
+
+    def pictures(groups):
+        monkeypatch.setitem(names.REWARDS, "letters", "test_exact:graded")
+        options = f"--grpo.steps_per_generation={groups}", "--grpo.prompts_per_step=1", "--grpo.micro_batch_size=1"
+        options += "--grpo.num_generations=2", "--sampling.max_new_tokens=3", f"--sampling.stop_token_ids=[{exact.END}]"
+        run = stage("grpo", *options, rows=OnePicture())
+        telling_weights(run.model).lm_head = torch.nn.Linear(32, 3, bias=False).double()
+        with torch.no_grad():
+            run.model.lm_head.weight.copy_(0.12 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0)))
+        weights = [*run.model.visual.parameters()]
+        prompt = OnePicture()[0].prompt(run.algorithm.processor)
+        batch = pack([prompt], [[torch.tensor(c) for c in exact.COMPLETIONS]], run.model.config)
+        logps = batch.pad(per_token_logps(run.model, batch)[0])
+        loss = exact.expected_policy_loss(logps, exact.GRADED, FamilyLoss(), "group", one_group=True)
+        expected = flat(torch.autograd.grad(loss, weights, retain_graph=True))
+        reward = flat(torch.autograd.grad(exact.chances(logps) @ exact.GRADED, weights))
+        drawn = (flat(torch.autograd.grad(run.algorithm.loss(batch)[0], weights)) for [batch] in iter(run.next, None))
+        return drawn, expected, -reward, exact.chances(logps.detach())
+
+    return pictures
+
+
+def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(pictures, monkeypatch):
+    groups = torch.cartesian_prod(exact.ALL, exact.ALL)
+
+    def every_group(*_):
+        completions = [Completion(torch.tensor(c), torch.zeros(len(c)), c[-1] == exact.END) for c in exact.COMPLETIONS]
+        return [[completions[i] for i in group] for group in groups]
+
+    monkeypatch.setattr(grpo, "sample_completions", every_group)
+    drawn, expected, _, chance = pictures(len(groups))
+    total = sum(p * gradient for p, gradient in zip(chance[groups].prod(1), drawn, strict=False))
+    close(total, expected, 1e-6 * expected.abs().max())  # advantages are float32
+
+
+@pytest.mark.slow
+def test_the_mean_of_sampled_groups_is_the_expected_gradient_within_its_standard_error(pictures):
+    """4,096 groups that the trainer samples; 14 numbers tell all gradients apart, as 7 prefixes have 2 each."""
+    drawn, expected, reward, _ = pictures(64)
+    n, total, squares, seen = 4096, torch.zeros_like(expected), torch.zeros_like(expected), []
+    directions = torch.randn(len(expected), 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    directions = torch.cat([directions, expected[:, None] / expected.norm()], 1)
+    for _ in range(n):
+        gradient = next(drawn)
+        total, squares = total + gradient - expected, squares + (gradient - expected).square()
+        seen.append(gradient @ directions)
+    z = total / n / ((squares / n - (total / n).square()) / (n - 1)).sqrt()
+    seen = torch.stack(seen)
+    along = (seen[:, -1].mean() - expected.norm()) / (seen[:, -1].std() / n**0.5)
+
+    def chi_square(target):
+        off = seen[:, :14].mean(0) - target @ directions[:, :14]
+        return off @ torch.linalg.solve(seen[:, :14].T.cov() / n, off)
+
+    right, wrong = chi_square(expected), chi_square(reward * (expected @ reward) / (reward @ reward))
+    assert abs(along) < 3 and z.abs().max() < 5 and right < 36 and wrong > 100  # 36: one time in a thousand
+    found = (
+        f"z = {along:.2f} along the gradient, |z| {z.abs().max():.2f} at most over its weights, chi-square {right:.1f}"
+    )
+    page = " ".join(" ".join(lines("bias.md")).split())
+    assert [text for text in (found, f"chi-square {wrong:.0f}", f"{len(z):,} weights") if text not in page] == []
