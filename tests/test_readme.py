@@ -17,6 +17,8 @@ from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.audit.parity import families
 from minivlmrl.hub.checkpoint import random_model, save_model
+from minivlmrl.reward_functions import names
+from minivlmrl.rewards import score
 from minivlmrl.run.config import load_config
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
@@ -157,7 +159,7 @@ def test_the_table_of_the_memory_plan(tmp_path, capsys):
         assert re.findall(r"[\d.]+", total) == expected, model
 
 
-# ---- the three snippets --------------------------------------------------------------------------------------------
+# ---- the snippets --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +186,45 @@ def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
     code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
     [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert code == 0 and line["rewards/my_rewards.py:brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_the_same_in_a_notebook(own, tmp_path, monkeypatch, page):
+    [code] = [code for code in blocks(PAGES[page], "python") if "run.notebook" in code]
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    small = {"grpo": {"max_steps": 1, "prompts_per_step": 1}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}
+    more = "".join(f", {name}={value!r}" for name, value in {**small, "output_dir": str(tmp_path)}.items())
+    exec(code.replace('"FOLDER"}', '"model"}' + more), {})
+    [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["rewards/brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+    del names.REWARDS["brevity"]
+
+
+def test_a_task_of_your_own(own, tmp_path, monkeypatch):
+    """docs/tasks.md: its file and its command, a few steps of it."""
+    [code], [command] = (blocks(PAGES["docs/tasks.md"], language) for language in ("python", "bash"))
+    (tmp_path / "dots.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.strip())[2:]
+    small = ["--data.eval_rows=8", "--num_threads=1", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo"))]
+    assert train.main([str(ROOT / words[0]), *words[1:], *small]) == 0
+    summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
+    assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
+
+
+def test_the_table_of_rewards():
+    """docs/rewards.md has every reward, and its examples earn 1."""
+    rows = rows_of(PAGES["docs/rewards.md"], "By name")
+    named = {row[0].strip("`") for row in rows}
+    assert set(names.REWARDS) - {"acc_0_5", "giou", "box_format"} == named
+    examples = {row[0].strip("`"): re.findall("`([^`]+)`", row[3]) for row in rows if row[3]}
+    assert len(examples) == len(rows) - 4
+    for name, (answer, *solution) in examples.items():
+        columns = {"solution": solution} if solution else {}
+        sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
+        assert score([name], [answer], columns | sizes, "whole").item() == 1, name
+        assert names.required_columns([name]) == (["solution"] if solution else []), name
 
 
 def test_a_loss_alone():

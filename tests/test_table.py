@@ -26,6 +26,26 @@ def test_chance_is_that_of_an_embedded_task():
     assert [get_task(name).chance_name for name in TASKS] == ["chance", "constant box"]
 
 
-def test_an_unknown_task_is_named():
-    with pytest.raises(ValueError, match=r"data\.task is 'counting'; embedded tasks are shapes, localisation"):
-        get_task("counting")
+def test_a_task_of_ones_own(tmp_path, monkeypatch):
+    """By its file, by its module, or in the table, as a script registers it."""
+    (tmp_path / "own.py").write_text("from minivlmrl.tasks.shapes import TASK as OWN")
+    assert get_task(f"{tmp_path / 'own.py'}:OWN") is get_task("minivlmrl.tasks.shapes:TASK") is get_task("shapes")
+    monkeypatch.setitem(TASKS, "own", get_task("shapes"))
+    assert get_task("own").chance_name == "chance"
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("counting", r"^data\.task is 'counting'; there are shapes, localisation, or file\.py:TASK of your own$"),
+        ("nowhere.py:TASK", r"^data\.task nowhere\.py:TASK: there is no such task \(FileNotFoundError"),
+        ("minivlmrl.tasks.shapes:NOTHING", r"there is no such task \(AttributeError"),
+        (
+            "minivlmrl.tasks.shapes:COLORS",
+            r"^data\.task minivlmrl.tasks.shapes:COLORS: it is \{'red': .*, not a Task of ",
+        ),
+    ],
+)
+def test_an_unknown_task_is_named(name, error):
+    with pytest.raises(ValueError, match=error):
+        get_task(name)

@@ -35,7 +35,7 @@ class VideoSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
 
-    task: str | None = None  # "shapes" or "localisation"
+    task: str | None = None  # "shapes", "localisation" or your own "file.py:TASK": docs/tasks.md
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most

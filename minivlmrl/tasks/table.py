@@ -1,13 +1,12 @@
-"""The embedded tasks, which need no downloads: rows, tokenizer and chance of each in one object."""
+"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object. docs/tasks.md adds one."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.rewards import load_name
 from minivlmrl.rows import Dataset
 
-TASKS = ("shapes", "localisation")  # files of this folder, each with its TASK
 FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one twice
 
 
@@ -22,8 +21,20 @@ class Task:
     chance_name: str  # how tables call that
 
 
+# name: task, or module:name of one; a script may add its own
+TASKS: dict[str, str | Task] = {name: f"minivlmrl.tasks.{name}:TASK" for name in ("shapes", "localisation")}
+
+
 def get_task(name: str) -> Task:
-    """Find an embedded task (ValueError: there is none of this name)."""
-    if name not in TASKS:
-        raise ValueError(f"data.task is {name!r}; embedded tasks are {', '.join(TASKS)}")
-    return importlib.import_module(f"minivlmrl.tasks.{name}").TASK
+    """Find a task: of the table, or of "file.py:name" or "package.module:name" (ValueError: there is none)."""
+    task = TASKS.get(name, name)
+    if isinstance(task, str):
+        if ":" not in task:
+            raise ValueError(f"data.task is {name!r}; there are {', '.join(TASKS)}, or file.py:TASK of your own")
+        try:
+            task = load_name(task)
+        except (OSError, ImportError, KeyError, AttributeError) as error:
+            raise ValueError(f"data.task {name}: there is no such task ({error!r})") from error
+    if not isinstance(task, Task):
+        raise ValueError(f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.table")
+    return task

@@ -1,0 +1,90 @@
+"""Training from Python, in a notebook or a script: rows and rewards of this process, the rest as in train.py."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import PIL.Image
+
+from minivlmrl import train as loop
+from minivlmrl.data.conversations import FORMS
+from minivlmrl.reward_functions.names import REWARDS
+from minivlmrl.rows import Row
+from minivlmrl.run.config import load_config, recipes_folder
+
+MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
+Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
+
+
+def train(
+    recipe: str | Path, rows: Rows, eval_rows: Rows | None = None, rewards: Rewards | None = None, **options
+) -> dict:
+    """Train by a recipe; returns the run's summary, {} if a signal ended it.
+
+    Args:
+        recipe: a file, or the name of one in recipes/.
+        rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are kept in rows/ in the
+            run's folder.
+        rewards: name or function -> weight; None: those of the recipe.
+        options: fields or whole sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 100}.
+    """
+    recipe = Path(recipe) if Path(recipe).is_file() else recipes_folder() / recipe
+    fields = {"data.task": None}
+    for name, value in options.items():
+        section = value if isinstance(value, dict) else {}
+        fields |= {f"{name}.{key}": inside for key, inside in section.items()} or {name: value}
+    if rewards is not None:
+        fields["rewards"] = {_register(reward): weight for reward, weight in rewards.items()}
+    folder = Path(load_config(recipe, _overrides(fields)).output_dir)
+    for name, given in (("data.train_file", rows), ("data.eval_file", eval_rows)):
+        fields[name] = None if given is None else str(write_rows(given, folder / "rows"))
+    code = loop.main([str(recipe), *_overrides(fields)])
+    return {} if code else json.loads((folder / "summary.json").read_text())
+
+
+def write_rows(rows: Rows, folder: Path) -> Path:
+    """Write rows as JSON lines, PIL images as PNG files beside them; files are named by what they hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(_plain(row, folder)) + "\n" for row in rows)
+    path = folder / f"{_digest(text.encode())}.jsonl"
+    draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
+    draft.write_text(text)
+    return draft.replace(path)
+
+
+def _overrides(fields: dict) -> list[str]:
+    return [f"--{name}={json.dumps(value)}" for name, value in fields.items()]
+
+
+def _register(reward: str | Callable) -> str:
+    """Add a function to the table of rewards, under its name."""
+    if isinstance(reward, str):
+        return reward
+    if isinstance(REWARDS.get(reward.__name__), str):
+        raise ValueError(f"reward {reward.__name__}: the table has another one of this name; rename the function")
+    REWARDS[reward.__name__] = reward
+    return reward.__name__
+
+
+def _plain(value, folder: Path, is_path: bool = False):
+    """JSON of a row or a column: images become files in `folder`, and paths do not depend on where it is."""
+    if isinstance(value, Row):
+        more = {name: inside for name, inside in value.columns.items() if name not in (*FORMS, *MEDIA)}
+        said = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
+        value = {**more, **said, "prompt": value.messages, "images": list(value.images)}
+    if isinstance(value, dict):
+        return {name: _plain(inside, folder, name in MEDIA) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inside, folder, is_path) for inside in value]
+    if isinstance(value, PIL.Image.Image):
+        path = folder / f"{_digest(f'{value.mode} {value.size}'.encode() + value.tobytes())}.png"
+        value.save(path)
+        return str(path.resolve())
+    local = is_path and isinstance(value, str | Path) and not str(value).startswith(("data:", "http:", "https:", "file:"))
+    return str(Path(value).resolve()) if local else value
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""Training from Python: own rows and rewards. The README's lines are run in test_readme.py."""
+
+import json
+from functools import partial
+
+import PIL.Image
+import pytest
+from runs import metrics
+
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.reward_functions.names import REWARDS
+from minivlmrl.run.notebook import train, write_rows
+from minivlmrl.tasks.shapes import Shapes
+
+SMALL = {"num_threads": 1, "stages": ["grpo"], "sampling": {"max_new_tokens": 4}}
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture
+def own(home, checkpoint, tmp_path, monkeypatch, plain):
+    """Train the tiny checkpoint in a folder of its own; functions leave the table of rewards again."""
+    before = dict(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    step = {"max_steps": 1, "prompts_per_step": 2, "micro_batch_size": 2}
+    model = {"path": str(checkpoint), "config": None}
+    yield partial(train, home / "recipe.yaml", output_dir="run", model=model, grpo=step, **SMALL)
+    REWARDS.clear()
+    REWARDS.update(before)
+
+
+COLORS = "red", "blue"
+ROWS = [
+    {"image": PIL.Image.new("RGB", (30, 40), color), "problem": "?", "solution": color} for color in ("red", "blue")
+]
+
+
+def test_rows_and_rewards_of_this_process(own, tmp_path):
+    summary = own(ROWS, ROWS[:1], rewards={"accuracy": 1.0, length: 0.5})
+    assert {"start", "after_grpo"} <= set(summary)
+    [line] = metrics(tmp_path / "run")
+    assert line["reward"] == pytest.approx(line["rewards/accuracy/mean"] + 0.5 * line["rewards/length/mean"])
+
+
+def test_rows_of_our_tasks_too(own, tmp_path):
+    """A Row is a row: with its messages, images and columns."""
+    rows = [Shapes(2, 0)[i] for i in range(2)]
+    own(rows, rewards={"accuracy": 1.0})
+    [file] = (tmp_path / "run" / "rows").glob("*.jsonl")
+    read = JsonLines(file, ("problem", "completion", "chosen", "rejected", "solution"))
+    for i, row in enumerate(rows):
+        assert read[i].images[0].tobytes() == row.images[0].tobytes()
+        assert [turn["role"] for turn in read[i].messages] == [turn["role"] for turn in row.messages]
+        assert (read[i].completion, read[i].columns["solution"]) == (row.completion, row.columns["solution"])
+
+
+def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
+    """So a finished run's rows are not overwritten, and a resumed run finds its own."""
+    monkeypatch.chdir(tmp_path)
+    PIL.Image.new("L", (4, 4)).save("a.png")
+    turn = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    forms = [{"image": "a.png"}, {"images": ["a.png"]}, {"image": {"image": "a.png", "max_pixels": 3136}}]
+    forms += [{"prompt": [turn]}, {"image": "data:image/png"}]
+    path = write_rows(forms, tmp_path / "rows")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    there = str(tmp_path / "a.png")
+    assert lines[0] == {"image": there} and lines[1] == {"images": [there]} and lines[4] == forms[4]
+    assert lines[2]["image"] == {"image": there, "max_pixels": 3136}
+    assert lines[3]["prompt"][0] == {"role": "user", "content": [{"type": "image", "image": there}]}
+    assert write_rows(forms, tmp_path / "rows") == path and write_rows(forms[:1], tmp_path / "rows") != path
+
+
+def test_a_reward_of_our_name_is_refused(own):
+    def accuracy(completions, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"^reward accuracy: the table has another one of this name; rename"):
+        own(ROWS, rewards={accuracy: 1.0})
+
+
+def test_a_wrong_option_is_named_as_on_the_command_line(own):
+    with pytest.raises(ValueError, match=r"unknown key sampling\.temp"):
+        own(ROWS, sampling={"temp": 1})
