@@ -9,8 +9,8 @@ from runs import metrics
 
 from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.run.notebook import train, write_rows
 from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.tools.notebook import train, write_rows
 
 SMALL = {"num_threads": 1, "stages": ["grpo"], "sampling": {"max_new_tokens": 4}}
 

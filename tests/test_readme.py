@@ -190,7 +190,7 @@ def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
 def test_the_same_in_a_notebook(own, tmp_path, monkeypatch, page):
-    [code] = [code for code in blocks(PAGES[page], "python") if "run.notebook" in code]
+    [code] = [code for code in blocks(PAGES[page], "python") if "tools.notebook" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
     small = {"grpo": {"max_steps": 1, "prompts_per_step": 1}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}

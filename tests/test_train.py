@@ -338,7 +338,7 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
         (["--stages=ppo", "--ppo.critic=separate", "--ppo.critic_path=/gone"], "/gone: no such folder; a reward model"),
         (["--rewards={reward_model: 1}", "--reward_model.path=/gone"], "/gone: no such folder; a reward model"),
         (["--data.task=null"], r"set either data\.task .* or data\.train_file"),
-        (["--data.task=counting"], r"data\.task is 'counting'; embedded tasks are shapes, localisation"),
+        (["--data.task=counting"], r"data\.task is 'counting'; there are shapes, localisation, or"),
         (["--data.task=localisation", "--stages=dpo"], "stages: dpo needs pairs, which data.task localisation does"),
         (["--data.task=localisation", "--stages=[sft, reward_model]"], "stages: reward_model needs pairs, which data"),
         (["--data.task=localisation", "--data.jitter=3"], "jitter is 3"),

@@ -82,7 +82,9 @@ def _plain(value, folder: Path, is_path: bool = False):
         path = folder / f"{_digest(f'{value.mode} {value.size}'.encode() + value.tobytes())}.png"
         value.save(path)
         return str(path.resolve())
-    local = is_path and isinstance(value, str | Path) and not str(value).startswith(("data:", "http:", "https:", "file:"))
+    local = (
+        is_path and isinstance(value, str | Path) and not str(value).startswith(("data:", "http:", "https:", "file:"))
+    )
     return str(Path(value).resolve()) if local else value
 
 
