@@ -1,15 +1,20 @@
 """README and docs are promises: links lead somewhere, commands and snippets run, numbers are those of the project."""
 
+import contextlib
+import itertools
 import json
 import math
 import re
 import shlex
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import PIL.Image
 import pytest
 import yaml
 from hub_configs import real_config
+from packaging.requirements import Requirement
 
 from benchmarks import house, learning
 from minivlmrl import train
@@ -94,6 +99,28 @@ def test_numbers_of_the_default_run():
     assert recipe["data"]["wrong_demonstrations"] == 0.5
     assert f"{recipe['data']['eval_rows']} held-out pictures" in README
     assert blocks(README, "text") == blocks(RESULTS, "text")
+
+
+def test_what_is_installed_is_pinned():
+    """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = {name.replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    found = {}
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        if name in found or name == "minivlmrl" or name.startswith(("nvidia", "cuda")):
+            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
+            found[name] = metadata.version(name)
+            waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
+    assert {name: version for name, version in found.items() if pins.get(name) != version.partition("+")[0]} == {}
+
+
+def for_us(requirement, extras):
+    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras})
 
 
 def test_versions_are_those_of_the_constraints():
