@@ -8,6 +8,7 @@ has examples.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,8 +38,9 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):
-        self.path, self.options = Path(path), RowOptions(**options)
-        self.rows = []  # line number, the row without its images, what these are
+        self.path, self.options, self.required = Path(path), RowOptions(**options), required
+        self.rows = []  # line number and line: what is read of it takes ten times the memory
+        self.counts, columns, missing, folder = Counter(), set(), [], self.path.parent
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file")
         with naming(path):  # for what is not UTF-8
@@ -46,26 +48,32 @@ class JsonLines:
         for number, line in enumerate(lines, start=1):
             if line.strip() and (limit is None or len(self.rows) < limit):
                 with naming(f"{path}:{number}"):
-                    self.rows.append((number, *read_row(line, required, self.options)))
+                    row, media = read_row(line, required, self.options)
+                    missing += [f"{file} (line {number})" for file in missing_files(media, folder)]
+                columns |= row.columns.keys()
+                kinds = [one.kind for one in media]
+                self.counts[kinds.count("image"), kinds.count("video")] += 1
+                self.rows.append((number, line))
         if not self.rows:
             raise ValueError(f"{path}: has no rows")
-        folder = self.path.parent
-        missing = [f"{file} (line {n})" for n, _, media in self.rows for file in missing_files(media, folder)]
         if missing:
             first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"{path}: {len(missing)} file(s) that its rows name are not in {folder}: {first}")
-        self.columns = sorted(set().union(*(row.columns for _, row, _ in self.rows)))
+        self.columns = sorted(columns)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        number, row, media = self.rows[index]
-        where = f"{self.path}:{number}"
+        where, (row, media) = f"{self.path}:{self.rows[index][0]}", self.read(index)
         with naming(where):
             images, videos = load_media(media, self.path.parent, self.options.allow_urls)
         columns = {name: row.columns.get(name) for name in self.columns}
         return replace(row, images=images, videos=videos, columns=columns, where=where)
+
+    def read(self, index: int) -> tuple[Row, list[Media]]:
+        """Read a row without its images and videos."""
+        return read_row(self.rows[index][1], self.required, self.options)
 
 
 def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:

@@ -1,6 +1,5 @@
 """How many rows have how many images, and how long their prompts are, without decoding an image."""
 
-from collections import Counter
 from dataclasses import replace
 
 import PIL.Image
@@ -27,8 +26,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
     if isinstance(rows, JsonLines):
-        media = [Counter(one.kind for one in media) for _, _, media in rows.rows]
-        counts = Counter(_words(kinds["image"], kinds["video"]) for kinds in media)
+        counts = {_words(*shown): count for shown, count in rows.counts.items()}
     else:  # all rows of an embedded task are alike
         counts = {_words(len(sample[0].images), 0): len(rows)}
     shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
@@ -43,7 +41,7 @@ def outline(rows: Dataset, index: int) -> Row | None:
     """A row with blank images of the sizes that the headers of its files say; None: it has videos or URLs."""
     if not isinstance(rows, JsonLines):
         return rows[index]
-    _, row, media = rows.rows[index]
+    row, media = rows.read(index)
     if any(one.kind == "video" or one.source.startswith(("http://", "https://")) for one in media):
         return None
     blank = []
