@@ -139,7 +139,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     except BaseException:
         traceback.print_exc()
         code = 1
-    os._exit(code)  # as ranks.run_rank does
+    os._exit(code)  # as run_rank does
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:

@@ -10,16 +10,13 @@ import pytest
 import torch
 import yaml
 from on_ranks import ONE, PROMPTS_PER_STEP, Uneven, launch, stage_on_ranks
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from minivlmrl import train
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
 from minivlmrl.hub.checkpoint import random_model
-from minivlmrl.rewards import accuracy
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
-from minivlmrl.scale.ranks import World, find_device, run_rank, setup
+from minivlmrl.scale.ranks import World, find_device, setup
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import seeded_device
 
@@ -276,53 +273,3 @@ def test_cudnns_attention_is_off(start):
     torch.backends.cuda.enable_cudnn_sdp(True)
     start()
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-
-
-# the end of a process
-
-
-@pytest.fixture
-def ended(monkeypatch, tmp_path, capfd):
-    """ended(main) as a rank under torchrun: its exit code, what it prints, and torchrun's summary of it."""
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-
-    def ended(main, *arguments):
-        with pytest.raises(SystemExit) as end:
-            run_rank(main, list(arguments))
-        failure = ProcessFailure(local_rank=0, pid=1, exitcode=end.value.code, error_file=str(file))
-        return end.value.code, capfd.readouterr().err, str(ChildFailedError("train.py", {0: failure}))
-
-    return ended
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        (["--seed=x"], "command line: seed is 'x', it must be of type int"),
-        (["--seed={"], "command line: the value of seed is not YAML, quote it (while parsing a flow node expected"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
-    code, printed, summary = ended(train.main, *arguments)
-    assert code == 2 and printed.startswith(sentence) and printed.count("\n") == 1
-    *_, traceback, border = summary.splitlines()
-    assert traceback == f"  traceback : {printed.strip()}" and set(border) == {"="}
-
-
-def test_a_bug_keeps_its_traceback(ended):
-    """A ValueError that nobody has put into words: Python raises it, in the package or in a reward of one's own."""
-    for main in (lambda _: accuracy(["no truth"], []), lambda _: int("x")):
-        code, printed, summary = ended(main)
-        assert code == 1 and printed.startswith("Traceback") and "test_ranks.py" in printed
-        assert "Traceback" in summary and "test_ranks.py" in summary
-
-
-def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
-    """torchrun's summary has that of each; without torchrun each prints its own."""
-    monkeypatch.setenv("RANK", "1")
-    assert ended(train.main, "--seed=x")[:2] == (2, "")
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert ended(train.main, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")

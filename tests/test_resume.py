@@ -511,6 +511,16 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     resume(recipe, copy, "--resume=auto")
 
 
+def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
+    options = ["--grpo.max_steps=4", "--data.pairs=11"]
+    with pytest.raises(
+        ValueError, match=r"section data or the rows of data\.train_file have changed; .* --resume=.*/000003"
+    ):
+        resume(recipe, copy, "--resume=auto", *options)
+    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
+
+
 def test_keep_states(recipe, tmp_path):
     resume(recipe, tmp_path, "--state_steps=1", "--keep_states=1")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["000003"]
@@ -537,10 +547,12 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     assert not any(key.startswith("optimizer.visual.") for key in keys)
     assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [0]
     assert outcome(tmp_path / "run") == straight(*options)
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("more", "less"))
+    assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [1]
 
 
 def test_another_number_of_rows_is_refused():
-    progress = Progress(0, ["sft", "grpo"])
+    progress = Progress(0, ["sft", "grpo"], "")
     progress.check_rows(8)
     progress.check_rows(8)
     with pytest.raises(ValueError, match="the state is of a run with 8 rows, this one has 9"):

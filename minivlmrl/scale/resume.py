@@ -46,6 +46,7 @@ class Progress:
 
     seed: int  # of the run
     stages: list[str]  # as in the recipe
+    data: str  # what decides which rows there are, see States
     stage: Annotated[int, ">= 0"] = 0  # the index of the present one
     step: Annotated[int, ">= 0"] = 0  # its optimizer steps so far ...
     steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
@@ -55,11 +56,7 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
     logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl and timings.jsonl so far
 
-    def __post_init__(self):
-        require(self.stage < max(len(self.stages), 1), "stage", self.stage, f"one of {len(self.stages)}")
-
     def begin_stage(self, number: int):
-        """The stage of this number is next."""
         self.stage, self.step, self.draws, self.rows = number, 0, 0, 0
 
     def check_rows(self, rows: int):
@@ -69,7 +66,6 @@ class Progress:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """One more optimizer step is done."""
         self.step, self.steps, self.draws = self.step + 1, self.steps + 1, draws
         self.seconds[stage] = seconds
 
@@ -92,6 +88,9 @@ class States:
         self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
         self.saved, self.time = 0, clock()  # optimizer steps of the last state, and when it was saved
         self.recipe = json.loads(json.dumps(asdict(config) | {"resume": None}))
+        data = {name: value for name, value in self.recipe["data"].items() if not name.startswith("eval_")}
+        file = config.data.train_file and Path(config.data.train_file)
+        self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
     def after_step(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout):
         """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted)."""
@@ -101,8 +100,8 @@ class States:
             return
         every, minutes, stop = self.config.state_steps, self.config.state_minutes, self.signals.asked()
         late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
-        passed = every and progress.steps // every > self.saved // every
-        if stop or late or passed or (stage_ends and (every or minutes)):
+        late = late or (every and progress.steps // every > self.saved // every)
+        if stop or late or (stage_ends and (every or minutes)):
             progress.logs = log.written()
             path = self.save(progress, algorithm, optimizer)
         if stop:
@@ -121,7 +120,7 @@ class States:
         text, recipe = json.loads(diverged.read_text()) if diverged.is_file() else ("", None)
         if self.world.gather_objects(recipe == self.recipe)[0] and self.config.resume in ("auto", None):
             raise ValueError(f"resume: the same recipe would diverge again as it did: {text}")
-        self.resumed, progress = self.choose() or (None, Progress(self.config.seed, self.config.stages))
+        self.resumed, progress = self.choose() or (None, Progress(self.config.seed, self.config.stages, self.data))
         if self.world.is_main:
             diverged.unlink(missing_ok=True)
             if job := job_name():
@@ -139,6 +138,11 @@ class States:
             print(
                 f"resumes from {self.resumed}: {progress.step} steps of {config.stages[known - 1]} are done", flush=True
             )
+        if config.resume not in ("auto", "never", None):
+            progress.rows, progress.data = 0, self.data
+        if progress.data != self.data:
+            cure = f"undo that, or go on with other rows by --resume={self.resumed}"
+            raise ValueError(f"resume: the section data or the rows of data.train_file have changed; {cure}")
         progress.stages, self.saved = config.stages, progress.steps
         return progress
 
@@ -179,8 +183,8 @@ class States:
         own = path and path.resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
             cure = "--resume=auto goes on from there, --resume=never removes them and begins anew, another --output_dir"
-            found = f"{self.folder} holds states of an earlier run, the newest {paths[-1].name}"
-            raise ValueError(f"{found}; {cure} leaves them alone")
+            of = "of an earlier run, the newest"
+            raise ValueError(f"{self.folder} holds states {of} {paths[-1].name}; {cure} leaves them alone")
         state = path and self.read(path)
         if path and state is None:
             raise ValueError(f"resume: {path} is damaged")
@@ -215,6 +219,7 @@ class States:
             own = sorted(files)[self.world.rank :: self.world.size]
             damages = [f"{name} is not what was written" for name in own if _checksum(path / name) != files[name]]
             progress = build(Progress, read_json(path / RUN), str(path / RUN), json=True)
+            require(progress.stage < len(progress.stages), "stage", progress.stage, f"one of {len(progress.stages)}")
         except (OSError, ValueError) as error:
             damages.append(str(error))
         damages = [damage for part in self.world.gather_objects(damages) for damage in part]

@@ -14,7 +14,7 @@ import yaml
 
 from minivlmrl.hub.checker import help_of, type_text
 from minivlmrl.run.config import RunConfig
-from minivlmrl.scale.ranks import run_rank
+from minivlmrl.tools.process import run_rank
 from minivlmrl.train import main
 
 

@@ -1,0 +1,53 @@
+"""The process of one rank from beginning to end: how it tells torchrun and the user what went wrong."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+def show_mistake(error: Exception) -> bool:
+    """Print an error that this package has put into words as one line, for torchrun's summary too; False: a bug."""
+    last, line = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+    if not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith("raise "):
+        return False
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        info = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": info}}))
+    if not file or os.environ.get("RANK", "0") == "0":  # one line, not one of each rank
+        print(line, file=sys.stderr)
+    return True
+
+
+def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
+    """Call main as one rank of a run, and end the process with its exit code: 2 after a mistake, 1 after a bug."""
+
+    @record
+    def recorded() -> int:
+        try:
+            return main(arguments)
+        except (ValueError, OSError) as error:
+            if not show_mistake(error):
+                raise
+            return 2
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                time.sleep(3)  # caused by another rank, whose error torchrun must see first: it shows that one
+            raise
+
+    try:
+        code = recorded()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request 179291)

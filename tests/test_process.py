@@ -1,0 +1,55 @@
+"""The end of a process: a mistake is one line, a bug a traceback, torchrun's summary has either."""
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from minivlmrl import train
+from minivlmrl.rewards import accuracy
+from minivlmrl.tools.process import run_rank
+
+
+@pytest.fixture
+def ended(monkeypatch, tmp_path, capfd):
+    """ended(main) as a rank under torchrun: its exit code, what it prints, and torchrun's summary of it."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def ended(main, *arguments):
+        with pytest.raises(SystemExit) as end:
+            run_rank(main, list(arguments))
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=end.value.code, error_file=str(file))
+        return end.value.code, capfd.readouterr().err, str(ChildFailedError("train.py", {0: failure}))
+
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+        (["--seed=x"], "command line: seed is 'x', it must be of type int"),
+        (["--seed={"], "command line: the value of seed is not YAML, quote it (while parsing a flow node expected"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
+    code, printed, summary = ended(train.main, *arguments)
+    assert code == 2 and printed.startswith(sentence) and printed.count("\n") == 1
+    *_, traceback, border = summary.splitlines()
+    assert traceback == f"  traceback : {printed.strip()}" and set(border) == {"="}
+
+
+def test_a_bug_keeps_its_traceback(ended):
+    """A ValueError that nobody has put into words: Python raises it, in the package or in a reward of one's own."""
+    for main in (lambda _: accuracy(["no truth"], []), lambda _: int("x")):
+        code, printed, summary = ended(main)
+        assert code == 1 and printed.startswith("Traceback") and "test_process.py" in printed
+        assert "Traceback" in summary and "test_process.py" in summary
+
+
+def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
+    """torchrun's summary has that of each; without torchrun each prints its own."""
+    monkeypatch.setenv("RANK", "1")
+    assert ended(train.main, "--seed=x")[:2] == (2, "")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert ended(train.main, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
