@@ -66,9 +66,19 @@ def policy_loss(
     Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask: arXiv 2506.01939;
         off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
-    options, counts, logps = options or FamilyLoss(), counts or counts_of(mask), inputs.per_token_logps
+    options, counts = options or FamilyLoss(), counts or counts_of(mask)
     if inputs.entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ValueError("entropy_coef and top_entropy_quantile need entropies")
+    per_token_loss, kept, metrics = policy_terms(inputs, advantages, mask, options)
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
+    if options.entropy_coef:
+        loss = loss - options.entropy_coef * mean_entropy(inputs, kept, counts)
+    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+
+
+def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss):
+    """What policy_loss averages: losses of tokens (B, T), the mask that top_entropy_quantile leaves, and metrics."""
+    logps = inputs.per_token_logps
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
     log_ratio = logps - old
@@ -99,10 +109,7 @@ def policy_loss(
     if options.beta:
         metrics["kl"] = kl = family_kl(logps, inputs.ref_per_token_logps, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl
-    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
-    if options.entropy_coef:
-        loss = loss - options.entropy_coef * mean_entropy(inputs, kept, counts)
-    return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
+    return per_token_loss, kept, metrics
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
