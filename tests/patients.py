@@ -13,11 +13,13 @@ import trl
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from minivlmrl.audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
 
+STEPS_OF = {"grpo": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
 CHAT_TEMPLATE = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_vl.jinja")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
@@ -79,6 +81,21 @@ def distinct(completions, **_):
 
 def lower(completions, **_):
     return [sum(letter.islower() for letter in message["content"]) / 5 for (message,) in completions]
+
+
+class PlainHead:
+    """TRL's fused head, which computes in float32, by its definition in the hidden states' type."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, labels, temperature, *_):
+        logps = (hidden @ weight.T / temperature).log_softmax(-1)
+        entropy, squares = -(logps.exp() * logps).sum(-1), (2 * logps).logsumexp(-1)
+        return logps.gather(1, labels[:, None])[:, 0], entropy, squares, hidden[:, 0] * 0, logps.argmax(-1) == labels
+
+
+def plain_norm(self, x):
+    """transformers' norm, which computes in float32, in the hidden states' type."""
+    return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
 
 
 def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32, **options):
