@@ -101,7 +101,9 @@ def no_picture_in_training(put):
 @bug(GITHUB + "unslothai/unsloth/pull/11031")
 def no_picture_in_reference(put):
     logps = inner[reference.Reference, "logps"]
-    put(reference.Reference, "logps", lambda self, g, t=1.0: logps(self, replace(g, pixel_values=0 * g.pixel_values), t))
+    put(
+        reference.Reference, "logps", lambda self, g, t=1.0: logps(self, replace(g, pixel_values=0 * g.pixel_values), t)
+    )
 
 
 @bug(GITHUB + "StarsfieldAI/R1-V/issues/146")
@@ -205,7 +207,11 @@ def reference_follows(put):
 @bug(GITHUB + "huggingface/trl/issues/3679")
 def stale_sampler(put):  # all completions are the first policy's
     sample, first = inner[grpo, "sample_completions"], []
-    put(grpo, "sample_completions", lambda m, *rest: sample((first or first.append(copy.deepcopy(m)) or first)[0], *rest))
+    put(
+        grpo,
+        "sample_completions",
+        lambda m, *rest: sample((first or first.append(copy.deepcopy(m)) or first)[0], *rest),
+    )
 
 
 @bug(GITHUB + "NVIDIA-NeMo/RL/pull/171")

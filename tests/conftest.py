@@ -7,6 +7,7 @@ import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; passed on to the processes of a test
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers ask for the network otherwise
 
 import PIL.Image
 import pytest

@@ -1,11 +1,10 @@
-"""Small real trainers of TRL on a tiny Qwen2.5-VL, for what the audit is to find in them. Import it where TRL is there."""
+"""Small real trainers of TRL on a tiny Qwen2.5-VL, for what the audit is to find in them. Import it where TRL is."""
 
 import os
 import random
-import warnings
+import runpy
+from pathlib import Path
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRL_EXPERIMENTAL_SILENCE="1")
-warnings.simplefilter("ignore")
 import datasets
 import torch
 import transformers
@@ -13,13 +12,13 @@ import trl
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from minivlmrl.audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
 
-STEPS_OF = {"grpo": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
+STEPS = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "trl_steps.py"))
+STEPS_OF = {kind: STEPS[f"{kind}_steps"] for kind in ("grpo", "dpo", "sft")}
 CHAT_TEMPLATE = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_vl.jinja")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
@@ -110,9 +109,16 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32,
 
 
 def dpo(folder, output, rows=8, dtype=torch.float32, **options):
-    data = [{"prompt": user("What?"), "chosen": answer(f"a {'red ' * (i % 3)}ball"), "rejected": answer("none" * (1 + i % 2)),
-             "images": [picture(i)]} for i in range(rows)]  # fmt: skip
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "max_length": None} | options
+    answers = [
+        {"chosen": answer(f"a {'red ' * (i % 3)}ball"), "rejected": answer("none" * (1 + i % 2))} for i in range(rows)
+    ]
+    data = [{"prompt": user("What?"), "images": [picture(i)], **both} for i, both in enumerate(answers)]
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 1,
+        "max_length": None,
+    } | options
     return trl.DPOTrainer(
         model(folder, dtype), args=trl.DPOConfig(output_dir=str(output), **QUIET | options),
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
@@ -120,8 +126,16 @@ def dpo(folder, output, rows=8, dtype=torch.float32, **options):
 
 
 def sft(folder, output, rows=8, dtype=torch.float32, **options):
-    data = [{"prompt": user("What?"), "completion": answer(f"a {'red ' * (i % 3)}ball"), "images": [picture(i)]} for i in range(rows)]
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "max_length": None} | options
+    data = [
+        {"prompt": user("What?"), "completion": answer(f"a {'red ' * (i % 3)}ball"), "images": [picture(i)]}
+        for i in range(rows)
+    ]
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 1,
+        "max_length": None,
+    } | options
     return trl.SFTTrainer(
         model(folder, dtype), args=trl.SFTConfig(output_dir=str(output), **QUIET | options),
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),

@@ -8,13 +8,11 @@ pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 trans
 import patients
 import trl
 from patients import STEPS_OF
-from trl_bugs import BUGS
 
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.sft import SFT
-from minivlmrl.audit.audit import audit, main, report
 from minivlmrl.audit.dump import read
-from minivlmrl.audit.updates import NAMES, split_images
+from minivlmrl.audit.updates import NAMES, pictures
 from minivlmrl.batch import Step
 from minivlmrl.generate import Completion
 from minivlmrl.grpo import GRPO, Rollout
@@ -47,7 +45,7 @@ def dumped(folder, output, kind, patch=None, late=None, at=0, **options):
 
 def rows_of(d):
     """Prompts, and answers (ids) in the order of the dump."""
-    patches, grids = split_images(d)
+    patches, grids = pictures(d)
     real, answer = d["attention_mask"].bool(), d.completion & d["completion_mask"].bool()
     prompts = [
         Prompt(ids[here & ~after], patches[i], grids[i], torch.ones(len(grids[i])))

@@ -1,7 +1,7 @@
 """A dumped step: what a trainer has written down of one optimizer step, step.json and step.safetensors in a folder.
 
-Any trainer can write one, see docs/audit.md for the names. n rows (completions) of S tokens in M micro-batches; the
-rollout that they come from has N completions with K rewards. Everything but ids and log-probabilities is optional.
+n rows (completions) of S tokens in M micro-batches, out of a rollout of N completions with K rewards. docs/audit.md has
+the names. Everything but NEEDED is optional.
 """
 
 import json
@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-KINDS = ("grpo", "dpo", "sft")
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
 BY_TOKEN = (*NEEDED, "attention_mask", "prompt_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps")
 BY_TOKEN += ("sampler_logps", "entropies", "log_sum_sq_probs", "logps_gradient", "entropies_gradient")
@@ -20,77 +19,60 @@ BY_ROW = (*BY_TOKEN, "advantages", "micro_batch", "row", "pair", "chosen", "impo
 
 
 class Dump:
-    """step.json as `about`; the tensors, floats in float64, by name; `eps` has the rounding of what they were."""
+    """A step in memory: `about` is step.json; tensors by name, floats in float64."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
-        check(about, tensors)
-        self.about, self.width = about, tensors["input_ids"].shape[1]
-        self.forward = {}  # what is known to be different in the model's forward; None: something unknown is
+        missing = [name for name in NEEDED if name not in tensors]
+        if missing or about.get("kind") not in ("grpo", "dpo", "sft"):
+            what = f"{missing[0]} is missing" if missing else f"kind is {about.get('kind')!r}"
+            raise ValueError(f"{what}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft")
+        n, self.width = tensors["input_ids"].shape
+        for name in tensors.keys() & BY_ROW:
+            if len(x := tensors[name]) != n or (name in BY_TOKEN and not (x.dim() == 2 and x.shape[1] <= self.width)):
+                raise ValueError(f"{name} is {tuple(x.shape)}, but input_ids are {(n, self.width)}: one row for each")
+        self.about, self.forward = about, {}  # what is known to be different in the forward; None: something unknown
         self.eps = {name: torch.finfo(x.dtype).eps for name, x in tensors.items() if x.is_floating_point()}
         self.tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-        for name in BY_TOKEN:
-            if name in tensors:
-                self.tensors[name] = self.align(self.tensors[name])
-        rows = torch.zeros(len(tensors["input_ids"]), dtype=torch.long)
-        self.tensors.setdefault("micro_batch", rows)
+        self.tensors |= {name: self.align(x) for name, x in self.tensors.items() if name in BY_TOKEN}
+        self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         self.micro_batches = [(self["micro_batch"] == m).nonzero()[:, 0] for m in self["micro_batch"].unique()]
+        prompt = self["attention_mask"] * (1 - self["completion_mask"].long())
+        prompt = prompt if self.get("prompt_mask") is None else self["prompt_mask"]
+        ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
+        self.completion = torch.arange(self.width) >= ends  # (n, S): the columns after the prompt, padding too
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def get(self, name: str) -> Tensor | None:
-        return self.tensors.get(name)
+    def get(self, name: str, other: Tensor | None = None) -> Tensor | None:
+        return self.tensors.get(name, other)
 
     def align(self, x: Tensor) -> Tensor:
-        """(n, T) of the last T tokens -> (n, S), with zeros for those before."""
+        """(n, T) of the last T tokens -> (n, S), zeros before."""
         return torch.nn.functional.pad(x, (self.width - x.shape[1], 0))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Tensors of parameters: "grad" gives those with names grad.NAME, by NAME."""
+        """Tensors kind.NAME by NAME."""
         return {name.partition(".")[2]: x for name, x in self.tensors.items() if name.partition(".")[0] == kind}
-
-    @property
-    def completion(self) -> Tensor:
-        """(n, S) bool: all columns after the prompt, padding too."""
-        prompt = self.get("prompt_mask")
-        prompt = self["attention_mask"] * (1 - self["completion_mask"].long()) if prompt is None else prompt
-        ends = (prompt * torch.arange(1, self.width + 1)).amax(1) if prompt.any() else torch.zeros(len(prompt))
-        return torch.arange(self.width) >= ends[:, None]
-
-
-def check(about: dict, tensors: dict[str, Tensor]):
-    """Refuse (ValueError) what is no step: it names the tensor and what to do."""
-    if about.get("kind") not in KINDS:
-        raise ValueError(f"step.json: kind is {about.get('kind')!r}, it must be one of {', '.join(KINDS)}")
-    for name in NEEDED:
-        if name not in tensors:
-            raise ValueError(f"step.safetensors: {name} is missing; every step needs {', '.join(NEEDED)}")
-    n, width = tensors["input_ids"].shape
-    for name in BY_ROW:
-        x = tensors.get(name)
-        if x is not None and (len(x) != n or (name in BY_TOKEN and (x.dim() != 2 or x.shape[1] > width))):
-            raise ValueError(f"step.safetensors: {name} is {tuple(x.shape)}, input_ids are {(n, width)}; one row each")
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a folder with step.json and step.safetensors (ValueError: what is wrong with it)."""
-    folder, tensors = Path(folder), {}
+    """Read a step (ValueError: what is wrong with its folder)."""
+    folder = Path(folder)
     try:
         about = json.loads((folder / "step.json").read_text(encoding="utf-8"))
         with safe_open(folder / "step.safetensors", framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle is no dict
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: no readable step.json and step.safetensors ({error})") from error
-    for name in ("model", "old_model", "ref_model"):
-        if about.get(name):
-            about[name] = str(folder / about[name])
-    return Dump(about, tensors)
+        about |= {name: str(folder / value) for name, value in about.items() if name.endswith("model") and value}
+        return Dump(about, tensors)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{folder} is no step: {error}") from error
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step that `read` reads."""
-    check(about, tensors)
+    """Write a step that `read` reads (ValueError: it would not)."""
+    Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     save_file(plain, Path(folder) / "step.safetensors")

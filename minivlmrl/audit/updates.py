@@ -8,92 +8,80 @@ from torch import Tensor
 
 from minivlmrl.audit.dump import Dump
 from minivlmrl.audit.stages import Answer
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import plain_per_token_logps
+from minivlmrl.rows import Prompt
 
-NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")  # transformers' in memory -> the hub's
+NAMES = re.compile(
+    r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)"
+)  # transformers' in memory -> the hub's
+THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
-    """Log-probabilities and entropies (2, n, S) of the rows `part` by a model folder, and the model."""
-    from minivlmrl.batch import pack
+    """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and that model."""
     from minivlmrl.hub.checkpoint import load_model
-    from minivlmrl.logprobs import plain_per_token_logps
-    from minivlmrl.rows import Prompt
 
-    dtype = getattr(torch, change.get("dtype", "float64"))
-    model = load_model(folder, dtype).requires_grad_(grad)
-    value = torch.zeros(2, *d["input_ids"].shape, dtype=torch.float64)
-    temperature = d.about.get("temperature", 1.0)
-    temperature = {"none": 1.0, "twice": temperature**2, "inverse": 1 / temperature}.get(change.get("temperature"), temperature)
-    images = list(range(len(d["input_ids"])))
-    images = images[1:] + images[:1] if change.get("images") == "next row" else images
-    patches, grids = split_images(d)
-    for row in part.tolist():
-        real = d["attention_mask"][row].bool() | d["completion_mask"][row].bool()
-        after = d.completion[row]
-        ids, answer = d["input_ids"][row][real & ~after], d["input_ids"][row][real & after]
-        if not len(answer):
-            continue
-        prompt = Prompt(ids, patches[images[row]].to(dtype), grids[images[row]], torch.ones(len(grids[images[row]])))
-        batch = pack([prompt], [[answer]], model.config)
+    dtype, given = getattr(torch, change.get("dtype", "float64")), d.about.get("temperature", 1.0)
+    other = {"none": 1.0, "twice": given**2, "inverse": 1 / given}
+    model, n = load_model(folder, dtype).requires_grad_(grad), len(d["input_ids"])
+    value, (patches, grids) = torch.zeros(2, n, d.width, dtype=torch.float64), pictures(d)
+    real, after = d["attention_mask"].bool() | d["completion_mask"].bool(), d.completion
+    for row in part[(real & after)[part].any(1)].tolist():
+        image = (row + 1) % n if change.get("images") == "next row" else row
+        prompt, ids = d["input_ids"][row][real[row] & ~after[row]], d["input_ids"][row][real[row] & after[row]]
+        given_images = patches[image].to(dtype), grids[image], torch.ones(len(grids[image]))
+        batch = pack([Prompt(prompt, *given_images)], [[ids]], model.config)
         if change.get("images") == "none":  # the placeholders keep their own embeddings
-            batch.vision_index, batch.pixel_values = batch.vision_index[:0], batch.pixel_values[:0]
-            batch.image_grid_thw = batch.image_grid_thw[:0]
+            for name in ("vision_index", "pixel_values", "image_grid_thw"):
+                setattr(batch, name, getattr(batch, name)[:0])
         if change.get("positions") == "text":
             batch.position_ids = torch.arange(batch.position_ids.shape[1]).expand(3, -1)
         with torch.set_grad_enabled(grad):
-            both = torch.cat(plain_per_token_logps(model, batch, temperature)).double()
-        value = value.masked_scatter((real & after) & (torch.arange(len(images)) == row)[:, None], both)
+            both = plain_per_token_logps(model, batch, other.get(change.get("temperature"), given))
+        here = (real & after) & (torch.arange(n) == row)[:, None]
+        value = value.masked_scatter(here, torch.cat(both).double())
     return value.roll({"later": 1, "earlier": -1}.get(change.get("shift"), 0), 2), model
 
 
-def split_images(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row, by num_images (n,)."""
-    grids = d.get("image_grid_thw")
-    if grids is None:
-        none = torch.zeros(0, 1176, dtype=torch.float64), torch.zeros(0, 3, dtype=torch.long)
-        return tuple([x] * len(d["input_ids"]) for x in none)
-    number = d.get("num_images")
-    number = [1] * len(d["input_ids"]) if number is None else number.tolist()
+def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
+    """Patches and grids of each row; num_images (n,) says how many it has, by default one."""
+    grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
+    number = d.get("num_images", torch.full((n,), int(len(grids) > 0))).tolist()
     of_row = grids.split(number)
-    return d["pixel_values"].split([int(grid.prod(1).sum()) for grid in of_row]), of_row
+    patches = d.get("pixel_values", torch.zeros(0, 1176))
+    return patches.split([int(grid.prod(1).sum()) for grid in of_row]), of_row
 
 
 def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
-    """A stage for log-probabilities that model folder `folder` should give: on tokens that count."""
+    """Log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
         return None
-    with torch.no_grad():
-        (value, _), _ = forward(d, change, d.about[folder], torch.arange(len(d["input_ids"])))
-    own = d["completion_mask"].double()
-    return {name: (d[name].nan_to_num() * own, value * own, 50.0 if d.about.get("dtype") == "float32" else 5e3)}
+    (value, _), _ = forward(d, change, d.about[folder], torch.arange(len(d["input_ids"])))
+    own, unit = d["completion_mask"].double(), THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
+    return {name: (d[name].nan_to_num() * own, value * own, unit)}
 
 
 def gradients(d: Dump, change: dict) -> Answer:
-    """What the optimizer step has accumulated: the gradient of all micro-batches, through the model."""
+    """What the optimizer step has accumulated: the gradients of all micro-batches, through the model."""
     has = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}
-    if not has or not d.about.get("model") or d.get("logps_gradient") is None:
+    slopes = d.get("logps_gradient")
+    if not has or not d.about.get("model") or slopes is None or d.forward is None:
         return None
-    parts = {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}.get(change.get("parts"), d.micro_batches)
-    total: dict[str, Tensor] = {}
-    for part in parts:
+    slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
+    for part in {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}.get(change.get("parts"), d.micro_batches):
         value, model = forward(d, d.forward | change, d.about["model"], part, grad=True)
-        slopes = [d["logps_gradient"], d["logps_gradient"] * 0 if d.get("entropies_gradient") is None else d["entropies_gradient"]]
         if value.requires_grad:  # some row has tokens
-            (value * torch.stack(slopes)).sum().backward()
+            (value * slopes).sum().backward()
         own = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-        share = 1.0
-        if change.get("clipped parts"):
-            share = clip_share(own, d.about["optimizer"]["max_grad_norm"])
+        share = clip_share(own, d.about["optimizer"]["max_grad_norm"]) if change.get("clipped parts") else 1.0
         for name, x in own.items():
             total[name] = total.get(name, 0) + x * share
     if "without" in change:
         total = {name: x * (not re.search(change["without"], name)) for name, x in total.items()}
-    if total and not total.keys() & has.keys():
-        raise ValueError(f"no gradient is of a parameter of {d.about['model']}: {min(has)}")
-    unit = max((x.abs().max() for x in [*total.values(), *has.values()])) * 50 + 1e-30  # through a model in float32
-    names = total.keys() | has.keys() if d.about["optimizer"].get("whole", True) else has.keys()
-    zero = {name: 0 * (total[name] if name in total else has[name]) for name in names}
-    return {f"grad.{name}": (has.get(name, none), total.get(name, none), unit) for name, none in sorted(zero.items())}
+    unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
+    none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
+    return {f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit) for name, zero in sorted(none.items())}
 
 
 def clip_share(grads: dict[str, Tensor], largest: float) -> float:
@@ -107,54 +95,46 @@ def norm(grads: dict[str, Tensor]) -> float:
 
 def clip(d: Dump, change: dict) -> Answer:
     """The norm that is logged, and what clipping leaves of the gradients."""
-    grads, clipped, optimizer = d.parameters("grad"), d.parameters("clipped"), d.about.get("optimizer", {})
+    grads, clipped, how = d.parameters("grad"), d.parameters("clipped"), change.get("clip", "norm")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
-    bound, how = optimizer.get("max_grad_norm") or 0.0, change.get("clip", "norm")
-    length, unit = norm(grads), max(x.abs().max() for x in grads.values()) + 1e-30
-    share = {"norm": clip_share(grads, bound), "none": 1.0, "always": bound / (length + 1e-6)}.get(how, 1.0)
-    value = {name: x * share for name, x in grads.items()}
-    if how == "each":
-        value = {name: x * clip_share({name: x}, bound) for name, x in grads.items()}
-    if how == "value":
-        value = {name: x.clamp(-bound, bound) for name, x in grads.items()}
+    bound, length = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0, norm(grads)
+    share = {"norm": clip_share(grads, bound), "always": bound / (length + 1e-6)}.get(how, 1.0)
+    value = {name: x * (clip_share({name: x}, bound) if how == "each" else share) for name, x in grads.items()}
+    value = {name: x.clamp(-bound, bound) for name, x in grads.items()} if how == "value" else value
+    unit = max(x.abs().max() for x in grads.values()) + 1e-30
     answer = {f"clipped.{name}": (x, value[name], unit) for name, x in clipped.items()}
-    if d.get("grad_norm") is not None and optimizer.get("whole", True):
-        logged = {"clipped": norm(value), "own": length}[change.get("logged", "own")]
-        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([logged]), 10 * length + 1e-30
+    if d.get("grad_norm") is not None and not d.about.get("some"):
+        logged = torch.tensor([norm(value) if change.get("logged") == "clipped" else length])
+        answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * length + 1e-30
     return answer
 
 
 def update(d: Dump, change: dict) -> Answer:
-    """AdamW's update of the weights (Loshchilov and Hutter, arXiv 1711.05101) from clipped gradients and its state."""
+    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients and its state."""
     o, before, after = d.about.get("optimizer", {}), d.parameters("before"), d.parameters("after")
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
-    rate, (b1, b2) = o["learning_rate"] * change.get("rate", 1.0), o["betas"][:: -1 if change.get("betas") else 1]
-    m0, v0, answer = d.parameters("exp_avg"), d.parameters("exp_avg_sq"), {}
+    rate, (b1, b2), answer = o["learning_rate"], o["betas"][:: -1 if change.get("betas") else 1], {}
+    states = (
+        {} if change.get("reset") else d.parameters("exp_avg"),
+        {} if change.get("reset") else d.parameters("exp_avg_sq"),
+    )
     for name, w in before.items():
-        g = grads.get(name, w * 0)
-        m, v, step = m0.get(name, w * 0), v0.get(name, w * 0), o["step"]
-        if change.get("reset"):
-            m, v, step = m * 0, v * 0, 1
+        g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         plain = (name in o.get("no_decay", ())) != (change.get("decay") == "exchanged")
         decay = o["weight_decay"] * {"none": 0, "all": 1}.get(change.get("decay"), 0 if plain else 1)
-        value = w
-        for number in range(change.get("times", 1)):
-            if change.get("coupled"):
-                value, slope = value, g + decay * value
-            else:
-                value, slope = value * (1 - rate * decay), g
+        value, first = w, 1 if change.get("reset") else o["step"]
+        for t in range(first, first + change.get("times", 1)):
+            slope, value = (g + decay * value, value) if change.get("coupled") else (g, value * (1 - rate * decay))
             m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope.square()
-            t = step + number
             c1, c2 = (1, 1) if change.get("uncorrected") else (1 - b1**t, 1 - b2**t)
             root = (v / c2 + o["eps"]).sqrt() if change.get("inside") else (v / c2).sqrt() + o["eps"]
             value = value - rate * {"sgd": slope, "sign": slope.sign()}.get(change.get("rule"), m / c1 / root)
-        if change.get("frozen") and re.search(change["frozen"], name):
-            value = w
-        unit = (value - w).abs().max() + 2e5 * d.eps[f"after.{name}"] * w.abs() + 1e-30
-        answer[f"after.{name}"] = after.get(name, w), value, unit
+        value = w if change.get("frozen") and re.search(change["frozen"], name) else value
+        unit = (value - w).abs().max() + 2e5 * d.eps[f"before.{name}"] * w.abs() + 1e-30
+        answer[f"after.{name}"] = after.get(name, w) - w, value - w, unit
     return answer
 
 
@@ -163,12 +143,12 @@ def schedule(d: Dump, change: dict) -> Answer:
     s, o = d.about.get("schedule"), d.about.get("optimizer", {})
     if not s or "learning_rate" not in o or s["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
         return None
-    t = max(0, s["step"] * change.get("steps", 1) + change.get("late", 0))
-    t = s["step"] * len(d.micro_batches) if change.get("micro") else t
-    warmup, last = 0 if change.get("no warmup") else s.get("warmup_steps", 0), s["max_steps"]
-    warmup = 0 if s["type"] == "constant" else warmup
-    done = (t - warmup) / max(1, last - warmup)
-    falls = {"linear": max(0.0, 1 - done), "cosine": max(0.0, 0.5 * (1 + math.cos(math.pi * min(1, done))))}
+    t = max(
+        0, s["step"] * (len(d.micro_batches) if change.get("micro") else change.get("steps", 1)) + change.get("late", 0)
+    )
+    warmup = 0 if change.get("no warmup") or s["type"] == "constant" else s.get("warmup_steps", 0)
+    done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
+    falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     share = t / max(1, warmup) if t < warmup else falls.get(change.get("type", s["type"]), 1.0)
-    value = torch.tensor([s["learning_rate"] * share], dtype=torch.float64)
-    return {"learning_rate": (torch.tensor([o["learning_rate"]], dtype=torch.float64), value, s["learning_rate"])}
+    rate, should = torch.tensor([[o["learning_rate"]], [s["learning_rate"] * share]], dtype=torch.float64)
+    return {"learning_rate": (rate, should, s["learning_rate"])}
