@@ -13,6 +13,7 @@ TOOLS = {  # name: (module:function, what it does)
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
+    "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
     "exact": ("minivlmrl.audit.exact:main", "print the expected gradient of every loss, without sampling"),
 }

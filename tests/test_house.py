@@ -29,7 +29,7 @@ SHELVES = {  # shelf: the other shelves that it may import; every shelf but kern
     "scale": "hub run",
     "algorithms": "data hub reward_functions run scale",
     "run": "algorithms data hub reward_functions sampling scale tasks tools",
-    "audit": "algorithms",
+    "audit": "algorithms hub",
     "tools": "algorithms data hub reward_functions run sampling scale",
 }
 LIBRARIES = {"torch", "numpy", "PIL", "tokenizers", "minivlmrl"}  # of the book, besides the standard library

@@ -1,7 +1,73 @@
-"""Every bug of the museum changes what training computes: two steps of a tiny run end with other numbers."""
+"""Every bug of the museum changes what training computes: steps of a tiny run end with other numbers."""
 
+import json
 import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minivlmrl.train import main
 
 import tiny
 
-sys.path.insert(0, str(tiny.ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import museum
+
+STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.1}
+QUICK = ("gradient_of_zero", "no_picture_in_training", "labels_shifted_twice", "dropped_gradients")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Metrics of a tiny run of sft and grpo with these options."""
+
+    def metrics(*options):
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+        data = {"eval_rows": 4, "demonstrations": 16}
+        rewards = {"test_museum:letters": 1.0}
+        recipe = tiny.recipe(STAGE, stages=["sft", "grpo"], data=data, output_dir=str(folder / "out"), rewards=rewards)
+        recipe["model"]["config"] = str(folder / "model.json")
+        recipe["grpo"] |= {"beta": 0.1, "loss_type": "grpo"}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        main([str(folder / "recipe.yaml"), *(text.replace("size=4", "size=1") for text in options)])
+        lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+        return [{n: x for n, x in json.loads(line).items() if "second" not in n and n != "time"} for line in lines]
+
+    return cache(metrics)
+
+
+def letters(completions, solution, **_):
+    return [
+        len(set(text)) / 3 + text.count("e") + len(truth) * text.count("a")
+        for text, truth in zip(completions, solution, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in museum.BUGS
+])  # fmt: skip
+def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
+    patch, link, options = museum.BUGS[name]
+    healthy = run(*options)
+    patch(monkeypatch.setattr)
+    assert run.__wrapped__(*options) != healthy
+    assert link.startswith("https://")
+
+
+def test_the_museum_has_thirty_bugs_with_short_patches():
+    assert len(museum.BUGS) >= 30
+    text = Path(museum.__file__).read_text()
+    for name in museum.BUGS:
+        body = text.split(f"def {name}(put):")[1].split("\n\n\n")[0].strip().splitlines()
+        assert len([line for line in body if line.strip()]) <= 8, name
+
+
+def test_the_table_has_a_row_for_each_bug_and_what_it_costs():
+    rows = [{"name": "healthy", "seed": 0, "sampled": 0.9}, {"name": "std_with_n", "seed": 0, "sampled": 0.8}]
+    table = museum.table(rows)
+    assert len(table.splitlines()) == 2 + len(museum.HEALTHY) + len(museum.BUGS)
+    assert "| 0.800 | +0.100 |" in table
+    assert "| healthy | 0.900 | +0.000 |" in table

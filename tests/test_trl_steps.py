@@ -8,9 +8,11 @@ pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 trans
 import patients
 import trl
 from patients import STEPS_OF
+from trl_bugs import BUGS
 
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.sft import SFT
+from minivlmrl.audit.audit import TOLERANCE, audit, main, report
 from minivlmrl.audit.dump import read
 from minivlmrl.audit.updates import NAMES, pictures
 from minivlmrl.batch import Step
@@ -23,6 +25,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
 
+QUICK = ("std with n", "end token masked", "divided twice", "KL reversed", "gradients dropped", "norms decay")
 SAME = {"learning_rate": 3e-4, "lr_scheduler_type": "constant"}  # the other defaults of both sides are equal, or below
 OURS = {**SAME, "adam_beta2": 0.999, "max_grad_norm": 0.5}
 
@@ -32,7 +35,7 @@ def folder(tmp_path_factory):
     return patients.write_model(tmp_path_factory.mktemp("model"))
 
 
-def dumped(folder, output, kind, patch=None, late=None, at=0, **options):
+def dumped(folder, output, kind, late=None, at=0, **options):
     """Train with TRL and read the step `at`."""
     options = {"max_steps": at + 1} | options
     trainer = getattr(patients, kind)(folder, output / "trainer", **options)
@@ -111,3 +114,83 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
     apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
     print(kind, moved, max(apart.values()), max(apart, key=apart.get))
     assert moved > 2.9e-4 and max(apart.values()) < 1e-6, max(apart.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("bug", [
+    pytest.param(bug, id=bug.name, marks=[] if bug.name in QUICK else pytest.mark.slow) for bug in BUGS
+])  # fmt: skip
+def test_a_bug_of_the_field_is_named(bug, folder, tmp_path, monkeypatch):
+    """Put into the installed TRL, it makes one stage differ, and the causes that explain it name it."""
+    if not bug.late:
+        bug.patch(monkeypatch, None)
+    late = (lambda trainer: bug.patch(monkeypatch, trainer)) if bug.late else None
+    d = dumped(folder, tmp_path, bug.kind, late, bug.at, **bug.options)
+    wrong = [finding for finding in audit(d) if not finding.ok]
+    assert [finding.stage for finding in wrong] == [bug.stage], report(wrong, d)
+    causes, left = wrong[0].explained[0]
+    assert left <= TOLERANCE and bug.cause in " ".join(f"{cause.name} {cause.says}" for cause in causes), causes
+
+
+OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
+HEALTHY = [
+    ("grpo", {"loss_type": name, **more})
+    for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+    for more in ({}, {"beta": 0.1, **OFF}, {"importance_sampling_level": "sequence", "beta": 0.05, **OFF})
+]
+HEALTHY += [("grpo", options) for options in (
+    {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"temperature": 0.7, "beta": 0.1}, {"delta": 1.5, **OFF},
+    {"use_bias_correction_kl": False, "beta": 0.2, **OFF}, {"top_entropy_quantile": 0.5, **OFF}, {"entropy_coef": 0.01},
+    {"off_policy_mask_threshold": 0.01, **OFF}, {"mask_truncated_completions": True}, {"reward_weights": [0.3, 2.0]},
+    {"multi_objective_aggregation": "normalize_then_sum"}, {"epsilon_high": 0.28, **OFF}, {"max_grad_norm": 0.0},
+    {"steps_per_generation": 4, "rows": 8}, {"weight_decay": 0.1, "max_grad_norm": 0.01}, {"learning_rate": 1e-6},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 1}, {"gradient_accumulation_steps": 1}, {"num_generations": 2},
+    {"gradient_accumulation_steps": 4, "rows": 8, "use_adaptive_entropy": True, "entropy_target": 9.0},
+)]  # fmt: skip
+HEALTHY += [("dpo", {"loss_type": [name]}) for name in ("ipo", "hinge", "apo_zero", "discopop", "sppo_hard", "aot")]
+HEALTHY += [("dpo", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]})]
+HEALTHY += [("dpo", {"loss_type": [name], "label_smoothing": 0.1}) for name in ("exo_pair", "robust")]
+HEALTHY += [("dpo", options) for options in ({}, {"ld_alpha": 0.5}, {"use_weighting": True})]
+HEALTHY += [("dpo", {"f_divergence_type": "js_divergence"}), ("sft", {}), ("sft", {"loss_type": "dft"})]
+HEALTHY += [("sft", {"gradient_accumulation_steps": 1}), ("sft", {"weight_decay": 0.1})]
+
+
+@pytest.mark.parametrize("kind, options", [
+    pytest.param(*case, marks=[] if number in (1, 50, 62) else pytest.mark.slow) for number, case in enumerate(HEALTHY)
+])  # fmt: skip
+def test_no_alarm_in_healthy_steps(kind, options, folder, tmp_path):
+    """61 trainings of two steps: 122 steps over all loss types and options."""
+    trainer = getattr(patients, kind)(folder, tmp_path / "trainer", max_steps=2, seed=len(str(options)), **options)
+    with STEPS_OF[kind](trainer, tmp_path, 2):
+        trainer.train()
+    for step in range(2):
+        d = read(tmp_path / str(step))
+        findings = audit(d)
+        assert all(finding.ok for finding in findings), report(findings, d)
+        assert {"mask", "loss", "gradients", "update", "schedule"} <= {finding.stage for finding in findings}
+
+
+def test_the_healthy_steps_are_enough():
+    assert len(HEALTHY) * 2 >= 100 and len(BUGS) >= 20
+
+
+def test_the_tool(folder, tmp_path, capsys, monkeypatch):
+    """Exit status and what is printed: of a bug, and of a folder that is no step."""
+    [bug] = [bug for bug in BUGS if bug.name == "divided twice"]
+    bug.patch(monkeypatch, None)
+    d = dumped(folder, tmp_path, "grpo")
+    assert main([str(tmp_path / "0")]) == 1
+    out = capsys.readouterr().out
+    assert "loss                 DIFFERS" in out and "divided once more by the 2 micro-batches" in out
+    assert "no known cause" not in out and "not in this step: logps of old, logps of sampler" in out
+    with pytest.raises(ValueError, match="nowhere is no step"):
+        main([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.slow
+def test_what_no_cause_explains_is_said(folder, tmp_path):
+    d = dumped(folder, tmp_path, "grpo")
+    noise = torch.randn(d["logps_gradient"].shape, generator=torch.Generator().manual_seed(0))
+    d.tensors["logps_gradient"] = d["logps_gradient"] * noise.exp()
+    wrong = {finding.stage: finding for finding in audit(d) if not finding.ok}
+    assert wrong.keys() == {"loss", "gradients"}  # the gradient of the weights is that of the true one
+    assert "no known cause explains it" in report([wrong["loss"]], d) and "logps_gradient" in wrong["loss"].where

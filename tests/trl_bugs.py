@@ -174,6 +174,13 @@ def frozen_tower(monkeypatch, trainer):
 
 RATIO = "log_importance_weights = (log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)"
 HUB = "https://github.com/"
+
+
+def missing(completions, **_):
+    """No judgement of two completions."""
+    return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
+
+
 SUM, PARTS = "loss = (per_token_loss * mask).sum()", "self.current_gradient_accumulation_steps"
 BUGS = [
     Bug(
@@ -220,7 +227,7 @@ BUGS = [
         "advantages",
         "missing is 0",
         score("rewards[unscorable_mask] = torch.nan", "pass"),
-        options={"rewards": "missing"},
+        options={"rewards": (missing,)},
     ),
     Bug(
         "shuffled without advantages",
@@ -236,7 +243,7 @@ BUGS = [
         "mask: no end",
         score(
             "loss_mask = completion_mask",
-            "end = completion_ids == self.eos_token_ids[0]\n    completion_mask *= ~end\n    loss_mask = completion_mask",
+            "completion_mask *= completion_ids != self.eos_token_ids[0]\n    loss_mask = completion_mask",
         ),
     ),
     Bug(

@@ -20,8 +20,8 @@ from minivlmrl.audit.dump import Dump, read
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
 LOGPS = {"logps": ("per_token_logps", "model"), "logps of old": ("old_per_token_logps", "old_model")}
 LOGPS |= {
-    "logps of reference": ("ref_per_token_logps", "ref_model"),
     "logps of sampler": ("sampler_logps", "old_model"),
+    "logps of reference": ("ref_per_token_logps", "ref_model"),
 }
 STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")}
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
@@ -78,9 +78,7 @@ def audit(d: Dump) -> list[Finding]:
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """The largest difference, in units; infinite for what is not finite."""
-    sizes = [
-        ((has - factor * should).abs() / unit).max().item() for has, should, unit in answer.values() if has.numel()
-    ]
+    sizes = [((x - factor * should).abs() / unit).max().item() for x, should, unit in answer.values() if x.numel()]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
@@ -141,9 +139,8 @@ def report(findings: list[Finding], d: Dump) -> str:
     """The lines that the tool prints."""
     lines = []
     for f in findings:
-        lines.append(
-            f"{f.stage:20} {'agrees ' if f.ok else 'DIFFERS'} {f.numbers:9} numbers, error {f.error:.0e}  {f.where}"
-        )
+        word = "agrees" if f.ok else "DIFFERS"
+        lines.append(f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}")
         for number, (causes, left) in enumerate(f.explained[:4]):
             names = " and ".join(cause.name for cause in causes)
             lines.append(f"{'':12}{'or' if number else 'explained by'}: {names} (to {left:.0e})")

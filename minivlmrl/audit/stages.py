@@ -111,13 +111,11 @@ def loss(d: Dump, change: dict) -> Answer:
     slopes = [torch.zeros_like(x) for x in leaves]
     if losses.requires_grad:
         slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-    should = dict(zip(("logps_gradient", "entropies_gradient"), slopes, strict=False))
-    units = {
-        name: torch.maximum(x.abs().max(), has[name].abs().max()) for name, x in should.items() if has[name] is not None
-    }
-    answer = {name: (has[name], should[name], unit + 1e-30) for name, unit in units.items()}
-    size = torch.stack([unit for _, unit in parts]) + 1e-30
-    return answer | ({} if has["loss"] is None else {"loss": (has["loss"].flatten(), losses.detach(), size)})
+    answer = {"loss": (has["loss"], losses.detach(), units + 1e-30)}
+    for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
+        unit = max(x.abs().max() for x in (slope, has[name]) if x is not None) + 1e-30
+        answer[name] = (has[name], slope, unit)
+    return {name: (x.view_as(should), should, unit) for name, (x, should, unit) in answer.items() if x is not None}
 
 
 def inputs(d: Dump, lp: Tensor, own: Tensor, name: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,12 +127,8 @@ def inputs(d: Dump, lp: Tensor, own: Tensor, name: str | None) -> tuple[Tensor, 
     old_of |= {"padded length": lp - (lp - old) * share}
     ref_of = {"reversed KL": 2 * lp - r, "frozen KL": lp + (r - lp).detach(), "reference is old": old}
     ref_of |= {"no reference": r * 0, "live reference": lp, "reference is policy": now, "swapped": now}
-    ref_of |= {
-        "reference of next row": r.roll(1, 0),
-        "reference later": r.roll(1, 1),
-        "reference earlier": r.roll(-1, 1),
-    }
-    ref_of |= {"inverted ratio": r + 2 * (old - lp)}
+    ref_of |= {"reference of next row": r.roll(1, 0), "inverted ratio": r + 2 * (old - lp)}
+    ref_of |= {"reference later": r.roll(1, 1), "reference earlier": r.roll(-1, 1)}
     policy_of = {"inverted ratio": 2 * old - lp, "swapped": r + (lp - now)}
     return policy_of.get(name, lp), old_of.get(name, old), ref_of.get(name, r)
 
@@ -167,9 +161,8 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
     o, flip = changed(FamilyLoss(**d.about.get("loss", {})), change), -1.0 if change.get("flip") else 1.0
     o.beta *= flip * change.get("KL", 1.0)
     lp, old, ref = (x[part] for x in inputs(d, lp, own, change.get("inputs")))
-    a = AFTER[change.get("advantages", "own")](
-        d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
-    )
+    a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
+    a = AFTER[change.get("advantages", "own")](a)
     a = (a[part] - a[part].mean()) / (a[part].std() + 1e-8) if change.get("whitened") else a[part]
     ratio, sampler = d.get("importance_sampling_ratio"), d.get("sampler_logps")
     ratio = None if ratio is None or change.get("no correction") else ratio[part]
@@ -191,18 +184,16 @@ def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) 
     index = order.view(-1, 2).flip(1) if change.get("exchanged") else order.view(-1, 2)
     squares, options = d.get("log_sum_sq_probs"), changed(DPOLoss(**d.about.get("loss", {})), change)
     given = {"ref_per_token_logps": ref[index], "counts": counts(d, order, own, change, each=2)}
-    value, _ = dpo_loss(
-        lp[index], own[index], options, log_sum_sq_probs=None if squares is None else squares[index], **given
-    )
+    given["log_sum_sq_probs"] = None if squares is None else squares[index]
+    value, _ = dpo_loss(lp[index], own[index], options, **given)
     return value, value.detach().abs() + 1e-2
 
 
 def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
     """SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
-    value = sft_loss(
-        lp[part], own[part], kind, counts=counts(d, part, other_mask(d, own, change.get("divide")), change)
-    )
+    over = counts(d, part, other_mask(d, own, change.get("divide")), change)
+    value = sft_loss(lp[part], own[part], kind, counts=over)
     if change.get("rows"):  # each row its mean first
         value = -((lp * own).sum(1) / own.sum(1).clamp(min=1))[part].sum() / len(own)
     return value, value.detach().abs() + 1e-30
