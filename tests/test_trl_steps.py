@@ -177,7 +177,7 @@ def test_the_tool(folder, tmp_path, capsys, monkeypatch):
     """Exit status and what is printed: of a bug, and of a folder that is no step."""
     [bug] = [bug for bug in BUGS if bug.name == "divided twice"]
     bug.patch(monkeypatch, None)
-    d = dumped(folder, tmp_path, "grpo")
+    dumped(folder, tmp_path, "grpo")
     assert main([str(tmp_path / "0")]) == 1
     out = capsys.readouterr().out
     assert "loss                 DIFFERS" in out and "divided once more by the 2 micro-batches" in out
