@@ -276,15 +276,16 @@ def table(rows: list[dict]) -> str:
     """The rows as docs/museum.md shows them: accuracy by seed, the mean, its distance to the healthy run."""
     seeds = sorted({row["seed"] for row in rows})
     of = {(row["name"], row["seed"]): row.get("sampled") for row in rows}
-    lines = [f"| bug | {' | '.join(f'seed {seed}' for seed in seeds)} | costs |", "|---" * (len(seeds) + 2) + "|"]
+    lines = [f"| bug | {' | '.join(f'seed {seed}' for seed in seeds)} | costs | |", "|---" * (len(seeds) + 3) + "|"]
     for name in [*HEALTHY, *BUGS]:
         values = [of.get((name, seed)) for seed in seeds]
-        whole = "healthy, num_iterations 2" if name in BUGS and BUGS[name][2] == TWICE else "healthy"
+        _, link, options = BUGS.get(name, (None, "", []))
+        whole = "healthy, num_iterations 2" if options == TWICE else "healthy"
         both = [(a, of.get((whole, s))) for a, s in zip(values, seeds, strict=True) if a is not None]
-        costs = [b - a for a, b in both if b is not None]
-        title = name if name in HEALTHY else f"[{name}]({BUGS[name][1]})"
+        costs = [b - a for a, b in both if b is not None and link]
         shown = " | ".join("" if v is None else f"{v:.3f}" for v in values)
-        lines.append(f"| {title} | {shown} | {'' if not costs else f'{sum(costs) / len(costs):+.3f}'} |")
+        cost = f"{sum(costs) / len(costs):+.3f}" if costs else ""
+        lines.append(f"| {name} | {shown} | {cost} | {link.removeprefix('https://')} |")
     return "\n".join(lines)
 
 

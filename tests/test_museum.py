@@ -70,4 +70,4 @@ def test_the_table_has_a_row_for_each_bug_and_what_it_costs():
     table = museum.table(rows)
     assert len(table.splitlines()) == 2 + len(museum.HEALTHY) + len(museum.BUGS)
     assert "| 0.800 | +0.100 |" in table
-    assert "| healthy | 0.900 | +0.000 |" in table
+    assert "| healthy | 0.900 |  |  |" in table
