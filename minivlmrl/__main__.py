@@ -12,6 +12,8 @@ TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
+    "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file and score the answers"),
+    "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),

@@ -1,0 +1,180 @@
+"""Answer the rows of a file, or score such answers: one line a row in a results file, and a summary beside it.
+
+python -m minivlmrl evaluate --model FOLDER --data eval.jsonl              # greedy, one answer a row
+python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RUN/config.yaml --num_generations 8
+python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl        # without rewards
+torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                                    # on many GPUs
+
+The recipe (default: recipes/own_data.yaml) gives the prompt template, the size of images, where completions end, and
+data.answer; --section.name=value changes any of its fields. Rewards are those of data.eval_rewards.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from minivlmrl.generate import sample_completions
+from minivlmrl.hub.folder import write_json
+from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.rewards import find_answer, normalize, reward_columns, score
+from minivlmrl.rows import Row
+from minivlmrl.run.batches import load_datasets
+from minivlmrl.run.completions import finite
+from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.run.evaluate import equal_batches
+from minivlmrl.run.metrics import progress_bar
+from minivlmrl.run.model import build_model
+from minivlmrl.scale import ranks
+
+RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy 1, or an IoU of 0.5
+ROWS = 32  # rows generated together on each rank
+
+
+def main(arguments: list[str]):
+    """Write the results file and its summary, and print the summary."""
+    run(parser("evaluate", __doc__.splitlines()[0]).parse_known_args(arguments), judged=True)
+
+
+def generate(arguments: list[str]):
+    """Write answers without judging them."""
+    run(parser("generate", "Answer the rows of a file: one line a row.").parse_known_args(arguments), judged=False)
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The command line; what it does not know are fields of the recipe."""
+    p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", description=description, allow_abbrev=False)
+    p.add_argument("--recipe", default=str(recipes_folder() / "own_data.yaml"), help="also RUN/config.yaml")
+    p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
+    p.add_argument("--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md")
+    p.add_argument("--out", metavar="FILE", help=f"the results file; default: {name}.jsonl")
+    p.add_argument("--num_generations", type=int, default=1, metavar="K", help="answers to each row; default: 1")
+    p.add_argument("--temperature", type=float, help="default: 0 (the likeliest answer), with several answers 1")
+    p.add_argument("--rows", type=int, default=10**9, metavar="N", help="take the first N rows; default: all")
+    return p
+
+
+def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
+    """Answer, judge and write."""
+    options, overrides = given
+    if options.num_generations < 1 or options.rows < 1:
+        raise ValueError("--num_generations and --rows must be 1 or more")
+    files = {"model.path": options.model, "data.train_file": options.data, "data.eval_file": options.data}
+    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
+    config = load_config(
+        options.recipe, [*overrides, *(f"--{key}={json.dumps(value)}" for key, value in fixed.items())]
+    )
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.num_generations == 1 else 1.0
+    sampling, names = replace(config.sampling, temperature=temperature), config.data.eval_rewards if judged else []
+    rows = load_datasets(config.data, {}, config.seed, (), required_columns(names))["eval"]
+    world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    model, processor = build_model(config, world)
+    decoding = {**asdict(sampling), "num_generations": options.num_generations, "seed": config.seed}
+    summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
+    out = Path(options.out or ("evaluate.jsonl" if judged else "generate.jsonl"))
+    bar, lines = progress_bar("rows", len(rows), world.is_main), []
+    file = out.open("w") if world.is_main else None
+    for numbers in equal_batches(len(rows), world, ROWS):
+        batch = [replace(rows[i], key=f"{config.seed}/evaluate/{i}", index=i) for i in numbers]
+        local = answer(model, processor, batch, options.num_generations, sampling, names, world)
+        found = {line["row"]: line for part in world.gather_objects(local) for line in part}
+        new = [found[i] for i in sorted(found) if i >= len(lines)]  # the last rows may fill up with the first ones
+        lines += new
+        if world.is_main:
+            file.writelines(json.dumps(line) + "\n" for line in new)
+            file.flush()
+        bar.update(len(new))
+    bar.close()
+    if world.is_main:
+        file.close()
+        summary |= summarise(lines, names)
+        write_json(out.with_suffix(".summary.json"), summary)
+        print("\n".join(f"{name:<28}{value}" for name, value in shown(summary)))
+        print(f"wrote {out} and {out.with_suffix('.summary.json')}")
+    ranks.shutdown()
+
+
+def answer(model, processor, rows: Sequence[Row], count: int, sampling, names: Sequence[str], world) -> list[dict]:
+    """Draw `count` answers to each row and ask the rewards about them: a line of the results file for each row."""
+    prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
+    completions = sample_completions(model, processor, prompts, count, sampling, keys, world)
+    texts = [[processor.decode(completion.ids) for completion in group] for group in completions]
+    columns = reward_columns(rows, prompts, completions, processor)
+    flat = [text for said in texts for text in said]
+    values = torch.zeros(len(flat), 0) if not names else score(list(names), flat, columns, processor.answer)
+    values = values.view(len(rows), count, len(names))
+    lines = []
+    for row, group, said, earned in zip(rows, completions, texts, values.tolist(), strict=True):
+        line = {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": []}
+        for completion, text, worth in zip(group, said, earned, strict=True):
+            found = {"text": text, "answer": find_answer(text, processor.answer), "tokens": len(completion.ids)}
+            found |= {"stopped": completion.stopped, "rewards": dict(zip(names, map(finite, worth), strict=True))}
+            line["answers"].append(found)
+        lines.append(line)
+    return lines
+
+
+def summarise(lines: list[dict], names: Sequence[str]) -> dict:
+    """Mean of each reward over rows that it could judge; of the first one pass@k and the accuracy of the majority.
+
+    pass@k: the probability that one of k answers is right, k answers drawn without replacement out of all of a row:
+    1 - C(n - c, k) / C(n, k) with c right ones out of n (Chen et al. 2021, arXiv 2107.03374). majority: whether the
+    answer that was given most often is right; of two the first.
+    """
+    answers = [line["answers"] for line in lines]
+    found = {"cut": sum(not one["stopped"] for said in answers for one in said) / sum(map(len, answers))}
+    for name in names:
+        rows = [[one["rewards"][name] for one in said if one["rewards"][name] is not None] for said in answers]
+        means = [sum(values) / len(values) for values in rows if values]
+        found[name] = sum(means) / len(means) if means else None
+    if not names or found[names[0]] is None:
+        return found
+    judged = [[(one, one["rewards"][names[0]]) for one in said] for said in answers]
+    judged = [said for said in judged if all(value is not None for _, value in said)]
+    n = len(judged[0])
+    right = [sum(value >= RIGHT for _, value in said) for said in judged]
+    for k in (2**i for i in range(n.bit_length()) if n > 1):
+        found[f"pass@{k}"] = sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(right)
+    if n > 1:
+        majority = []
+        for said in judged:
+            given = [normalize(one["answer"] or "") for one, _ in said]
+            [(vote, _)] = Counter(given).most_common(1)
+            majority.append(said[given.index(vote)][1] >= RIGHT)
+        found["majority"] = sum(majority) / len(majority)
+    return found
+
+
+def pin(config, model, processor, decoding: dict) -> dict[str, str]:
+    """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and weights; and all."""
+    template = processor.template.text if processor.template else "qwen"
+    prompt = config.data.prompt_template, config.data.system_prompt, processor.add_vision_id, template
+    pixels = asdict(processor.image_processor), asdict(config.data.video)
+    weights = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights.update(name.encode())
+        weights.update(full.detach().cpu().contiguous().view(torch.uint8).numpy())
+    hashes = {"prompt": _hash(prompt), "pixels": _hash(pixels), "decoding": _hash(decoding)}
+    hashes["weights"] = weights.hexdigest()[:16]
+    return hashes | {"all": _hash(hashes)}
+
+
+def _hash(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shown(summary: dict):
+    """Names and values for the terminal."""
+    for name, value in summary.items():
+        if name != "pin":
+            yield name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else value
+    yield "pin", summary["pin"]["all"]

@@ -1,0 +1,95 @@
+"""`evaluate` and `generate` over a file of rows: lines, means, pass@k, and what the pin depends on."""
+
+import json
+import shutil
+
+import pytest
+from pytest import approx
+
+from minivlmrl.rewards import accuracy, find_answer
+from minivlmrl.tools import answer_rows
+
+SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
+
+
+@pytest.fixture
+def evaluate(checkpoint, rows, tmp_path, monkeypatch):
+    """Evaluate the untrained checkpoint on eight rows; returns lines and summary."""
+    monkeypatch.chdir(tmp_path)
+
+    def evaluate(*arguments, tool=answer_rows.main, model=checkpoint, data=rows):
+        tool(["--model", str(model), "--data", str(data), "--out", "out.jsonl", *SMALL, *arguments])
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        return lines, json.loads((tmp_path / "out.summary.json").read_text())
+
+    return evaluate
+
+
+def test_results_scored_again_give_the_same_mean(evaluate, capsys):
+    lines, summary = evaluate("--num_generations=2", "--data.answer=whole")
+    assert [line["row"] for line in lines] == list(range(8)) and summary["rows"] == 8
+    texts = [one["text"] for line in lines for one in line["answers"]]
+    solutions = [line["solution"] for line in lines for _ in "12"]
+    again = accuracy(answer_texts=[find_answer(text, "whole") for text in texts], solution=solutions)
+    assert summary["accuracy"] == approx(sum(again) / 16)
+    assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
+    assert {"pass@1", "pass@2", "majority", "format"} <= summary.keys()
+    assert f"pin                         {summary['pin']['all']}" in capsys.readouterr().out
+
+
+def test_generate_writes_answers_alone(evaluate):
+    lines, summary = evaluate(tool=answer_rows.generate)
+    assert summary.keys() == {"rows", "pin", "cut"} and lines[0]["answers"][0]["rewards"] == {}
+    again, _ = evaluate(tool=answer_rows.generate)
+    assert lines == again
+    few, _ = evaluate("--rows=3", tool=answer_rows.generate)
+    assert few == lines[:3]
+
+
+def test_the_pin_changes_with_prompt_pixels_decoding_and_weights_alone(evaluate, checkpoint, rows, tmp_path):
+    pins = {}
+    for name, arguments, options in (
+        ("base", [], {}), ("prompt", ["--data.prompt_template=Look. {problem}"], {}),
+        ("pixels", ["--data.max_pixels=3136"], {}), ("decoding", ["--sampling.top_k=3"], {}),
+        ("rewards", ["--data.eval_rewards=[format, accuracy]"], {}),
+        ("rows", [], {"data": rows.parent / "other.jsonl"}),
+        ("copied", [], {"model": shutil.copytree(checkpoint, tmp_path / "copy")}),
+    ):  # fmt: skip
+        pins[name] = evaluate("--rows=2", *arguments, **options)[1]["pin"]
+    base = pins.pop("base")
+    for name, pin in pins.items():
+        assert {key for key in pin if pin[key] != base[key]} == ({name, "all"} if name in base else set())
+    weights = pin_of_changed_weights(evaluate, tmp_path / "copy")
+    assert {key for key in weights if weights[key] != base[key]} == {"weights", "all"}
+
+
+def pin_of_changed_weights(evaluate, folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return evaluate("--rows=2", model=folder)[1]["pin"]
+
+
+def lines_of(*groups):
+    """Rows whose answers, (text, reward), are given."""
+    answers = [[{"answer": a, "stopped": True, "rewards": {"accuracy": r}} for a, r in group] for group in groups]
+    return [{"answers": said} for said in answers]
+
+
+def test_the_summary_by_hand():
+    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0."""
+    right, wrong = ("Cat.", 1.0), ("dog", 0.0)
+    found = answer_rows.summarise(lines_of([right, wrong, ("cat", 1.0), ("bird", 0.0)], [wrong] * 4), ["accuracy"])
+    assert found == approx({
+        "cut": 0, "accuracy": 0.25, "pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5,
+    })  # fmt: skip
+    assert answer_rows.summarise(lines_of([("a", None)]), ["accuracy"]) == {"cut": 0, "accuracy": None}
+
+
+def test_a_mistake_is_one_sentence(evaluate):
+    with pytest.raises(ValueError, match="--num_generations and --rows must be 1 or more"):
+        evaluate("--num_generations=0")
+    with pytest.raises(ValueError, match=r"unknown key sampling\.heat"):
+        evaluate("--sampling.heat=3")
