@@ -26,6 +26,7 @@ from safetensors.torch import load
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
+from minivlmrl.hub import checkpoint as checkpoint_file
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
@@ -245,10 +246,11 @@ def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_save_may_take_longer_than_timeout(recipe, tmp_path):
-    PLACES["slow disk"] = (state_files, "save_file", {"before": lambda *_: time.sleep(6)})
+@pytest.mark.parametrize("owner", [state_files, checkpoint_file])
+def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, owner):
+    PLACES["slow disk"] = (owner, "save_file", {"before": lambda *_: time.sleep(6)})
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--state_steps=1"]
-    assert attempt(recipe, tmp_path, *options, ranks=2, die="slow disk", rank=1) == [0, 0]
+    assert attempt(recipe, tmp_path, *options, ranks=2, die="slow disk", rank=0) == [0, 0]
 
 
 # signals

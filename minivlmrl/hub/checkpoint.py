@@ -3,6 +3,8 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
+from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
 INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
@@ -175,36 +178,36 @@ def save_model(
     weights = dict(model.named_parameters())  # a tied head is there once, as in the hub's checkpoints
     shapes = {name: torch.empty_like(parameter, device="meta") for name, parameter in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
-    is_main, failure = world is None or world.is_main, None
-    files = _full_weights(weights, shards.filename_to_tensors, is_main)
-    if is_main:
-        try:
-            with replacing(folder) as new:
-                dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-                write_json(new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
-                for file, tensors in files:
-                    check_finite(tensors, folder)
-                    save_file(tensors, new / file, metadata={"format": "pt"})  # transformers 4 asks for the format
-                if shards.is_sharded:
-                    write_json(new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
-                _write_processor(new, processor)
-                if more is not None:
-                    more(new)
-        except (OSError, ValueError) as error:
-            failure = error
-    for _ in files:  # joint work: the other ranks, and the first one after a failure
-        pass
-    if world is not None:
-        failure = world.gather_objects(failure)[0]
-    if failure is not None:
-        raise failure
+    world = world or World(0, 1, torch.device("cpu"))
+    with ExitStack() as held:
+
+        def begin():
+            held.new = held.enter_context(replacing(folder))
+            dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+            write_json(held.new / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+
+        def write(file: str, tensors: dict[str, Tensor]):
+            check_finite(tensors, folder)
+            save_file(tensors, held.new / file, metadata={"format": "pt"})  # transformers 4 asks for the format
+
+        def finish():
+            if shards.is_sharded:
+                write_json(held.new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
+            _write_processor(held.new, processor)
+            if more is not None:
+                more(held.new)
+            held.pop_all().close()
+
+        world.together(begin if world.is_main else int)
+        for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):  # joint work
+            world.together(partial(write, file, tensors) if world.is_main else int)
+        world.together(finish if world.is_main else int)
 
 
 def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{where}: not saved, {name} has values that are not finite; what was there is untouched")
+    if name := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+        raise ValueError(f"{where}: not saved, {name} has values that are not finite; what was there is untouched")
 
 
 def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -151,8 +151,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         try:
             if world.is_main:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = held.enter_context(path.open("a"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
+                fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             failure = f"another run is writing into {folder}; wait for it, or take another folder"
         except OSError as error:
