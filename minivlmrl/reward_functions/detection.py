@@ -68,9 +68,8 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects | None:
     if text.casefold().removesuffix(".") in ("none", "no such object"):
         return []
     try:
-        return [
-            (item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in json.loads(text)
-        ]
+        said = json.loads(text)
+        return [(item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in said]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -99,13 +98,11 @@ def _overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def _average_precision(said: Objects, true: Objects) -> float:
-    left, curve = list(true), []
+    left, curve = list(true), []  # the last level of recall that is reached, the precision there
     for number, item in enumerate(said, start=1):
         best = max(left, key=lambda other: _overlap(item, other), default=None)
         if best is not None and _overlap(item, best) >= 0.5:
             left.remove(best)
             hits = len(true) - len(left)
-            curve.append(
-                (hits * 100 // len(true), hits / number)
-            )  # the last level of recall that is reached, precision
+            curve.append((hits * 100 // len(true), hits / number))
     return sum(max((p for r, p in curve if r >= level), default=0.0) for level in range(101)) / 101

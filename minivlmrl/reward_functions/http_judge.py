@@ -35,9 +35,8 @@ def judge(
         # in one pass: an answer that says {solution} is not filled in
         text = re.sub(r"\{(\w+)\}", lambda name: str(known.get(name[1], "")), template)
         body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:

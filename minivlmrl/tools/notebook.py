@@ -10,6 +10,7 @@ import PIL.Image
 
 from minivlmrl import train as loop
 from minivlmrl.data.conversations import FORMS
+from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config, recipes_folder
@@ -79,13 +80,12 @@ def _plain(value, folder: Path, is_path: bool = False):
     if isinstance(value, list | tuple):
         return [_plain(inside, folder, is_path) for inside in value]
     if isinstance(value, PIL.Image.Image):
-        path = folder / f"{_digest(f'{value.mode} {value.size}'.encode() + value.tobytes())}.png"
-        value.save(path)
+        image = load_image(value)  # as it will be read: upright, RGB
+        path = folder / f"{_digest(str(image.size).encode() + image.tobytes())}.png"
+        image.save(path)
         return str(path.resolve())
-    local = (
-        is_path and isinstance(value, str | Path) and not str(value).startswith(("data:", "http:", "https:", "file:"))
-    )
-    return str(Path(value).resolve()) if local else value
+    elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))
+    return str(Path(value).resolve()) if is_path and isinstance(value, str | Path) and not elsewhere else value
 
 
 def _digest(content: bytes) -> str:
