@@ -80,6 +80,11 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, fickle, ["two", "five"])
 
 
+def test_a_value_that_is_no_number_names_its_row(monkeypatch):
+    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five'; it must be"):
+        ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
+
+
 def test_what_our_own_rewards_refuse_begins_with_the_row():
     sizes = {
         "answer_texts": ["1 1 2 2"] * 2,

@@ -33,13 +33,15 @@ BOMBS = [
 
 def test_bombs_end_soon():
     begin = time.monotonic()
-    assert math(BOMBS, ["2"] * len(BOMBS)) == [0.0] * len(BOMBS)
+    assert math(BOMBS * 9, ["2"] * len(BOMBS) * 9) == [0.0] * len(BOMBS) * 9
     assert time.monotonic() - begin < 15
 
 
 def test_a_solution_that_cannot_be_read_is_named():
-    with pytest.raises(ValueError, match=r"^reward math: solution '\?' is no expression that math-verify can read$"):
-        math(["3"], ["?"])
+    with pytest.raises(
+        ValueError, match=r"^reward math: solution '1\+1\+.* is no expression that math-verify can read$"
+    ):
+        math(["3"], ["1+" * 200])
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):

@@ -82,6 +82,13 @@ def test_share_of_wrong_labels(share):
     assert abs(wrong - share * 11 / 12) < 0.05
 
 
+@pytest.mark.parametrize("where", ["tags", "whole", "last_line"])
+def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
+    training, _ = get_task("shapes").datasets(DataSection(task="shapes", answer=where, wrong_demonstrations=0), 0)
+    row = training["demonstrations"][3]
+    assert find_answer(row.completion, where) == row.columns["solution"]
+
+
 def test_noise_changes_demonstrations_only():
     clean, noisy = Shapes(20, 0), Shapes(20, 0, wrong_labels=1.0)
     assert pictures(clean) == pictures(noisy)

@@ -6,10 +6,8 @@ import threading
 from minivlmrl.reward_functions.judges import judge_rows
 
 LONGEST, DEEPEST, SECONDS = 300, 40, 2  # characters and brackets; of one comparison, where a signal can end it
-HUGE = re.compile(
-    r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!"
-)  # towers of powers, factorials
-SEVERAL = re.compile(r"\b(?:or|not|either|neither|maybe)\b|[≠?]|\\(?:neq?|lor|vee)\b", re.IGNORECASE)
+# towers of powers, large powers, factorials
+HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
 def math(answer_texts: list, solution: list, **columns) -> list:
@@ -18,19 +16,16 @@ def math(answer_texts: list, solution: list, **columns) -> list:
 
 
 def _expressions(text: str) -> list | None:
-    """Read all of a text as one expression, in LaTeX, else as plain text."""
+    """Read all of a text as one expression."""
     try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+        from math_verify import LatexExtractionConfig, parse
     except ImportError as error:
         cure = "pip install -c constraints.txt -e '.[math]'"
         raise ValueError(f"reward math needs math-verify: {cure}") from error
-    if len(text) > LONGEST or len(re.findall(r"[(\[{]", text)) > DEEPEST or HUGE.search(text) or SEVERAL.search(text):
+    if len(text) > LONGEST or len(re.findall(r"[(\[{]", text)) > DEEPEST or HUGE.search(text):
         return None
     options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}
-    found = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options)
-    if re.fullmatch(r"[\s\d.,+*/()^%-]+", text):
-        found = found or parse(text, [ExprExtractionConfig()], **options)
-    return found or None
+    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options) or None
 
 
 def _equal(truth: list, said: list) -> bool:
