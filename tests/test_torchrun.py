@@ -56,7 +56,7 @@ def torchrun(tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
         command += [tmp_path / "script.py", tmp_path / "recipe.yaml", f"--output_dir={tmp_path / 'run'}", *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
+        return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True)
 
     return torchrun
 
@@ -83,16 +83,19 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_first(torchrun):
     assert "rank      : 1" in root and "ValueError: the picture is upside down" in root
 
 
-def test_sigterm_to_torchrun_saves_the_state(torchrun, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
+    """A scheduler sends SIGTERM to torchrun; a terminal sends SIGINT to it and to its ranks."""
     process = torchrun("--sft.max_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()[1][-3000:]
-    process.send_signal(signal.SIGTERM)
+    (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
     out, errors = process.communicate(timeout=40)
     assert process.returncode != 0
     [state] = (tmp_path / "run" / "states").glob("0*")
     assert (state / "complete.json").is_file()
     assert f"preempted: the state is in {state}" in out, errors[-3000:]
-    assert "SIGTERM: the state is saved after this rollout" in errors
+    assert f"{number.name}: the state is saved after this rollout" in errors
+    assert "KeyboardInterrupt" not in errors
