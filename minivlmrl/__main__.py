@@ -14,6 +14,7 @@ TOOLS = {  # name: (module:function, what it does)
     "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
     "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file and score the answers"),
     "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
+    "check": ("minivlmrl.tools.check:main", "say what will go wrong with a recipe, before any training"),
     "plan": ("minivlmrl.tools.plan:main", "print what a run needs of each GPU's memory"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),

@@ -1,0 +1,200 @@
+"""Before any training: what will go wrong with a recipe, your rows and your rewards.
+
+python -m minivlmrl check RECIPE [--section.name=value ...]
+
+It draws completions for 16 prompts, asks the rewards about them, about answers that need no picture and about texts
+that are no answers, and prints a sentence for each thing that will not work, with what to do. Nothing is written. The
+exit status is 1 if something was found.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import PIL.Image
+import torch
+
+from minivlmrl.advantages import combine, group_std
+from minivlmrl.chat import content_parts
+from minivlmrl.data.turns import as_turns
+from minivlmrl.generate import Completion, sample_completions
+from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.rewards import find_answer, judge
+from minivlmrl.rows import Processor, Row
+from minivlmrl.run.batches import load_datasets
+from minivlmrl.run.config import load_config
+from minivlmrl.run.model import build_model
+from minivlmrl.run.start import describe_run, show_rows, try_rewards
+from minivlmrl.scale import ranks
+from minivlmrl.train import find_algorithm
+
+PROMPTS = 16  # rows that are asked about
+ROLLOUT = "<think>{}</think><answer>{}</answer>"
+# texts that are no answers: a reward that likes one of them will be given it
+HACKS = {
+    "nothing": "", "empty tags": ROLLOUT.format("", ""), "tags alone": "<think></think><answer></answer>" * 3,
+    "the question": "{question}", "a refusal": ROLLOUT.format("hm", "I cannot tell"),
+    "the same word again": "answer " * 60,
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Print what will go wrong; returns 1 if something will."""
+    if not arguments or "--help" in arguments:
+        print(__doc__)
+        return 0
+    found = list(check(load_config(arguments[0], arguments[1:])))
+    print("\n".join(f"- {sentence}" for sentence in found) or "nothing found that will go wrong")
+    return int(bool(found))
+
+
+def check(config) -> Iterator[str]:
+    """Sentences about a recipe, each with the cause and what to do."""
+    stages = {stage: find_algorithm(stage, config) for stage in config.stages}
+    for algorithm in stages.values():
+        algorithm.check(config)
+    needs = {stage: algorithm.needs for stage, algorithm in stages.items()}
+    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
+    datasets = load_datasets(config.data, needs, config.seed, *judged)
+    try_rewards(config, needs, datasets)
+    world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    model, processor = build_model(config, world)  # refuses what does not fit the GPU
+    describe_run(config, model, world)
+    show_rows(datasets, processor, world)
+    yield from check_settings(config)
+    yield from check_demonstrations(config, datasets, needs, processor)
+    asked = next((rows for stage, rows in datasets.items() if needs.get(stage) == "prompts"), None)
+    if asked is not None:
+        rows = [replace(asked[len(asked) * i // PROMPTS], key=f"check/{i}") for i in range(min(PROMPTS, len(asked)))]
+        yield from check_lengths(config, model, rows, processor)
+        yield from check_rewards(config, rows, processor)
+        if config.model.path:  # random weights, which a first stage is to teach, say nothing yet
+            yield from check_rollouts(config, model, rows, processor, world)
+    ranks.shutdown()
+
+
+def check_settings(config) -> Iterator[str]:
+    """Numbers that no run learns with."""
+    for stage in config.stages:
+        rate, usual = getattr(config, stage).learning_rate, 1e-4 if config.model.path else 1e-2
+        if rate > usual:
+            kind = "a trained model" if config.model.path else "random weights"
+            yield f"{stage}.learning_rate is {rate:g}: over {usual:g} {kind} are lost within a few steps; lower it"
+    if {"grpo", "ppo"} & set(config.stages) and config.sampling.temperature < 0.2:
+        cure = "all completions of a group will be alike; take 1.0"
+        yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
+
+
+def check_demonstrations(config, datasets, needs: dict[str, str], processor: Processor) -> Iterator[str]:
+    """Demonstrations must earn the rewards that a later stage gives."""
+    rows = next((rows for stage, rows in datasets.items() if needs.get(stage) == "demonstrations"), None)
+    if rows is None or not {"grpo", "ppo"} & set(config.stages):
+        return
+    some = [rows[len(rows) * i // PROMPTS] for i in range(min(PROMPTS, len(rows)))]
+    texts = [text_of(as_turns(row.completion)[-1]) for row in some]
+    for name in online_rewards(config):
+        if not set(required_columns([name])) <= set(some[0].columns):
+            continue
+        mean = earned([name], some, texts, processor)[:, 0].nanmean().item()
+        if mean < 0.2:
+            cure = "are the labels shuffled, or does the reward ask for another form? Look at a row and its reward"
+            yield f"demonstrations earn {mean:.2f} of reward {name}: sft would teach what is not rewarded; {cure}"
+
+
+def check_lengths(config, model, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """Prompts that leave the model no room."""
+    longest = max(len(row.prompt(processor).input_ids) for row in rows)
+    if longest > 8192:
+        yield f"a prompt has {longest} tokens; attention grows with its square: lower data.max_pixels or cut the text"
+    seen = sum(bool(row.images or row.videos) for row in rows)
+    if seen == 0:
+        yield "no row has an image or video: the model trains on text alone; name the column image or images"
+    asked = [" ".join(map(text_of, row.messages)) for row in rows]
+    if "format" in config.rewards and config.model.path and not any("<answer>" in text for text in asked):
+        cure = "say it in data.prompt_template, as recipes/own_data.yaml does, or drop the reward"
+        yield f"reward format asks for <think> and <answer>, and no prompt does; {cure}"
+
+
+def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """What the rewards give for texts that need no picture."""
+    names = online_rewards(config)
+    weights = torch.tensor([config.rewards[name] for name in names])
+    if not names or not (weights > 0).any():
+        return
+    best = weights.clamp(min=0).sum()
+    solutions = [str(row.columns.get("solution")) for row in rows]
+    rollouts = [ROLLOUT.format("hm", find_answer(solution) or solution) for solution in solutions]
+    right, [(constant, count)] = earned(names, rows, rollouts, processor), Counter(rollouts).most_common(1)
+    if any(row.columns.get("solution") is not None for row in rows):
+        share = combine(earned(names, rows, [constant] * len(rows), processor), weights).nanmean() / best
+        if count > 1 and share > 0.8:
+            cure = "the rows hardly need their pictures; balance them"
+            yield f"always writing {constant!r:.80} earns {share:.2f} of all that can be earned: {cure}"
+    given = {}  # name of a text: what it earns, (n, K)
+    for name, text in HACKS.items():
+        texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
+        given[name] = earned(names, rows, texts, processor)
+    for k, reward in enumerate(names):
+        means = {name: values[:, k].nanmean().item() for name, values in given.items()}
+        if required_columns([reward]):  # it knows the truth
+            for name in (name for name, mean in means.items() if mean > 0.3 and weights[k] > 0):
+                cure = "a policy finds this; make the reward ask for the answer itself"
+                yield f"reward {reward} gives {means[name]:.2f} to {name} ({HACKS[name]!r:.40}): {cure}"
+        elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
+            cure = "look at what it reads"
+            yield f"reward {reward} says {means['nothing']:.3g} of every text that was tried, even of nothing: {cure}"
+
+
+def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, world) -> Iterator[str]:
+    """Completions of the model as it is: cut, alike, without an answer, or as good without the picture."""
+    stage = "grpo" if "grpo" in config.stages else "ppo"
+    G, names = getattr(config, stage).num_generations, online_rewards(config)
+    weights = torch.tensor([config.rewards[name] for name in names])
+    rewards, drawn = draw(config, model, rows, processor, world, names, G)
+    total, flat = combine(rewards, weights), [c for group in drawn for c in group]
+    cut = sum(not c.stopped for c in flat) / len(flat)
+    if cut > 0.3:
+        limit = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
+        yield f"{cut:.0%} of {len(flat)} completions are cut at {limit}; raise it, or ask for shorter answers"
+    equal = (group_std(total.double(), G) < 1e-8).double().mean().item() if G > 1 else 0.0
+    if equal > 0.9:
+        cure = "take easier or harder prompts, train sft first, or look at what the rewards ask for"
+        yield f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions and would teach nothing; {cure}"
+    texts = [processor.decode(c.ids) for c in flat]
+    unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
+    if unparsed > 0.5:
+        cure = "ask for the form in data.prompt_template, set data.answer (tags, whole, last_line), or train sft first"
+        yield f"{unparsed:.0%} of the completions have no answer where data.answer ({processor.answer}) looks; {cure}"
+    if any(row.images for row in rows):
+        grey = [replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images]) for row in rows]
+        blind = combine(draw(config, model, grey, processor, world, names, G)[0], weights).nanmean()
+        if total.nanmean() > 0 and blind > 0.95 * total.nanmean() and equal < 1:
+            cure = "the model does not look, or need not: check that the right images are with the right rows"
+            real = f"with the real ones {total.nanmean():.2f}"
+            yield f"with grey pictures the completions earn {blind:.2f}, {real}: {cure}"
+
+
+def draw(config, model, rows, processor: Processor, world, names: list[str], count: int) -> tuple:
+    """Completions of each row and what they earn: (n, K) and the groups."""
+    prompts = [row.prompt(processor) for row in rows]
+    keys, gather = [row.key for row in rows], config.rollout.gather_weights
+    drawn = sample_completions(model, processor, prompts, count, config.sampling, keys, world, gather)
+    return judge(names, rows, prompts, drawn, processor), drawn
+
+
+def earned(names: list[str], rows: Sequence[Row], texts: Sequence[str], processor: Processor) -> torch.Tensor:
+    """What a text for each row earns, (n, K)."""
+    prompts = [row.prompt(processor) for row in rows]
+    ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]
+    said = [[Completion(torch.tensor(one), torch.zeros(len(one)), True)] for one in ids]
+    return judge(names, rows, prompts, said, processor)
+
+
+def text_of(message: dict) -> str:
+    """The text of a message, without its images."""
+    return "".join(part.get("text") or "" for part in content_parts(message))
+
+
+def online_rewards(config) -> list[str]:
+    """The rewards that need no model of their own."""
+    return [name for name in config.rewards if name != "reward_model"]
