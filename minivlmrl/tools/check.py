@@ -31,11 +31,9 @@ from minivlmrl.train import find_algorithm
 PROMPTS = 16  # rows that are asked about
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # texts that are no answers: a reward that likes one of them will be given it
-HACKS = {
-    "nothing": "", "empty tags": ROLLOUT.format("", ""), "tags alone": "<think></think><answer></answer>" * 3,
-    "the question": "{question}", "a refusal": ROLLOUT.format("hm", "I cannot tell"),
-    "the same word again": "answer " * 60,
-}  # fmt: skip
+HACKS = {"nothing": "", "empty tags": ROLLOUT.format("", ""), "tags alone": "<think></think><answer></answer>" * 3}
+HACKS |= {"the question": "{question}", "a refusal": ROLLOUT.format("hm", "I cannot tell")}
+HACKS |= {"the same word again": "answer " * 60}
 
 
 def main(arguments: list[str]) -> int:
