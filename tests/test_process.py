@@ -53,3 +53,14 @@ def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
     assert ended(train.main, "--seed=x")[:2] == (2, "")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert ended(train.main, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
+
+
+def test_a_full_disk_is_called_one(ended):
+    def main(_arguments):
+        with open("/dev/full", "w") as file:  # the kernel's own error, from a write that is not ours
+            print("metrics", file=file)
+
+    code, printed, _ = ended(main)
+    assert code == 2 and printed == (
+        "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
+    )

@@ -1,5 +1,6 @@
 """The process of one rank from beginning to end: how it tells torchrun and the user what went wrong."""
 
+import errno
 import json
 import os
 import sys
@@ -13,9 +14,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print an error that this package has put into words as one line, for torchrun's summary too; False: a bug."""
+    """Print a full disk, or an error that this package has put into words, as one line, in torchrun's summary too.
+
+    Returns False for what is neither: a bug.
+    """
     last, line = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
-    if not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith("raise "):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # wherever something was written
+        line += ": the disk is full; make room and go on with --resume=auto"
+    elif not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith("raise "):
         return False
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
