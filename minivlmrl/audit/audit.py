@@ -27,7 +27,6 @@ STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")  # what may be off by a factor
-RATE = "the learning rate means something else"
 
 
 @dataclass
@@ -100,14 +99,12 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
     change = dict(pair for cause in causes for pair in cause.change.items())
     if len(change) < sum(len(cause.change) for cause in causes):
         return None  # two values for one deviation
-    answer = STAGES[name](d, change)
-    factor = 1.0
+    answer, factor = STAGES[name](d, change), 1.0
     if scaled:
         has, should = (torch.cat([(x[i] / x[2]).flatten() for x in answer.values()]) for i in (0, 1))
         power = should.square().sum().item()
         factor = (has @ should).item() / power if power else math.nan
-        reason = why(factor, d, few=should.count_nonzero() < 3)  # of two numbers one is the other times a factor
-        causes = [*causes, reason]
+        causes = [*causes, why(factor, d, few=should.count_nonzero() < 3)]  # any number is another times a factor
     left = error(answer, factor)
     return (causes, left) if left <= TOLERANCE and None not in causes else None
 
@@ -123,7 +120,8 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     found = [text for value, text in known if value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)]
     if not found and (few or not math.isfinite(factor)):
         return None
-    return Cause(f"factor {factor:.6g}", " or ".join(found) or f"all of it is {factor:.6g} times", "", {}, "", RATE)
+    says, costs = " or ".join(found) or f"all of it is {factor:.6g} times", "the learning rate means something else"
+    return Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
 def where(answer: dict) -> str:
@@ -142,10 +140,10 @@ def report(findings: list[Finding], d: Dump) -> str:
         word = "agrees" if f.ok else "DIFFERS"
         lines.append(f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}")
         for number, (causes, left) in enumerate(f.explained[:4]):
-            names = " and ".join(cause.name for cause in causes)
-            lines.append(f"{'':12}{'or' if number else 'explained by'}: {names} (to {left:.0e})")
-            about = ((c.says, c.source, f"costs: {c.costs}" * bool(c.costs)) for c in causes)
-            lines += [f"{'':16}{'; '.join(filter(None, texts))}" for texts in about]
+            word = "or" if number else "explained by"
+            lines.append(f"{'':12}{word}: {' and '.join(cause.name for cause in causes)} (to {left:.0e})")
+            about = ("; ".join(filter(None, (c.says, c.source, c.costs and f"costs: {c.costs}"))) for c in causes)
+            lines += [f"{'':16}{text}" for text in about]
         if not (f.ok or f.explained):
             lines.append(f"{'':12}no known cause explains it")
     left = [name for name in STAGES if name not in {f.stage for f in findings}]

@@ -37,8 +37,7 @@ class Dump:
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
         self.micro_batches = [(self["micro_batch"] == m).nonzero()[:, 0] for m in self["micro_batch"].unique()]
-        prompt = self["attention_mask"] * (1 - self["completion_mask"].long())
-        prompt = prompt if self.get("prompt_mask") is None else self["prompt_mask"]
+        prompt = self.get("prompt_mask", self["attention_mask"] * (1 - self["completion_mask"].long()))
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         self.completion = torch.arange(self.width) >= ends  # (n, S): the columns after the prompt, padding too
 

@@ -1,7 +1,7 @@
 """`python -m minivlmrl parity`: hold every loss and option of ours against the TRL that is installed.
 
 Prints a row for each family of cells and exits with status 0 when every difference has a note that explains it, 1 when
-one has none, 2 when there is no TRL to ask.
+one has none, 2 when there is no TRL to ask. As a function for other people's tests: check(my_loss), without TRL.
 """
 
 import argparse
@@ -16,10 +16,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from minivlmrl.audit import policy_cells as policy
 from minivlmrl.audit import preference_cells as preference
-from minivlmrl.audit.compare import WORDS, Cell, NotInThisVersion, Row, ask, judge
+from minivlmrl.audit.compare import WORDS, Cell, Row, ask, distance, judge
 
 CELLS = (policy.by_loss_type, policy.by_option, policy.by_parameter, policy.together)
 CELLS += (policy.group_advantages, policy.rloo_advantages, policy.sampler_correction, policy.overlong)
@@ -34,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m minivlmrl parity", description="Hold our losses against TRL's.")
     p.add_argument("--filter", default="", metavar="TEXT", help="only families with TEXT in their name")
     p.add_argument("--json", metavar="FILE", help="write the table to FILE")
-    p.add_argument("--record", metavar="FILE", help="write TRL's answers for a selection of cells to FILE")
     options = p.parse_args(arguments)
     os.environ.update(QUIET | dict(os.environ))
     warnings.filterwarnings("ignore")
@@ -48,8 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen:
         print(f"no family's name contains {options.filter!r}; without --filter all are listed", file=sys.stderr)
         return 2
-    if options.record:
-        Path(options.record).write_text(record(chosen, VERSION), encoding="utf-8")
     start = time.perf_counter()
     print(f"minivlmrl against TRL {VERSION}, torch {torch.__version__}: value and gradient\n")
     rows = [table_row(name, cells, VERSION) for name, cells in chosen.items()]
@@ -94,17 +92,23 @@ def status(rows: list[Row]) -> int:
     return 0 if all(row.excused for row in rows) else 1
 
 
-def record(chosen: dict[str, list[Cell]], version: str) -> str:
-    """TRL's answers as JSON: of each family the last cell, of large ones the first too. Inputs come from seeds."""
-    answers = {}
-    for cell in [cell for cells in chosen.values() for cell in (*cells[: len(cells) >= 32], cells[-1])]:
-        try:
-            result = cell.theirs()
-        except NotInThisVersion:
-            continue
-        values = {name: value.tolist() for name, value in result.items() if not name.startswith("metric ")}
-        answers[f"{cell.family}: {cell.name}"] = values
-    first = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in answers.items())
-    head = f'"trl": "{version}", "torch": "{torch.__version__}", "first normal numbers of seed 0": {json.dumps(first)}'
-    return f'{{{head}, "cells": {{\n{lines}\n}}}}\n'
+def check(my_loss, tolerance: float = 1e-6, **only) -> int:
+    """Hold a loss against TRL's recorded values and gradients (AssertionError: where it differs); returns how many.
+
+    my_loss: (batch, options) -> scalar; float64 tensors (B, T), of dpo (B, 2, T), as in fixtures/losses.safetensors.
+    only: options that a case must have, such as kind="grpo", loss_type="dapo".
+    """
+    wrong, count = [], 0
+    with safe_open(Path(__file__).parent / "fixtures" / "losses.safetensors", framework="pt") as file:
+        for name, options in json.loads(file.metadata()["cases"]).items():
+            if any(options.get(key) != value for key, value in only.items()):
+                continue
+            batch = {key.partition("/")[2]: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}/")}  # noqa: SIM118
+            value, slope, logps = batch.pop("loss"), batch.pop("gradient"), batch["per_token_logps"].requires_grad_()
+            loss = my_loss(batch, options)
+            [gradient] = torch.autograd.grad(loss, logps, allow_unused=True, materialize_grads=True)
+            errors, count = (distance(loss.detach(), value), distance(gradient, slope)), count + 1
+            if max(errors) > tolerance:
+                wrong.append(f"{name} {options}: value differs by {errors[0]:.1e}, gradient by {errors[1]:.1e}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {count} cases differ from TRL", *wrong])
+    return count

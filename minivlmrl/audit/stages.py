@@ -164,9 +164,8 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
     a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
     a = AFTER[change.get("advantages", "own")](a)
     a = (a[part] - a[part].mean()) / (a[part].std() + 1e-8) if change.get("whitened") else a[part]
-    ratio, sampler = d.get("importance_sampling_ratio"), d.get("sampler_logps")
-    ratio = None if ratio is None or change.get("no correction") else ratio[part]
-    ratio = ratio if ratio is None or ratio.shape[1] == 1 else d.align(ratio)
+    sampler, ratio = d.get("sampler_logps"), None if change.get("no correction") else d.get("importance_sampling_ratio")
+    ratio = None if ratio is None else (ratio if ratio.shape[1] == 1 else d.align(ratio))[part]
     given = PolicyInputs(lp, entropies[part], old, ref, None if sampler is None else sampler[part], ratio)
     x, kept, _ = policy_terms(given, a * flip, own[part], o)
     x, divide = x * flip * own[part], other_mask(d, own, change.get("divide"))
@@ -178,10 +177,9 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
 def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
     """DPO and its family for the rows `part`: pairs by `pair`, `chosen` says which is."""
     lp, _, ref = inputs(d, lp, own, change.get("inputs"))
-    if change.get("mean"):
-        lp, ref = (x / own.sum(1, keepdim=True).clamp(min=1) for x in (lp, ref))
+    lp, ref = (x / (own.sum(1, keepdim=True).clamp(min=1) if change.get("mean") else 1) for x in (lp, ref))
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
-    index = order.view(-1, 2).flip(1) if change.get("exchanged") else order.view(-1, 2)
+    index = order.view(-1, 2).flip([1] if change.get("exchanged") else [])
     squares, options = d.get("log_sum_sq_probs"), changed(DPOLoss(**d.about.get("loss", {})), change)
     given = {"ref_per_token_logps": ref[index], "counts": counts(d, order, own, change, each=2)}
     given["log_sum_sq_probs"] = None if squares is None else squares[index]

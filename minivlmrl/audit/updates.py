@@ -5,6 +5,7 @@ import re
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from minivlmrl.audit.dump import Dump
 from minivlmrl.audit.stages import Answer
@@ -48,8 +49,7 @@ def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
     """Patches and grids of each row; num_images (n,) says how many it has, by default one."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
     number = d.get("num_images", torch.full((n,), int(len(grids) > 0))).tolist()
-    of_row = grids.split(number)
-    patches = d.get("pixel_values", torch.zeros(0, 1176))
+    patches, of_row = d.get("pixel_values", torch.zeros(0, 1176)), grids.split(number)
     return patches.split([int(grid.prod(1).sum()) for grid in of_row]), of_row
 
 
@@ -86,11 +86,7 @@ def gradients(d: Dump, change: dict) -> Answer:
 
 def clip_share(grads: dict[str, Tensor], largest: float) -> float:
     """What clipping multiplies gradients with."""
-    return min(1.0, largest / (norm(grads) + 1e-6)) if largest else 1.0
-
-
-def norm(grads: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(x.square().sum().item() for x in grads.values()))
+    return min(1.0, largest / (get_total_norm(grads.values()).item() + 1e-6)) if largest else 1.0
 
 
 def clip(d: Dump, change: dict) -> Answer:
@@ -98,14 +94,14 @@ def clip(d: Dump, change: dict) -> Answer:
     grads, clipped, how = d.parameters("grad"), d.parameters("clipped"), change.get("clip", "norm")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
-    bound, length = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0, norm(grads)
+    bound, length = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0, get_total_norm(grads.values()).item()
     share = {"norm": clip_share(grads, bound), "always": bound / (length + 1e-6)}.get(how, 1.0)
     value = {name: x * (clip_share({name: x}, bound) if how == "each" else share) for name, x in grads.items()}
     value = {name: x.clamp(-bound, bound) for name, x in grads.items()} if how == "value" else value
     unit = max(x.abs().max() for x in grads.values()) + 1e-30
     answer = {f"clipped.{name}": (x, value[name], unit) for name, x in clipped.items()}
     if d.get("grad_norm") is not None and not d.about.get("some"):
-        logged = torch.tensor([norm(value) if change.get("logged") == "clipped" else length])
+        logged = torch.tensor([get_total_norm(value.values()).item() if change.get("logged") == "clipped" else length])
         answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * length + 1e-30
     return answer
 
@@ -117,10 +113,7 @@ def update(d: Dump, change: dict) -> Answer:
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
     rate, (b1, b2), answer = o["learning_rate"], o["betas"][:: -1 if change.get("betas") else 1], {}
-    states = (
-        {} if change.get("reset") else d.parameters("exp_avg"),
-        {} if change.get("reset") else d.parameters("exp_avg_sq"),
-    )
+    states = [{} if change.get("reset") else d.parameters(kind) for kind in ("exp_avg", "exp_avg_sq")]
     for name, w in before.items():
         g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         plain = (name in o.get("no_decay", ())) != (change.get("decay") == "exchanged")
@@ -143,9 +136,8 @@ def schedule(d: Dump, change: dict) -> Answer:
     s, o = d.about.get("schedule"), d.about.get("optimizer", {})
     if not s or "learning_rate" not in o or s["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
         return None
-    t = max(
-        0, s["step"] * (len(d.micro_batches) if change.get("micro") else change.get("steps", 1)) + change.get("late", 0)
-    )
+    times = len(d.micro_batches) if change.get("micro") else change.get("steps", 1)
+    t = max(0, s["step"] * times + change.get("late", 0))
     warmup = 0 if change.get("no warmup") or s["type"] == "constant" else s.get("warmup_steps", 0)
     done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
     falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}

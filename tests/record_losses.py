@@ -1,0 +1,32 @@
+"""TRL's answers for a selection of cells: python tests/record_losses.py writes tests/recorded/trl_VERSION.json."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from minivlmrl.audit.compare import Cell, NotInThisVersion
+from minivlmrl.audit.parity import families
+
+
+def record(chosen: dict[str, list[Cell]], version: str) -> str:
+    """TRL's answers as JSON: of each family the last cell, of large ones the first too. Inputs come from seeds."""
+    answers = {}
+    for cell in [cell for cells in chosen.values() for cell in (*cells[: len(cells) >= 32], cells[-1])]:
+        try:
+            result = cell.theirs()
+        except NotInThisVersion:
+            continue
+        values = {name: value.tolist() for name, value in result.items() if not name.startswith("metric ")}
+        answers[f"{cell.family}: {cell.name}"] = values
+    first = torch.randn(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in answers.items())
+    head = f'"trl": "{version}", "torch": "{torch.__version__}", "first normal numbers of seed 0": {json.dumps(first)}'
+    return f'{{{head}, "cells": {{\n{lines}\n}}}}\n'
+
+
+if __name__ == "__main__":
+    from minivlmrl.audit.trl_oracle import VERSION
+
+    file = Path(__file__).parent / "recorded" / f"trl_{VERSION}.json"
+    file.write_text(record(families(), VERSION), encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Assertions for other people's tests fail where they should; the fixtures of the wheel hold our numbers to others'."""
+
+import json
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from minivlmrl.audit.checks import (
+    FIXTURES,
+    assert_image_matters,
+    assert_rank_invariant,
+    assert_same_logps,
+    assert_split_invariant,
+)
+from minivlmrl.batch import pack
+from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rope import get_rope_index
+from minivlmrl.rows import Prompt
+from minivlmrl.vision import window_order
+
+X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
+
+
+def mean_over_tokens(parts):
+    """The gradient of a token mean of the step."""
+    mask = torch.arange(4) < LENGTHS[:, None]
+    return {"w": sum((X[rows] * mask[rows]).sum(0) for rows in parts) / mask.sum()}
+
+
+def mean_of_means(parts):
+    mask = torch.arange(4) < LENGTHS[:, None]
+    return {"w": sum((X[rows] * mask[rows]).sum(0) / mask[rows].sum() for rows in parts) / len(parts)}
+
+
+def test_splits_and_ranks():
+    for check, what in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
+        check(mean_over_tokens, 6)
+        with pytest.raises(AssertionError, match=f"^{what} .* w differs by"):
+            check(mean_of_means, 6)
+        with pytest.raises(AssertionError, match="all gradients are zero"):
+            check(lambda parts: {"w": torch.zeros(2)}, 6)
+
+
+def test_images():
+    assert_image_matters(lambda pixels: pixels.sum(1), numpy.arange(6.0).reshape(2, 3))
+    with pytest.raises(AssertionError, match="is it ignored"):
+        assert_image_matters(lambda pixels: torch.ones(3), numpy.arange(6.0).reshape(2, 3))
+    with pytest.raises(AssertionError, match="is dropout on"):
+        assert_image_matters(lambda pixels: torch.rand(3), torch.ones(2, 3))
+
+
+def test_logps():
+    logps = -torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    assert_same_logps(logps.numpy(), logps + 1e-5)
+    with pytest.raises(AssertionError, match=r"^row 1, token 2: -0\.\d+ and -0\.\d+ nats$"):
+        assert_same_logps(logps, logps + 0.1 * torch.nn.functional.one_hot(torch.tensor(10), 24).view(3, 8))
+    with pytest.raises(AssertionError, match="they agree when shifted by one token"):
+        assert_same_logps(logps, logps.roll(1, 1))
+    mask = torch.ones(3, 8)
+    mask[1, 2] = 0
+    assert_same_logps(logps, logps + 0.1 * (1 - mask), mask)
+
+
+def test_the_fixtures_are_read_by_numpy_and_safetensors_alone():
+    code = f"""
+import sys
+from safetensors.numpy import load_file
+for name in ("losses", "tiny_qwen2_5_vl"):
+    assert len(load_file({str(FIXTURES)!r} + "/" + name + ".safetensors")) > 40
+assert "torch" not in sys.modules and "minivlmrl" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 2_000_000
+
+
+def test_our_numbers_are_those_of_the_fixture():
+    """Patches, positions, windows and logits of a tiny checkpoint, recorded from transformers 5.23."""
+    with safe_open(FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
+        config = ModelConfig.from_dict(json.loads(file.metadata()["config"]), "config")
+        x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle is no dict
+    model = FAMILIES[config.model_type].model(config)
+    weights = {name.removeprefix("model/"): value for name, value in x.items() if name.startswith("model/")}
+    model.load_state_dict(weights, strict=True)
+    image = Image.fromarray(x["image"].numpy())
+    processor = ImageProcessor(min_pixels=28 * 28)
+    patches, grid = processor(image)
+    assert torch.equal(torch.tensor([grid]), x["image_grid_thw"])
+    assert torch.allclose(torch.as_tensor(patches), x["pixel_values"], atol=1e-5)
+    ids, grids = x["input_ids"], x["image_grid_thw"]
+    assert torch.equal(get_rope_index(ids, grids, config), x["position_ids"])
+    assert torch.equal(window_order(grids, config.vision_config)[0], x["window_index"])
+    batch = pack([Prompt(ids, x["pixel_values"].double(), grids)], [[]], config)
+    with torch.no_grad():
+        logits = model.double().lm_head(model(batch))
+    assert (logits - x["logits"]).abs().max() < 1e-5
