@@ -291,7 +291,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str]):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)  # --seed is no --seeds
     parser.add_argument("--bug", choices=[*BUGS], help="run the default recipe with this bug")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="names of rows")
