@@ -89,11 +89,6 @@ def test_either_a_task_or_a_file(data):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 
-def test_an_unknown_task_is_named():
-    with pytest.raises(ValueError, match=r"data\.task is 'counting'; embedded tasks are shapes, localisation"):
-        load_datasets(DataSection(task="counting"), {"grpo": "prompts"}, 0)
-
-
 @pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("reward_model", "pairs")])
 def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
     with pytest.raises(
