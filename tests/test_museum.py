@@ -65,6 +65,15 @@ def test_the_museum_has_thirty_bugs_with_short_patches():
         assert len([line for line in body if line.strip()]) <= 8, name
 
 
+def test_a_run_gets_its_seed_and_options(monkeypatch):
+    """--seed is train.py's, no abbreviation of --seeds."""
+    given = []
+    monkeypatch.setattr("minivlmrl.train.main", given.extend)
+    monkeypatch.setattr(museum, "setattr", monkeypatch.setattr, raising=False)
+    museum.main(["--bug", "old_ignored", "--seed=3", "--output_dir=x"])
+    assert given == ["--grpo.num_iterations=2", museum.OPEN, "--seed=3", "--output_dir=x"]
+
+
 def test_the_table_has_a_row_for_each_bug_and_what_it_costs():
     rows = [{"name": "healthy", "seed": 0, "sampled": 0.9}, {"name": "std_with_n", "seed": 0, "sampled": 0.8}]
     table = museum.table(rows)

@@ -51,7 +51,11 @@ def test_the_default_recipe_trains_from_the_wheel_alone(installed, tmp_path):
 @pytest.mark.slow
 def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(installed):
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
-        for path in [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".json", ".html")]:
+        for path in [
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".yaml", ".json", ".html", ".safetensors")
+        ]:
             if path != ROOT / "minivlmrl" / "kernels" / "__init__.py":  # points to kernels/ in a source tree
                 assert (installed / "minivlmrl" / inside / path.relative_to(ROOT / folder)).is_file(), path
     [scripts] = installed.glob("*.dist-info/entry_points.txt")

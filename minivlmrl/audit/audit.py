@@ -64,8 +64,7 @@ def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
     findings = []
     for name, stage in STAGES.items():
-        answer = stage(d, {})
-        if answer is None:
+        if (answer := stage(d, {})) is None:
             continue
         findings.append(f := Finding(name, error(answer), sum(has.numel() for has, _, _ in answer.values())))
         if not f.ok:
@@ -118,10 +117,9 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     known += [(number, f"not divided by the {number:g} {what}") for what, number in counts.items()]
     known += [(1 / number, f"divided once more by the {number:g} {what}") for what, number in counts.items()]
     found = [text for value, text in known if value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)]
-    if not found and (few or not math.isfinite(factor)):
-        return None
     says, costs = " or ".join(found) or f"all of it is {factor:.6g} times", "the learning rate means something else"
-    return Cause(f"factor {factor:.6g}", says, costs=costs)
+    unknown = not found and (few or not math.isfinite(factor))
+    return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
 def where(answer: dict) -> str:

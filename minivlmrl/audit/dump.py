@@ -73,6 +73,5 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
     Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    save_file(plain, Path(folder) / "step.safetensors")
+    save_file({n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()}, Path(folder) / "step.safetensors")
     (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

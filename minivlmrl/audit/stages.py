@@ -1,8 +1,7 @@
 """What of a step can be computed again from the rest of it: advantages, masks, the loss and its gradient.
 
-A stage is a function (dump, change) -> {name: (what the trainer has, what it should be, unit)}, or None where the dump
-lacks what the stage needs. An empty `change` is the definition; each key is a deviation, see causes.yaml. `unit` is the
-size of what was added up, and so of the rounding: an error is |has - should| / unit.
+A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks something. Without change it
+is the definition; each key is a deviation, see causes.yaml. An error is |has - should| / unit, the size of the terms.
 """
 
 import copy
@@ -52,7 +51,7 @@ def advantages(d: Dump, change: dict) -> Answer:
 
 def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, inside: bool):
     """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in float32."""
-    value, divisor = torch.zeros_like(x), torch.ones_like(x)
+    value, divisor, tiled = torch.zeros_like(x), torch.ones_like(x), [x[group == g].nanmean() for g in group.unique()]
     for member in (group == g for g in group.unique()):
         real = x[member & ~x.isnan()]
         over = {"group": real, "batch": x[~x.isnan()]}.get(scale)
@@ -62,6 +61,7 @@ def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsi
         if over is not None:
             std = over.std(correction=ddof) if len(over) > ddof else x.new_tensor(torch.nan)
             divisor[member] = (std.square() + epsilon).sqrt() if inside else std + epsilon
+    value = x - torch.stack(tiled).repeat(len(x) // len(tiled)) if centre == "tiled" else value
     value = (value / divisor).nan_to_num(0.0, 0.0, 0.0)
     return value, value.abs().max() + 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0) + 1e-30
 
@@ -108,9 +108,7 @@ def loss(d: Dump, change: dict) -> Answer:
     of = {"grpo": policy, "dpo": preference, "sft": demonstrations}[d.about["kind"]]
     parts = [of(d, part, leaves[0], leaves[-1], own, change) for part in d.micro_batches]
     losses, units = (torch.stack(x) for x in zip(*parts, strict=True))
-    slopes = [torch.zeros_like(x) for x in leaves]
-    if losses.requires_grad:
-        slopes = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+    slopes = torch.autograd.grad(losses.sum() + 0 * leaves[0].sum(), leaves, materialize_grads=True)
     answer = {"loss": (has["loss"], losses.detach(), units + 1e-30)}
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
         unit = max(x.abs().max() for x in (slope, has[name]) if x is not None) + 1e-30
@@ -123,14 +121,19 @@ def inputs(d: Dump, lp: Tensor, own: Tensor, name: str | None) -> tuple[Tensor, 
     old, r = d.get("old_per_token_logps", lp.detach()), d.get("ref_per_token_logps", lp.detach())
     share, now = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1), lp.detach()
     old_of = {"no old": now, "live old": lp, "frozen ratio": lp - (lp - old).detach(), "old is reference": r}
-    old_of |= {"old of next row": old.roll(1, 0), "old later": old.roll(1, 1), "old earlier": old.roll(-1, 1)}
-    old_of |= {"padded length": lp - (lp - old) * share}
+    old_of |= {"padded length": lp - (lp - old) * share} | {f"old {name}": x for name, x in shifted(d, old).items()}
     ref_of = {"reversed KL": 2 * lp - r, "frozen KL": lp + (r - lp).detach(), "reference is old": old}
     ref_of |= {"no reference": r * 0, "live reference": lp, "reference is policy": now, "swapped": now}
-    ref_of |= {"reference of next row": r.roll(1, 0), "inverted ratio": r + 2 * (old - lp)}
-    ref_of |= {"reference later": r.roll(1, 1), "reference earlier": r.roll(-1, 1)}
+    ref_of |= {f"reference {name}": x for name, x in shifted(d, r).items()} | {"inverted ratio": r + 2 * (old - lp)}
     policy_of = {"inverted ratio": 2 * old - lp, "swapped": r + (lp - now)}
     return policy_of.get(name, lp), old_of.get(name, old), ref_of.get(name, r)
+
+
+def shifted(d: Dump, x: Tensor) -> dict[str, Tensor]:
+    """(n, S) of other rows or tokens: with zeros from the prompt, or rolled within the completions' columns."""
+    first, moves = int(d.completion.any(0).long().argmax()), (("later", 1), ("earlier", -1))
+    cut = {f"rolled {name}": torch.cat([x[:, :first], x[:, first:].roll(by, 1)], 1) for name, by in moves}
+    return cut | {name: x.roll(by, 1) for name, by in moves} | {"of next row": x.roll(1, 0)}
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:

@@ -64,8 +64,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 
 def gradients(d: Dump, change: dict) -> Answer:
     """What the optimizer step has accumulated: the gradients of all micro-batches, through the model."""
-    has = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}
-    slopes = d.get("logps_gradient")
+    has, slopes = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}, d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
         return None
     slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
@@ -112,18 +111,18 @@ def update(d: Dump, change: dict) -> Answer:
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
-    rate, (b1, b2), answer = o["learning_rate"], o["betas"][:: -1 if change.get("betas") else 1], {}
+    rate, (b1, b2), answer = o["learning_rate"], change.get("betas", o["betas"]), {}
     states = [{} if change.get("reset") else d.parameters(kind) for kind in ("exp_avg", "exp_avg_sq")]
     for name, w in before.items():
         g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         plain = (name in o.get("no_decay", ())) != (change.get("decay") == "exchanged")
         decay = o["weight_decay"] * {"none": 0, "all": 1}.get(change.get("decay"), 0 if plain else 1)
-        value, first = w, 1 if change.get("reset") else o["step"]
+        value, first, eps = w, 1 if change.get("reset") else o["step"], change.get("eps", o["eps"])
         for t in range(first, first + change.get("times", 1)):
             slope, value = (g + decay * value, value) if change.get("coupled") else (g, value * (1 - rate * decay))
             m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope.square()
             c1, c2 = (1, 1) if change.get("uncorrected") else (1 - b1**t, 1 - b2**t)
-            root = (v / c2 + o["eps"]).sqrt() if change.get("inside") else (v / c2).sqrt() + o["eps"]
+            root = (v / c2 + eps).sqrt() if change.get("inside") else (v / c2).sqrt() + eps
             value = value - rate * {"sgd": slope, "sign": slope.sign()}.get(change.get("rule"), m / c1 / root)
         value = w if change.get("frozen") and re.search(change["frozen"], name) else value
         unit = (value - w).abs().max() + 2e5 * d.eps[f"before.{name}"] * w.abs() + 1e-30
