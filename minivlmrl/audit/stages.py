@@ -1,7 +1,7 @@
 """What of a step can be computed again from the rest of it: advantages, masks, the loss and its gradient.
 
-A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks something. Without change it
-is the definition; each key is a deviation, see causes.yaml. An error is |has - should| / unit, the size of the terms.
+A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks something. `change` is
+empty for the definition, or a deviation of causes.yaml. An error is |has - should| / unit, the size of the terms.
 """
 
 import copy
