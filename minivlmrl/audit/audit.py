@@ -127,7 +127,9 @@ def where(answer: dict) -> str:
     wrong = {name: ((has - should).abs() / unit > TOLERANCE) for name, (has, should, unit) in answer.items()}
     parts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     parts[3:] = [f"and {len(parts) - 3} more"] * (len(parts) > 3)
-    whole = [name for name, x in wrong.items() if x.dim() == 2 and not x.any(1).all() and name.endswith("gradient")]
+    whole = [
+        name for name, x in wrong.items() if x.dim() == 2 and 0 < x.any(1).sum() < len(x) and name.endswith("gradient")
+    ]
     return ", ".join(parts + [f"in {int(wrong[name].any(1).sum())} of {len(wrong[name])} rows" for name in whole])
 
 
@@ -136,7 +138,7 @@ def report(findings: list[Finding], d: Dump) -> str:
     lines = []
     for f in findings:
         word = "agrees" if f.ok else "DIFFERS"
-        lines.append(f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}")
+        lines.append(f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip())
         for number, (causes, left) in enumerate(f.explained[:4]):
             word = "or" if number else "explained by"
             lines.append(f"{'':12}{word}: {' and '.join(cause.name for cause in causes)} (to {left:.0e})")
