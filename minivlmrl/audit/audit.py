@@ -127,10 +127,8 @@ def where(answer: dict) -> str:
     wrong = {name: ((has - should).abs() / unit > TOLERANCE) for name, (has, should, unit) in answer.items()}
     parts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     parts[3:] = [f"and {len(parts) - 3} more"] * (len(parts) > 3)
-    whole = [
-        name for name, x in wrong.items() if x.dim() == 2 and 0 < x.any(1).sum() < len(x) and name.endswith("gradient")
-    ]
-    return ", ".join(parts + [f"in {int(wrong[name].any(1).sum())} of {len(wrong[name])} rows" for name in whole])
+    rows = [x.any(1) for name, x in wrong.items() if name.endswith("gradient")]
+    return ", ".join(parts + [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)])
 
 
 def report(findings: list[Finding], d: Dump) -> str:
