@@ -88,8 +88,9 @@ class Algorithm:
 
         save_model(folder / "checkpoint", self.policy, self.processor, self.world)
 
-    def pair_accuracy(self, rows) -> float | None:
-        """Share of held-out pairs with the chosen answer ahead; None: it cannot tell."""
+    def evaluate(self, rows) -> dict[str, float]:
+        """What it can tell of held-out rows besides answers: `pairs` or `loss` of Evaluation."""
+        return {}
 
 
 class GRPO(Algorithm):

@@ -7,7 +7,6 @@ torchrun train.py --help [SECTION]             # every option with its default
 """
 
 import math
-from pathlib import Path
 
 from minivlmrl.batch import Step
 from minivlmrl.grpo import Algorithm
@@ -62,41 +61,41 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
-    from minivlmrl.run.results import Results, check_folder
+    from minivlmrl.run.results import Results, check_outputs
     from minivlmrl.run.start import describe_run, show_rows, try_rewards
+    from minivlmrl.run.trackers import Trackers
     from minivlmrl.scale.resume import States
 
-    check_folder(config)
+    check_outputs(config)
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
     datasets = load_datasets(config.data, needs, config.seed, *judged)
-    held_out = datasets.get("eval")
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world)
     describe_run(config, model, world)
     show_rows(datasets, processor, world)
     states = States(config, world, signals)
     progress = states.to_resume()
-    results = Results(config, model, processor, world, held_out, progress.results)
-    completions = CompletionsLog(config, world, progress)
-    if states.resumed is None:
-        results.measure("start")
-    with MetricsLog(results.folder, world, progress.logs, completions) as log:
+    others = CompletionsLog(config, world, progress), Trackers(config, world, progress)
+    with MetricsLog(config.output_dir, world, progress.logs, *others) as log:
+        results = Results(config, model, processor, log, datasets.get("eval"), progress)
         algorithm = None
+        if states.resumed is None:
+            results.measure("start")
         for number, stage in list(enumerate(config.stages))[progress.stage :]:
             if algorithm is not None:
                 algorithm.save(results.folder)
                 world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world)
-            train(algorithm, datasets[stage], held_out, log, states, progress)
+            train(algorithm, datasets[stage], results, log, states, progress)
             results.measure(f"after_{stage}", algorithm)
             progress.begin_stage(number + 1)
     results.write(progress.seconds, algorithm)
 
 
-def train(algorithm: Algorithm, rows, held_out, log, states, progress):
+def train(algorithm: Algorithm, rows, results, log, states, progress):
     """Run one stage, from its first step or from a state.
 
     A loss, gradient or logit that is not finite ends it with a ValueError before the update.
@@ -109,7 +108,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress):
     batches = Batches(rows, algorithm, progress.draws)
     optimizer = build_optimizer(algorithm.trained, config)
     if not states.restore(algorithm, optimizer):
-        algorithm.begin(batches, held_out)
+        algorithm.begin(batches, results.held_out)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
     for number in range(progress.step, config.max_steps):
@@ -119,8 +118,7 @@ def train(algorithm: Algorithm, rows, held_out, log, states, progress):
         except FloatingPointError as error:
             raise states.diverged(f"{stage} step {number}: {error}") from error
         log.step(number, metrics, step)
-        if config.save_steps and (number + 1) % config.save_steps == 0:
-            algorithm.save(Path(algorithm.run.output_dir))
+        results.after_step(algorithm, number + 1)
         progress.advance(stage, batches.draws, log.seconds)
         states.after_step(progress, algorithm, optimizer, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()

@@ -74,7 +74,7 @@ class Result:
 
     lines: list[dict] = field(default_factory=list)  # metrics of each step
     weights: dict = field(default_factory=dict)  # full, after the last step
-    pairs: float | None = None  # share of held-out pairs with the chosen answer ahead
+    evaluation: dict = field(default_factory=dict)  # what the algorithm says of held-out rows
     texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
 
 
@@ -100,7 +100,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     steps = algorithm.steps(batches)
     for number in range(settings.max_steps):
         result.lines.append(train.optimizer_step(algorithm, next(steps), optimizer, number))
-    result.pairs = algorithm.pair_accuracy(held_out)
+    result.evaluation = algorithm.evaluate(held_out)
     reshard(algorithm.trained)
     for name, parameter in algorithm.trained.named_parameters():
         result.weights[name] = parameter.full_tensor() if config.uses_fsdp else parameter

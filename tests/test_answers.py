@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, pieces, with_pairs
+from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, pieces, with_answers
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.shapes import Shapes
 
@@ -57,7 +57,7 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen):
 def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
-    assert with_pairs(rows, ONE) == [2]
+    assert with_answers(rows, ONE) == [2]
     assert pair_accuracy(ONE, Rows(rows[:2]), None) is None and pair_accuracy(ONE, Rows(), None) is None
 
 

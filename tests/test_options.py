@@ -192,11 +192,12 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 ]  # fmt: skip
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py
 # (micro_batch_size), test_dpo.py (precompute_ref_log_probs), test_reward_model.py (path), test_ppo.py (critic_path),
+# test_results.py (evaluations, checkpoints), test_trackers.py (report_to),
 # test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
 # test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
-    *(f"{stage}.save_steps" for stage in STAGES),
+    *(f"{stage}.{name}" for stage in STAGES for name in ("eval_steps", "save_steps", "save_total_limit")),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *(
         "output_dir",
@@ -211,7 +212,7 @@ OTHERS = {
     *("data.skip_unreadable",),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
-    *("log_completions", "show_completions", "rollout.max_logp_mismatch"),
+    *("log_completions", "show_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
 }
 
 

@@ -40,7 +40,8 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     steps = metrics(trained)
     assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[3]["reward"])
     charts = re.findall(r'aria-label="(\S+) by step"', html)
-    assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"})
+    evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
+    assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
     assert html.count('src="data:image/webp;base64,') == 1
     assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
 

@@ -3,20 +3,25 @@
 import errno
 import json
 import math
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from runs import LETTERS, summary
 
 from minivlmrl.hub.checkpoint import load_model, random_model
 from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import Evaluation
+from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.results import Results, row
 from minivlmrl.scale.ranks import World
+from minivlmrl.scale.resume import Progress
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.tools.page import collect
 
 from stages import ONE
 
@@ -42,19 +47,28 @@ def results(home, tmp_path, monkeypatch):
     """results(world, held_out) of a run in tmp_path / "run"."""
     monkeypatch.setattr(file, "write_report", lambda *_: None)
 
-    def results(world=ONE, held_out=None):
-        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}"])
+    def results(*overrides, world=ONE, held_out=None):
+        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
+        if world.is_main:
+            (tmp_path / "run").mkdir()
+        log = MetricsLog(tmp_path / "run", world)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        return Results(config, model, processor, world, held_out, {})
+        return Results(config, model, processor, log, held_out, Progress(0, config.stages, ""))
 
     return results
+
+
+def trained(stage, max_steps=3, saved=None, **says):
+    """An algorithm at the end of its stage."""
+    config = SimpleNamespace(max_steps=max_steps, eval_steps=1, save_steps=0)
+    return SimpleNamespace(stage=stage, config=config, evaluate=lambda rows: says, save=saved)
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
     monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(0.25, 0.5, 1.0, []))
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
-    found.measure("after_sft", SimpleNamespace(pair_accuracy=lambda rows: len(rows) / 8))
+    found.measure("after_sft", trained("sft", pairs=0.5))
     found.write({"sft": 1.5})
     summary = json.loads((found.folder / "summary.json").read_text())
     plain = {"sampled": 0.25, "greedy": 0.5, "format": 1.0}
@@ -88,7 +102,7 @@ def test_without_held_out_rows_nothing_is_measured(results, monkeypatch):
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
     monkeypatch.setattr(file, "save_model", lambda *_: None)  # which all ranks call
-    found = results(World(1, 2, torch.device("cpu")))
+    found = results(world=World(1, 2, torch.device("cpu")))
     found.write({"sft": 1.5})
     assert not found.folder.exists()
 
@@ -130,3 +144,86 @@ def test_overwrite_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain)
     assert not list((folder / "states").glob("0*"))
     config = load_config(folder / "config.yaml")
     assert (config.overwrite, config.resume) == (False, None)
+
+
+# while a stage trains
+
+INTERIM = ("--stages=[sft, grpo]", "--sft.eval_steps=2", "--grpo.eval_steps=1")
+
+
+def evaluations(folder):
+    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_evaluations_on_the_way_change_nothing_else(run, capsys):
+    with_them, without = run(*INTERIM, LETTERS, name="with"), run("--stages=[sft, grpo]", LETTERS, name="without")
+    lines, table = evaluations(with_them), summary(with_them)
+    steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 1), ("grpo", 2), ("grpo", 3)]
+    assert [(line["stage"], line["step"]) for line in lines] == steps
+    for line, name in ((0, "start"), (2, "after_sft"), (5, "after_grpo")):
+        assert {key: lines[line][key] for key in ("sampled", "greedy", "format")} == table[name]
+    assert ["loss" in line for line in lines] == [False, True, True, False, False, False]
+    assert lines[2]["loss"] < lines[1]["loss"]
+    assert evaluations(without) == [lines[0], lines[2], lines[5]]
+    for name in ("metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
+        assert (with_them / name).read_bytes() == (without / name).read_bytes()
+    out = capsys.readouterr().out
+    assert "evaluation, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
+    assert collect(with_them)["metrics"][-1] == {"stage": "grpo", "step": 3} | {
+        f"eval/{name}": lines[5][name] for name in ("sampled", "greedy", "format")
+    }
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_resumed_run_writes_each_evaluation_once(run):
+    options = (*INTERIM, LETTERS, "--state_steps=1", "--keep_states=9", "--keep_best=sampled")
+    folder = run(*options)
+    whole = (folder / "evaluations.jsonl").read_bytes()
+    best = (folder / "best/checkpoint/model.safetensors").read_bytes()
+    for path in sorted((folder / "states").glob("0*"))[4:]:  # as if it had been killed in grpo's second step
+        shutil.rmtree(path)
+    run(*options, "--resume=auto")
+    assert (folder / "evaluations.jsonl").read_bytes() == whole and len(evaluations(folder)) == 6
+    assert (folder / "best/checkpoint/model.safetensors").read_bytes() == best
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "saved"),
+    [("sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4]), ("loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
+     ("pairs", [None] * 5, [])],
+)  # fmt: skip
+def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
+    """The first evaluation is of the model as it came: it is on the disk already."""
+    monkeypatch.setattr(
+        file, "evaluate", lambda *_: Evaluation(values[len(done)] if kind == "sampled" else 0, 0, 0, [])
+    )
+    found, done, kept = results(f"--keep_best={kind}", held_out=Shapes(1, "x")), [], []
+    algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
+    algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
+    found.measure("start")
+    for step in range(1, 5):
+        done.append(step)
+        found.after_step(algorithm, step)
+    found.measure("after_sft", algorithm)
+    assert kept == [(step, found.folder / "best") for step in saved]
+    assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)
+
+
+@pytest.mark.usefixtures("plain")
+def test_numbered_checkpoints_have_a_limit(run):
+    """One of an earlier, longer run in this folder goes first."""
+    options = ("--stages=sft", "--sft.save_steps=1", "--sft.save_total_limit=2", "--sft.max_steps=4")
+    folder = run(*options[:-1], "--sft.max_steps=6")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000005", "sft-000006"]
+    run(*options, "--overwrite=true")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000003", "sft-000004"]
+    last, end = folder / "checkpoints/sft-000004/checkpoint", folder / "checkpoint"
+    assert (last / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--sft.eval_steps=1", "--keep_best=greedy"])
+def test_evaluations_need_held_out_rows(run, own, option):
+    name = option.removeprefix("--").partition("=")[0]
+    with pytest.raises(ValueError, match=f"^{name}: there are no held-out rows; set data.eval_file$"):
+        run(*own, "--stages=[sft]", option)

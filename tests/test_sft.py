@@ -1,6 +1,14 @@
 """SFT on tiny models."""
 
+import math
+
 import pytest
+
+from minivlmrl.algorithms import sft as file
+from minivlmrl.data.turns import encode_completion
+from minivlmrl.tasks.shapes import Shapes
+
+from stages import Rows
 
 
 def test_a_step_counts_the_tokens_of_all_its_rows(stage):
@@ -15,3 +23,23 @@ def test_a_step_counts_the_tokens_of_all_its_rows(stage):
 def test_it_learns_its_demonstrations(stage, loss_type):
     lines = stage("sft", f"--sft.loss_type={loss_type}").go(12)
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] if loss_type == "nll" else lines[-1]["loss"] != lines[0]["loss"]
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
+    """Token t has log-probability -(t % 7 + 1) / 4 here; one of four rows has no completion."""
+    run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
+    rows = Rows(Shapes(4, "x")[i] for i in range(4))
+    rows[1].completion = None
+    rows[3].completion += " and more"
+
+    def logps(policy, group):
+        return -(group.completion_ids % 7 + 1) / 4, None
+
+    monkeypatch.setattr(file, "per_token_logps", logps)
+    ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion)[0] for i in (0, 2, 3)]
+    losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
+    weights = [math.exp(-loss) if loss_type == "dft" else 1 for loss in losses]
+    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / len(losses)
+    assert run.algorithm.evaluate(rows) == {"loss": pytest.approx(expected, rel=1e-12)}
+    assert run.algorithm.evaluate(Rows([rows[1]])) == {}

@@ -73,11 +73,15 @@ class PairAlgorithm(AnswerAlgorithm):
 
     needs, answers = "pairs", ("chosen", "rejected")
 
+    def evaluate(self, rows: Dataset) -> dict[str, float]:
+        accuracy = self.pair_accuracy(rows)
+        return {} if accuracy is None else {"pairs": accuracy}
+
     @torch.no_grad()
     def pair_accuracy(self, rows: Dataset, size: int = 64) -> float | None:
         """Compute the share of pairs with the chosen answer ahead, `size` pairs at a time; None: there are no pairs."""
         world = self.world
-        indices = with_pairs(rows, world)
+        indices = with_answers(rows, world)
         if not indices:
             return None
         parts = pieces(equal_share(indices, world), size)
@@ -101,8 +105,8 @@ def equal_share(items: Sequence, world) -> Sequence:
     return [*own, *items[: -(-len(items) // world.size) - len(own)]]
 
 
-def with_pairs(rows: Dataset, world) -> list[int]:
-    """Indices of the rows that have both answers."""
+def with_answers(rows: Dataset, world, names: Sequence[str] = ("chosen", "rejected")) -> list[int]:
+    """Indices of the rows that have these answers."""
     own = ((index, rows[index]) for index in range(world.rank, len(rows), world.size))
-    found = [index for index, row in own if row.chosen is not None and row.rejected is not None]
+    found = [index for index, row in own if None not in [getattr(row, name) for name in names]]
     return sorted(index for part in world.gather_objects(found) for index in part)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_pairs
+from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_answers
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
@@ -53,7 +53,7 @@ class DPO(PairAlgorithm):
             met = set(itertools.chain(*itertools.islice(order, self.config.max_steps)))
             self.precomputed["train"] = self.precompute(lambda i: batches.row(i, ""), sorted(met))
             if held_out is not None:
-                indices = with_pairs(held_out, self.world)
+                indices = with_answers(held_out, self.world)
                 self.precomputed["held_out"] = self.precompute(lambda i: replace(held_out[i], index=i), indices)
 
     @torch.no_grad()

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.answers import AnswerAlgorithm
+from minivlmrl.algorithms.answers import AnswerAlgorithm, equal_share, with_answers
 from minivlmrl.algorithms.sft_loss import SFTType, sft_loss
 from minivlmrl.batch import MicroBatch
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.losses import Counts
+from minivlmrl.rows import Dataset
 from minivlmrl.run.optimizer import TrainingConfig
+from minivlmrl.scale.sharding import reshard
 
 
 @dataclass
@@ -27,3 +31,20 @@ class SFT(AnswerAlgorithm):
         logps, entropies = per_token_logps(self.policy, batch.group)
         loss = sft_loss(batch.group.pad(logps), batch.loss_mask, self.config.loss_type, counts=batch.counts)
         return loss, {"entropy": batch.mean(entropies)}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Dataset) -> dict[str, float]:
+        """Compute the loss of held-out rows that have a completion: a mean over all tokens that count, in float64."""
+        indices, world, size = with_answers(rows, self.world, self.answers), self.world, self.config.micro_batch_size
+        if not indices:
+            return {}
+        share, own, sums = equal_share(indices, world), len(indices[world.rank :: world.size]), torch.zeros(2).double()
+        for start in range(0, len(share), size):
+            batch = self.micro_batch([rows[index] for index in share[start : start + size]])
+            batch.loss_mask[max(0, own - start) :] = 0  # a row that another rank has too
+            logps = batch.group.pad(per_token_logps(self.policy, batch.group)[0]).double()
+            total = sft_loss(logps, batch.loss_mask, self.config.loss_type, counts=Counts(1, 1))
+            sums += torch.stack([total, batch.loss_mask.sum().double()]).cpu()
+        reshard(self.policy)
+        total, tokens = world.sum(*sums.tolist())
+        return {"loss": total / tokens}

@@ -62,6 +62,8 @@ class RunConfig:
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
+    keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None  # weights of the best such result, in best/
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)  # send metrics there too
     show_completions: bool = False  # print the best and the worst of a group as often
     check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another before the run ends

@@ -9,6 +9,7 @@ from minivlmrl.generate import sample_completions
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import reward_columns, score
 from minivlmrl.rows import Row
+from minivlmrl.run.metrics import progress_bar
 from minivlmrl.scale.ranks import World
 
 BATCH_SIZE = 64  # rows generated together
@@ -33,6 +34,7 @@ class Evaluation:
     answers: list[Answer]  # the greedy ones, for the report, in the order of the rows
     more: dict[str, float] = field(default_factory=dict)  # further rewards, and the first over rows marked unseen
     pairs: float | None = None  # share of held-out pairs with the chosen answer ahead, where a stage can tell
+    loss: float | None = None  # of the rows' completions, nats per token, after sft
 
 
 def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy", "format"), gather=True) -> Evaluation:
@@ -45,6 +47,7 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
     """
     judged_by = dict.fromkeys(required_columns(list(rewards)))  # a held-out row without one of these is not judged
     means, answers = {}, []
+    bar = progress_bar("evaluation", 2 * len(rows), world.is_main, leave=False)
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         drawn = replace(sampling, temperature=temperature)
         if sampling.filtered:
@@ -55,12 +58,14 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
             batch = [replace(rows[i], key=f"evaluation/{i}") for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
             results += answer(model, processor, batch, drawn, world, rewards, gather)
+            bar.update(len(batch) * world.size)
         everything = world.gather_objects(results)  # ranks have equally many; the last rows may be there twice
         in_order = [everything[i % world.size][i // world.size] for i in range(len(rows))]
         values = torch.stack([value for value, _, _ in in_order])  # (rows, K)
         unseen = torch.tensor([unseen for _, unseen, _ in in_order])
         means[name], means[f"unseen {name}"] = (v.double().nanmean(0).tolist() for v in (values, values[unseen]))
         answers = [said for _, _, said in in_order]
+    bar.close()
     named = rewards[1].endswith("format")  # else the second is one of the further rewards
     further = range(1 + named, len(rewards))
     more = {f"{rewards[k]} {name}": means[name][k] for k in further for name in ("sampled", "greedy")}

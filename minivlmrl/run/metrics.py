@@ -16,19 +16,19 @@ from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.run.alarms import Alarms, check_mismatch
 from minivlmrl.scale.ranks import World
 
-FILES = METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+FILES = METRICS, TIMINGS, EVALUATIONS = "metrics.jsonl", "timings.jsonl", "evaluations.jsonl"
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
 
 
 class MetricsLog(AbstractContextManager):
-    """Writes one line per optimizer step, on the first rank; `written` is what the files of a resumed run had.
+    """Writes one line per optimizer step or evaluation, on the first rank; `written` is what a resumed run had.
 
-    `completions`, a CompletionsLog, also gets each step.
+    `completions`, a CompletionsLog, and `trackers` also get each step.
     """
 
-    def __init__(self, folder: Path, world: World, written: dict[str, str] | None = None, completions=None):
-        self.completions = completions
-        self.files = {name: (folder / name).open("w+") for name in FILES if world.is_main}
+    def __init__(self, folder, world: World, written: dict[str, str] | None = None, completions=None, trackers=None):
+        self.world, self.completions, self.trackers = world, completions, trackers
+        self.files = {name: (Path(folder) / name).open("w+") for name in FILES if world.is_main}
         self.bar = None
         for name, file in self.files.items():
             print((written or {}).get(name, ""), file=file, end="", flush=True)
@@ -39,6 +39,8 @@ class MetricsLog(AbstractContextManager):
             self.bar.close()
         for file in self.files.values():
             file.close()
+        if self.trackers is not None:
+            self.trackers.close()
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
@@ -69,6 +71,8 @@ class MetricsLog(AbstractContextManager):
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
+        if self.trackers is not None:
+            self.trackers.step(finite)
         tokens, step_time = sum(len(batch.group.input_ids) for batch in step.micro_batches), seconds - self.last
         timing = {"seconds": seconds, "step_time": step_time, "tokens_per_second": tokens / step_time}
         print(json.dumps(line | timing | peak_memory()), file=self.files[TIMINGS], flush=True)
@@ -82,16 +86,28 @@ class MetricsLog(AbstractContextManager):
         for warning in self.alarms.step(metrics):
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
+    def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
+        """Record what held-out rows say after `done` steps of a stage; the `seconds` it took are not the stage's."""
+        if self.bar is not None:
+            self.begin += seconds
+        if not self.files:
+            return
+        print(json.dumps({"stage": stage, "step": done} | values), file=self.files[EVALUATIONS], flush=True)
+        if self.trackers is not None:
+            self.trackers.evaluation(values)
+        shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
+        tqdm.write(f"evaluation, {stage} {done}: {shown} ({seconds:.1f} s)")
+
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""
         self.bar.close()
         return self.seconds
 
 
-def progress_bar(name: str, total: int, is_main: bool, done: int = 0) -> tqdm:
-    """A bar on the first rank's terminal; without a terminal there is none."""
-    hidden = not is_main or not sys.stderr.isatty()
-    return tqdm(total=total, initial=done, desc=name, disable=hidden, mininterval=0.5, dynamic_ncols=True)
+def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
+    """A bar on the first rank's terminal, which is left there at its end; without a terminal there is none."""
+    options = {"disable": not is_main or not sys.stderr.isatty(), "mininterval": 0.5, "dynamic_ncols": True}
+    return tqdm(total=total, initial=done, desc=name, leave=leave, **options)
 
 
 def peak_memory() -> dict[str, float]:

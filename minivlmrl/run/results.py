@@ -1,25 +1,35 @@
-"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and the checkpoint."""
+"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and its checkpoints."""
 
 import math
+import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
-from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.metrics import METRICS, MetricsLog
+from minivlmrl.run.trackers import check_trackers
 from minivlmrl.tasks.table import get_task
 from minivlmrl.tools.page import write_page
 from minivlmrl.tools.report import print_table, write_report
 
-SUMMARY = "summary.json"
+SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 
 
-def check_folder(config: RunConfig):
+def check_outputs(config: RunConfig):
     """Refuse to begin in the folder of a finished run, or of any run if nothing is trained (ValueError).
 
-    A folder with states is left to scale/resume.py.
+    A folder with states is left to scale/resume.py. Also refuse a tracker that is not installed, and evaluations
+    without held-out rows.
     """
+    check_trackers(config.report_to)
+    asked = [f"{stage}.eval_steps" for stage in config.stages if getattr(config, stage).eval_steps]
+    asked += ["keep_best"] if config.keep_best else []
+    if asked and not config.data.task and not config.data.eval_file:
+        raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
     finished = (folder / SUMMARY).exists() or (not config.stages and metrics.exists() and metrics.stat().st_size)
     if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
@@ -28,26 +38,55 @@ def check_folder(config: RunConfig):
 
 
 class Results:
-    """Evaluations of a run, which are added to `results`, and its folder; without held_out nothing is evaluated."""
+    """Evaluations of a run, added to progress.results, and its folder; without held_out nothing is evaluated."""
 
-    def __init__(self, config: RunConfig, model, processor, world, held_out, results: dict[str, Evaluation]):
-        self.config, self.model, self.processor, self.world = config, model, processor, world
-        self.held_out, self.results, self.folder = held_out, results, Path(config.output_dir)
-        if world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
+        self.config, self.model, self.processor, self.log, self.world = config, model, processor, log, log.world
+        self.held_out, self.progress, self.results = held_out, progress, progress.results
+        self.folder = Path(config.output_dir)
+        if self.world.is_main:
             (self.folder / "config.yaml").write_text(to_yaml(config))
 
     def measure(self, name: str, algorithm=None):
-        """Evaluate the model as it is now; an algorithm may also rank held-out pairs."""
-        if self.held_out is None:
+        """Evaluate the model before the first stage or at the end of one, for the table."""
+        if self.held_out is not None:
+            self.results[name] = self.evaluate(name, algorithm, algorithm.config.max_steps if algorithm else 0)
+
+    def after_step(self, algorithm, done: int):
+        """Evaluate and save if it is time, after `done` steps of a stage; at its end measure() evaluates."""
+        config, stage = algorithm.config, algorithm.stage
+        if config.eval_steps and done % config.eval_steps == 0 and done < config.max_steps:
+            self.evaluate(f"after step {done} of {stage}", algorithm, done)
+        if not config.save_steps or done % config.save_steps:
             return
+        if config.save_total_limit is None:
+            return algorithm.save(self.folder)
+        algorithm.save(self.folder / CHECKPOINTS / f"{stage}-{done:06d}")
+        numbers = [int(path.name.partition("-")[2]) for path in (self.folder / CHECKPOINTS).glob(f"{stage}-*")]
+        numbers.sort(key=lambda number: (number <= done, number))  # later ones are of an earlier run: they go first
+        for number in numbers[: -config.save_total_limit] if self.world.is_main else ():
+            shutil.rmtree(self.folder / CHECKPOINTS / f"{stage}-{number:06d}")
+
+    def evaluate(self, name: str, algorithm, done: int) -> Evaluation:
+        """Evaluate the model as it is now, write what it says, and save it if it is the best so far."""
+        begin = time.perf_counter()
         options = self.config.data.eval_rewards, self.config.rollout.gather_weights
         try:
             result = evaluate(self.model, self.processor, self.held_out, self.config.sampling, self.world, *options)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
-        result.pairs = None if algorithm is None else algorithm.pair_accuracy(self.held_out)
-        self.results[name] = result
+        stage = self.config.stages[0] if self.config.stages else name
+        if algorithm is not None:
+            result, stage = replace(result, **algorithm.evaluate(self.held_out)), algorithm.stage
+        values = row(result) | ({} if result.loss is None else {"loss": result.loss})
+        self.log.evaluation(stage, done, values, time.perf_counter() - begin)
+        kind, best = self.config.keep_best, self.progress.best
+        if algorithm is not None and kind in values:
+            value = -values[kind] if kind == "loss" else values[kind]
+            if best is None or value > best:
+                self.progress.best = value
+                algorithm.save(self.folder / BEST)
+        return result
 
     def write(self, seconds: dict[str, float], algorithm=None):
         """Write the table of the run and draw its picture; after that, which may fill the disk, save the weights."""

@@ -52,9 +52,10 @@ class Progress:
     steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
     draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
     rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
-    results: dict[str, Evaluation] = field(default_factory=dict)  # evaluations so far
+    results: dict[str, Evaluation] = field(default_factory=dict)  # evaluations between stages so far
+    best: float | None = None  # of keep_best so far, a loss with a minus
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
-    logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl and timings.jsonl so far
+    logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl, timings.jsonl and evaluations.jsonl so far
 
     def begin_stage(self, number: int):
         self.stage, self.step, self.draws, self.rows = number, 0, 0, 0

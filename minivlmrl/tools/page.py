@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 
 from minivlmrl.run.completions import COMPLETIONS
+from minivlmrl.run.metrics import EVALUATIONS, METRICS
+from minivlmrl.run.trackers import curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 STEPS = 60  # logged steps on a page, at most: a page has to open
@@ -25,7 +27,7 @@ def main(arguments: list[str]):
         raise ValueError("page shows one run or two")
     folders = [Path(run) for run in options.runs]
     for folder in folders:
-        if not (folder / "metrics.jsonl").is_file():
+        if not (folder / METRICS).is_file():
             raise ValueError(f"{folder}: has no metrics.jsonl; give the output_dir of a run")
     out = Path(options.out) if options.out else folders[0] / "page.html"
     write_page(folders, out)
@@ -45,10 +47,13 @@ def collect(folder: Path) -> dict:
     kept = set(steps[:: -(-len(steps) // STEPS) or 1]) | set(steps[-1:])
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
-    summary = folder / "summary.json"
+    summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
+    for line in read_lines(folder / EVALUATIONS):
+        step = {"stage": line.pop("stage"), "step": line.pop("step")}
+        metrics.append(step | curves(line))
     return {
         "name": folder.resolve().name,
-        "metrics": read_lines(folder / "metrics.jsonl"),
+        "metrics": metrics,
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder / path) for path in paths},
