@@ -102,7 +102,7 @@ class Stage:
             self.held_out.append(row)
 
     def accuracy(self):
-        return self.algorithm.pair_accuracy(self.held_out)
+        return self.algorithm.evaluate(self.held_out).get("pairs")
 
 
 @pytest.fixture

@@ -72,6 +72,19 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
     assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
 
 
+def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
+    log = MetricsLog(tmp_path, ONE)
+    log.evaluation("sft", 0, {"greedy": 0.5}, 100.0)  # before the first stage
+    begin(log, "sft", 2, 1, seconds=1000.0)
+    log.evaluation("sft", 1, {"greedy": 0.25, "iou greedy": 0.125}, 900.0)
+    log.step(1, {"loss": 1.0}, STEP)
+    first, second = lines(tmp_path, "evaluations.jsonl")
+    assert first == {"stage": "sft", "step": 0, "greedy": 0.5}
+    assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
+    assert 100 <= lines(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
+    assert "evaluation, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
+
+
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
     """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
     parts = [

@@ -195,9 +195,7 @@ def test_a_resumed_run_writes_each_evaluation_once(run):
 )  # fmt: skip
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
-    monkeypatch.setattr(
-        file, "evaluate", lambda *_: Evaluation(values[len(done)] if kind == "sampled" else 0, 0, 0, [])
-    )
+    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(values[len(done)] or 0, 0, 0, []))
     found, done, kept = results(f"--keep_best={kind}", held_out=Shapes(1, "x")), [], []
     algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
     algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
