@@ -11,6 +11,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
+    "merge": ("minivlmrl.adapters.merge:main", "add an adapter to its base, as one plain folder"),
     "page": ("minivlmrl.tools.page:main", "write one HTML file of a run, or of two: curves and completions"),
     "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file and score the answers"),
     "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),

@@ -24,6 +24,7 @@ SHELVES = {  # shelf: the other shelves that it may import; every shelf but kern
     "sampling": "hub",
     "data": "hub",
     "hub": "data scale",
+    "adapters": "hub",
     "tasks": "data hub",
     "reward_functions": "algorithms data scale",
     "scale": "hub run",

@@ -1,0 +1,1 @@
+"""Low-rank adapters: from outside, PEFT's files both ways, merge."""

@@ -1,0 +1,160 @@
+"""LoRA: the product against its definition, gradients in float64, what is chosen, and full rank against the matrix."""
+
+import pytest
+import torch
+
+from minivlmrl.adapters.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapters,
+    add_adapters,
+    merge_adapters,
+    scaling,
+    table,
+)  # fmt: skip
+from minivlmrl.batch import pack
+from minivlmrl.logprobs import per_token_logps
+
+import tiny
+
+EVERYTHING = ["language", "vision", "merger"]
+
+
+def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
+    """A model with adapters, whose B are not 0."""
+    model = tiny.model(dtype=dtype, model_type=model_type)
+    add_adapters(model, LoRAConfig(r=r, alpha=8.0, target=list(target)), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for layer in adapters(model).values() if lively else ():
+        layer.lora_B.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def batch(model):
+    generator = torch.Generator().manual_seed(2)
+    completions = [[tiny.completion(generator, n) for n in (3, 5)]]
+    return pack([tiny.prompt(generator, [(1, 4, 8)])], completions, model.config)
+
+
+def loss(model):
+    return -per_token_logps(model, batch(model))[0].mean()
+
+
+def test_a_layer_by_its_definition():
+    """W = [[1, 2]], bias 3, A = [[1, 1]], B = [[2]], scaling 8 / 1: x = [1, 1] gives 1 + 2 + 3 + 8 * 2 * 2 = 38."""
+    base = torch.nn.Linear(2, 1)
+    base.weight.data, base.bias.data = torch.tensor([[1.0, 2.0]]), torch.tensor([3.0])
+    layer = LoRALinear(base, 1, scaling(8.0, 1, False))
+    assert layer(torch.ones(1, 2)).item() == 6  # B is 0 at first
+    layer.lora_A.data.fill_(1)
+    layer.lora_B.data.fill_(2)
+    assert layer(torch.ones(1, 2)).item() == 38
+    assert layer.merged().tolist() == [[17, 18]]
+
+
+@pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
+def test_scaling(rslora, expected):
+    assert scaling(16.0, 4, rslora) == expected
+
+
+def test_new_adapters_change_nothing_and_are_drawn_as_pefts():
+    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False)
+    with torch.no_grad():
+        assert torch.equal(plain(batch(plain)), model(batch(model)))
+    for layer in adapters(model).values():
+        bound = layer.in_features**-0.5
+        assert bound * 0.9 < layer.lora_A.abs().max() <= bound and not layer.lora_B.any()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+def test_gradients_of_every_adapted_kind_of_layer(model_type):
+    """Along one direction for each matrix, against central differences in float64."""
+    model = adapted(model_type=model_type)
+    loss(model).backward()
+    kinds = {}
+    for name, layer in adapters(model).items():
+        kinds.setdefault(name.partition(".0.")[2] or name, layer)
+    assert len(kinds) >= 7 + 4 + 2
+    generator = torch.Generator().manual_seed(3)
+    for layer in kinds.values():
+        for matrix in (layer.lora_A, layer.lora_B):
+            direction, start = torch.randn(matrix.shape, generator=generator, dtype=torch.float64), matrix.data.clone()
+            ends = []
+            with torch.no_grad():
+                for sign in (1e-5, -1e-5):
+                    matrix.data = start + sign * direction
+                    ends.append(loss(model).item())
+            matrix.data = start
+            slope = (matrix.grad * direction).sum().item()
+            assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-9)
+
+
+def test_full_rank_is_training_the_matrix():
+    """With alpha = r = in_features and A the identity, one step of SGD on B is the same step on W: equal losses."""
+    losses, name = [], "model.layers.1.mlp.up_proj"
+    for lora in (True, False):
+        model = tiny.model(dtype=torch.float64)
+        trained = model.get_submodule(name).weight
+        if lora:
+            add_adapters(model, LoRAConfig(r=64, alpha=64.0, target=[name]), seed=0)
+            layer = model.get_submodule(name)
+            layer.lora_A.data = torch.eye(64, dtype=torch.float64)
+            trained = layer.lora_B
+        before = loss(model)
+        before.backward()
+        trained.data -= 0.1 * trained.grad
+        losses.append((before.item(), loss(model).item()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[0][1] < losses[0][0] - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [("language", 3 * 7), ("vision", 4 * 5), ("merger", 2), (r".+\.[qv]_proj", 3 * 2), (r".*", 3 * 7 + 4 * 5 + 2)],
+)
+def test_targets(target, names):
+    assert len(adapters(adapted([target]))) == names
+
+
+@pytest.mark.parametrize(("target", "says"), [("lm_head", "which fits no layer"), ("(", "a regular expression")])
+def test_a_target_without_layers_is_refused(target, says):
+    with pytest.raises(ValueError, match=rf"target is .*{says}"):
+        adapted([target])
+
+
+def test_merged_is_a_plain_model_with_the_same_result():
+    model = adapted()
+    expected = model(batch(model)).detach()
+    merge_adapters(model)
+    assert not adapters(model)
+    assert dict(model.named_parameters()).keys() == dict(tiny.model().named_parameters()).keys()
+    torch.testing.assert_close(model(batch(model)), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_on_a_bfloat16_base_the_adapter_is_in_float32():
+    model = adapted(dtype=torch.bfloat16)
+    assert {layer.lora_B.dtype for layer in adapters(model).values()} == {torch.float32}
+    assert model(batch(model)).dtype == torch.bfloat16
+
+
+def test_the_table_counts():
+    """r 4 on up_proj: 4 * (64 + 96) numbers in each of 3 layers."""
+    lines = table(adapted([r".+\.up_proj", "merger"])).splitlines()
+    assert lines[0].startswith("adapters: ") and len(lines) == 1 + 1 + 2 + 1
+    assert any("model.layers.*.mlp.up_proj" in line and "3 x r 4" in line and "1,920" in line for line in lines)
+
+
+def test_training_moves_the_adapters_alone():
+    """The base keeps its bits."""
+    model = adapted(lively=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(5):
+        losses.append(loss(model))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != ("lora_" in name), name

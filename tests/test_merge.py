@@ -1,0 +1,49 @@
+"""`merge`: a plain folder whose logits are those of base plus adapter, here and in transformers."""
+
+import pytest
+import torch
+from oracle import CLASSES, worst_difference
+from test_lora import EVERYTHING, adapted
+from test_peft_folder import FORMS, base, prompts
+
+from minivlmrl.__main__ import main
+from minivlmrl.adapters import merge
+from minivlmrl.adapters.lora import LoRAConfig, add_adapters
+from minivlmrl.adapters.peft_folder import load_adapter, save_adapter
+from minivlmrl.hub.checkpoint import load_model, load_processor
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FORMS)
+def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
+    processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
+    monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
+    base(tmp_path, model_type, tied)
+    save_adapter(tmp_path / "adapter", adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))
+    options = {"model": "base", "adapter": "adapter", "out": "merged"}
+    assert main(["merge", *(f"--{name}={tmp_path / folder}" for name, folder in options.items())]) == 0
+    ours = load_model(tmp_path / "base")
+    load_adapter(ours, tmp_path / "adapter")
+    theirs = CLASSES[model_type].from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert worst_difference(theirs, ours, prompts()) < 1e-5
+
+
+def test_merging_a_checkpoint_of_a_run(tmp_path, checkpoint, capsys):
+    model = load_model(checkpoint)
+    add_adapters(model, LoRAConfig(r=2, target=[r".+\.q_proj"]), seed=0)
+    save_adapter(tmp_path / "adapter", model)
+    assert (
+        main(["merge", f"--model={checkpoint}", f"--adapter={tmp_path / 'adapter'}", f"--out={tmp_path / 'out'}"]) == 0
+    )
+    assert "model.layers.*.self_attn.q_proj" in capsys.readouterr().out
+    load_processor(tmp_path / "out")
+    merged = dict(load_model(tmp_path / "out").named_parameters())
+    assert all(torch.equal(merged[name], p) for name, p in load_model(checkpoint).named_parameters())  # B is 0
+
+
+def test_a_missing_adapter_is_one_line(tmp_path, checkpoint, capsys):
+    assert main(["merge", f"--model={checkpoint}", "--adapter=/nowhere", f"--out={tmp_path / 'merged'}"]) == 2
+    assert "/nowhere/adapter_config.json: no such file" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
