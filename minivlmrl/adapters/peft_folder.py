@@ -14,12 +14,18 @@ from minivlmrl.hub.checker import build, naming
 from minivlmrl.hub.folder import read_json, write_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-REFUSED = (  # what would change the result, and is not written here: field of PEFT's config, the values that are fine
-    ("use_dora", (False, None)), ("bias", ("none", None)), ("lora_bias", (False, None)), ("use_qalora", (False, None)),
-    ("fan_in_fan_out", (False, None)), ("modules_to_save", (None, [])),
-    ("layer_replication", (None,)), ("trainable_token_indices", (None,)), ("target_parameters", (None, [])),
-    ("alora_invocation_tokens", (None,)),
-)  # fmt: skip
+REFUSED = {  # fields of PEFT's config that would change the result: the values with which they do not
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+}
 
 
 @dataclass
@@ -40,7 +46,7 @@ def load_adapter(model: nn.Module, folder: str | Path):
     with naming(folder / CONFIG):
         if config.peft_type != "LORA":
             raise ValueError(f"peft_type is {config.peft_type!r:.40}, it must be 'LORA'")
-        for name, fine in REFUSED:
+        for name, fine in REFUSED.items():
             if name in values and values[name] not in fine:
                 raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported; merge it with PEFT")
     file = folder / WEIGHTS
@@ -68,8 +74,8 @@ def _load_pair(model: nn.Module, name: str, pair: dict[str, Tensor], config: Pef
     r = len(pair["A"])
     shapes = tuple(pair["A"].shape), tuple(pair["B"].shape)
     if shapes != ((r, found.in_features), (found.out_features, r)):
-        raise ValueError(f"{name} has lora_A and lora_B of shapes {shapes}, but maps {found.in_features} numbers to "
-                         f"{found.out_features}; take the adapter of this base")  # fmt: skip
+        maps = f"{found.in_features} numbers to {found.out_features}"
+        raise ValueError(f"{name} maps {maps}, but lora_A and lora_B are {shapes}; take the adapter of this base")
     patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
     fits = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))]
     layer = wrap(model, name, r, scaling([*fits, config.lora_alpha][0], r, config.use_rslora))
@@ -99,13 +105,10 @@ def save_adapter(folder: Path, model: nn.Module, base: str | None = None):
         for which, matrix in (("A", layer.lora_A), ("B", layer.lora_B)):
             tensors[f"{PREFIX}{theirs}.lora_{which}.weight"] = matrix.detach().cpu().contiguous()
     r, alpha = max(ranks.values()), max(alphas.values())
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": r, "lora_alpha": alpha, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "bias": "none",
-        "init_lora_weights": True, "target_modules": sorted(ranks),
-        "rank_pattern": {name: own for name, own in ranks.items() if own != r},
-        "alpha_pattern": {name: own for name, own in alphas.items() if own != alpha},
-    }  # fmt: skip
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    config |= {"r": r, "lora_alpha": alpha, "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none"}
+    config["rank_pattern"] = {name: own for name, own in ranks.items() if own != r}
+    config["alpha_pattern"] = {name: own for name, own in alphas.items() if own != alpha}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, config)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
