@@ -106,7 +106,7 @@ def results(tmp_path_factory):
 
 def assert_equal(result, alone, relative, limit):
     """Hold one rank's result against that of one process."""
-    assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=1e-12))
+    assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
         for name in line.keys() - SAME_BY_CHANCE:

@@ -3,9 +3,11 @@
 import math
 
 import pytest
+import torch
 
 from minivlmrl.algorithms import sft as file
 from minivlmrl.data.turns import encode_completion
+from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import Rows
@@ -25,6 +27,16 @@ def test_it_learns_its_demonstrations(stage, loss_type):
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] if loss_type == "nll" else lines[-1]["loss"] != lines[0]["loss"]
 
 
+class Second(World):
+    """The second of two ranks, whose sums are its own: of four rows it looks for answers in 1 and 3."""
+
+    def gather_objects(self, value):
+        return [[0, 2], value]
+
+    def sum(self, *values):
+        return list(values)
+
+
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
     """Token t has log-probability -(t % 7 + 1) / 4 here; one of four rows has no completion."""
@@ -38,8 +50,12 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
 
     monkeypatch.setattr(file, "per_token_logps", logps)
     ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion)[0] for i in (0, 2, 3)]
-    losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
-    weights = [math.exp(-loss) if loss_type == "dft" else 1 for loss in losses]
-    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / len(losses)
-    assert run.algorithm.evaluate(rows) == {"loss": pytest.approx(expected, rel=1e-12)}
+
+    def mean(ids):
+        losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
+        return sum(loss * (math.exp(-loss) if loss_type == "dft" else 1) for loss in losses) / len(losses)
+
+    assert run.algorithm.evaluate(rows) == {"loss": pytest.approx(mean(ids), rel=1e-12)}
     assert run.algorithm.evaluate(Rows([rows[1]])) == {}
+    run.algorithm.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
+    assert run.algorithm.evaluate(rows)["loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
