@@ -62,7 +62,7 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results, check_outputs
-    from minivlmrl.run.start import describe_run, show_rows, try_rewards
+    from minivlmrl.run.start import describe_run, fit_rows, try_rewards
     from minivlmrl.run.trackers import Trackers
     from minivlmrl.scale.resume import States
 
@@ -71,11 +71,11 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config.data, needs, config.seed, *judged)
+    datasets = load_datasets(config, needs, *judged)
     try_rewards(config, needs, datasets)
-    model, processor = build_model(config, world)
+    model, processor = build_model(config, world, datasets)
     describe_run(config, model, world)
-    show_rows(datasets, processor, world)
+    datasets = fit_rows(config, datasets, processor, world)
     states = States(config, world, signals)
     progress = states.to_resume()
     others = CompletionsLog(config, world, progress), Trackers(config, world, progress)

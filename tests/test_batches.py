@@ -12,7 +12,9 @@ from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run.batches import Batches, DataSection, check_shares, load_datasets, shuffled
+from minivlmrl.run import batches as batches_file
+from minivlmrl.run.batches import Batches, DataSection, check_shares, shuffled
+from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import localisation, shapes
 
@@ -51,6 +53,10 @@ def test_shuffling_no_rows_is_refused():
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def load_datasets(data, stages, seed, *columns):
+    return batches_file.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
+
+
 def test_each_stage_asks_for_its_columns(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b"}))
     assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
@@ -85,7 +91,7 @@ def test_eval_rows_bounds_an_eval_file(write_rows):
 
 @pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
 def test_either_a_task_or_a_file(data):
-    with pytest.raises(ValueError, match=r"set either data\.task .* or data\.train_file"):
+    with pytest.raises(ValueError, match=r"set either data\.task .*, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 

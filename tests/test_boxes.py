@@ -318,6 +318,8 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
         ("[ +1., 02 ,\t5.00 ,6 ].", [BOX]),
         # corners
         ("(1, 2), (5, 6)", [BOX]),
+        ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
+        ("<|box_start|>(1,2),(5,6)<|box_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX, BOX]),
         ("(1,2)(5,6)", [BOX]),
         ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
         # four numbers

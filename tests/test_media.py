@@ -253,7 +253,7 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
         ({"img": "red.png"}, "img"),
         ({"image_path": ["red.png"]}, "image_path"),
         ({"image_paths": ["a"]}, "image_paths"),
-        ({"file_name": "red"}, "file_name"),
+        ({"filename": "red"}, "filename"),
         ({"Image": "red"}, "Image"),
         ({"photo": {"bytes": "", "path": "red.png"}}, "photo"),
         ({"where": "folder/red.JPEG"}, "where"),
@@ -302,11 +302,3 @@ def test_a_question_without_an_image_may_have_other_columns(folder):
         "file_name": "",
     }
     assert read(folder, {"problem": "Which file?", **columns}).images == []
-
-
-def test_boxes_that_are_not_filled_in_are_refused(folder):
-    """ms-swift puts the numbers of column `objects` in place of <bbox>."""
-    row = {"image": "red.png", "problem": "What is at <bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: <bbox> in the text is not filled in from column 'objects'"):
-        read(folder, row)
-    assert read(folder, {**row, "objects": None}).images

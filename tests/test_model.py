@@ -7,6 +7,7 @@ import torch
 
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.ranks import World
@@ -65,7 +66,7 @@ def test_activations_are_recomputed_with_the_same_gradients(build):
             r"^model: set either model\.path \(a Hugging Face folder\) or model\.config \(random",
         ),
         (["--model.config=null", "--model.path=/nowhere"], "^/nowhere: no such folder"),
-        (["--data.task=null", "--data.train_file=a.jsonl"], r"with data\.train_file set model\.path"),
+        (["--data.task=null", "--data.train_file=a.jsonl"], r"or rows to train on; set model\.path"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(build, options, says):
@@ -87,3 +88,15 @@ def test_memory_is_checked_before_weights_are_read(home, own, monkeypatch, optio
     else:
         with pytest.raises(pytest.fail.Exception, match="read"):
             build_model(config, world)
+
+
+def test_random_weights_on_rows_of_ones_own(home, rows):
+    """The tokenizer is trained on what the rows say, and learns their words whole."""
+    config = load_config(home / "recipe.yaml", ["--data.task=null", f"--data.train_file={rows}"])
+    datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
+    model, processor = build_model(config, ONE, datasets)
+    assert len(processor.tokenizer) == model.config.vocab_size
+    assert len(processor.tokenizer.encode("Name it.")) <= 4
+    assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
+    with pytest.raises(ValueError, match=r"model\.config builds a model for an embedded task or rows to train on"):
+        build_model(config, ONE)

@@ -7,11 +7,12 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.json_lines import JsonLines
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
-from minivlmrl.run.config import load_config
-from minivlmrl.run.start import describe_run, show_rows, try_rewards
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.start import describe_run, fit_rows, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.localisation import Localisation
@@ -19,6 +20,7 @@ from minivlmrl.tasks.shapes import Shapes
 
 from stages import ONE
 
+CONFIG = RunConfig()
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 
 
@@ -46,9 +48,9 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
 
 def test_stages_with_the_same_rows_share_a_line(capsys):
     datasets = {"sft": Shapes(8, "x"), "grpo": Shapes(8, "x"), "eval": Shapes(4, "x")}
-    show_rows(datasets, PROCESSOR, World(1, 2, torch.device("cpu")))
+    fit_rows(CONFIG, datasets, PROCESSOR, World(1, 2, torch.device("cpu")))
     assert capsys.readouterr().out == ""
-    show_rows(datasets, PROCESSOR, ONE)
+    fit_rows(CONFIG, datasets, PROCESSOR, ONE)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("rows of sft, grpo: 8, 8 with 1 image;") and second.startswith("rows of eval: 4,")
 
@@ -63,3 +65,16 @@ def test_the_first_rank_says_what_runs_where(home, capsys):
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
     assert output == "output: here"
+
+
+def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):
+    lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
+    config = RunConfig()
+    config.data.max_prompt_tokens, config.grpo.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
+    rows = fit_rows(config, {"grpo": JsonLines(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
+    assert [row.columns["problem"] for row in rows] == ["a", "b"] and config.grpo.max_steps == 2
+    said = r"2, 2 with rows of 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
+    assert re.search(said, capsys.readouterr().out)
+    config.data.max_prompt_tokens = 3
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all 3 prompts are longer, .*rows\.jsonl:1: "):
+        fit_rows(config, {"grpo": JsonLines(write_rows(*lines))}, PROCESSOR, ONE)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from minivlmrl import grpo as grpo_file
 from minivlmrl import train
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.rewards import load_name
 from minivlmrl.rows import Processor
 from minivlmrl.run import results as results_file
@@ -337,7 +337,7 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
         (["--grpo.reward_clip_range=[0, 1]"], r"grpo\.reward_clip_range is an option of loss_type rloo"),
         (["--stages=ppo", "--ppo.critic=separate", "--ppo.critic_path=/gone"], "/gone: no such folder; a reward model"),
         (["--rewards={reward_model: 1}", "--reward_model.path=/gone"], "/gone: no such folder; a reward model"),
-        (["--data.task=null"], r"set either data\.task .* or data\.train_file"),
+        (["--data.task=null"], r"set either data\.task .*, data\.train_file"),
         (["--data.task=counting"], r"data\.task is 'counting'; there are shapes, localisation, or"),
         (["--data.task=localisation", "--stages=dpo"], "stages: dpo needs pairs, which data.task localisation does"),
         (["--data.task=localisation", "--stages=[sft, reward_model]"], "stages: reward_model needs pairs, which data"),
@@ -361,9 +361,13 @@ def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
         run(*overrides)
 
 
-def test_own_data_needs_own_weights(run, rows):
-    with pytest.raises(ValueError, match=r"with data\.train_file set model\.path"):
-        run("--data.task=null", f"--data.train_file={rows}")
+def test_files_of_stages_train_random_weights(run, plain, rows):
+    """Demonstrations and prompts of one's own in one run, with a tokenizer that is trained on them."""
+    other = rows.parent / "other.jsonl"
+    options = [f"--sft.data={rows}", f"--grpo.data={other}", f"--data.eval_file={rows}", "--sft.max_epochs=0.5"]
+    folder = run("--data.task=null", *options)
+    assert [line["stage"] for line in metrics(folder)] == ["sft", *["grpo"] * 3]
+    assert load_processor(folder / "checkpoint").tokenizer.encode("Name it.")
 
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):

@@ -21,6 +21,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
+QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
@@ -130,12 +131,13 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         [1, 2, 5, 6]  or several, with or without commas    [1 2 5 6] [7, 7, 8, 9.5]
         (1, 2), (5, 6)  or several                          corners
         1 2 5 6  or  1, 2, 5, 6                             one box
+        <|box_start|>(1,2),(5,6)<|box_end|>                 as Qwen2-VL writes it, the object's name before it or not
 
     A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a group that is no box.
     The numbers are finite; corners may be out of order or of the image, see Box.valid.
     Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
-    text = text.strip()
+    text = QWEN2.sub(" ", text).strip()
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
     try:

@@ -3,6 +3,7 @@
 import re
 
 from minivlmrl.chat import content_parts, part_kind, render
+from minivlmrl.data.forms import nearest_form
 from minivlmrl.data.media import check_counts, has_source
 from minivlmrl.data.turns import as_turns, check_messages, render_completion
 from minivlmrl.hub.checker import naming
@@ -109,8 +110,6 @@ def _split(found: dict, columns: list[str]) -> tuple[str, str | list[dict], dict
     turns = found[given[0]]
     if given != ["messages"]:
         return given[0], turns, answers
-    if turns[-1]["role"] != "assistant":
-        raise ValueError("column 'messages' must end with an assistant turn; cut it there, or call the column prompt")
     start = [turn["role"] for turn in turns].index("assistant")
     return "messages", turns[:start], {"completion": turns[start:], **answers}
 
@@ -121,8 +120,7 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     pairs = list(zip(*both.values(), strict=False)) if all(isinstance(turns, list) for turns in both.values()) else []
     start = [*(turn == other for turn, other in pairs), False].index(False)  # how many turns they share
     if start == 0:
-        cure = "give it a problem, a prompt or messages, or let chosen and rejected begin with the same turns"
-        raise ValueError(f"column 'problem' is missing; the row has {columns}: {cure}")
+        raise ValueError(f"column 'problem' is missing; the row has {columns}: {nearest_form(columns)}")
     for column, turns in both.items():
         if len(turns) == start or turns[start]["role"] != "assistant":
             after = f"after the {start} turn(s) that chosen and rejected share"

@@ -1,20 +1,23 @@
-"""A line of a JSON lines file -> Row: its prompt, answers, columns and what its images and videos are.
+"""A row of a file -> Row: its prompt, answers, columns and what its images and videos are.
 
-A row has a prompt and answers in one of the forms of conversations.read_conversation (`completion` for sft, `chosen`
-and `rejected` for preferences, `completion` and `label` for kto), `image` or `images` (a path, relative to the file, a
-list of paths, or what else media.read_media knows), `video` or `videos`, and columns that rewards ask for. docs/data.md
-has examples.
+A row is in a form of forms.py, or has a prompt and answers in one of the forms of conversations.read_conversation
+(`completion` for sft, `chosen` and `rejected` for preferences, `completion` and `label` for kto), `image` or `images`
+(a path, relative to the file, a list of paths, or what else media.read_media knows), `video` or `videos`, and columns
+that rewards ask for. docs/data.md has examples.
 """
 
-import json
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minivlmrl.data.conversations import read_conversation
+from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_columns, check_unread, load_media, missing_files, place_media, read_media
+from minivlmrl.data.row_files import open_rows
 from minivlmrl.hub.checker import naming, require
 from minivlmrl.rewards import GIVEN
 from minivlmrl.rows import Row
@@ -28,62 +31,60 @@ class RowOptions:
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
     video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
+    columns: dict = field(default_factory=dict)  # column of the file -> its name here
     allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
 class JsonLines:
-    """At most `limit` rows of a JSON lines file; images are read when a row is used.
+    """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and read when used.
 
     Every row must have the columns `required`; "problem" means a prompt and "completion" an answer, in any form.
     """
 
-    def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, **options):
+    def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, image_root=None, **options):
         self.path, self.options, self.required = Path(path), RowOptions(**options), required
-        self.rows = []  # line number and line: what is read of it takes ten times the memory
-        self.counts, columns, missing, folder = Counter(), set(), [], self.path.parent
-        if not self.path.is_file():
-            raise ValueError(f"{path}: no such file")
-        with naming(path):  # for what is not UTF-8
-            lines = self.path.read_text(encoding="utf-8").split("\n")  # not splitlines: it cuts at U+2028 too
-        for number, line in enumerate(lines, start=1):
-            if line.strip() and (limit is None or len(self.rows) < limit):
-                with naming(f"{path}:{number}"):
-                    row, media = read_row(line, required, self.options)
-                    missing += [f"{file} (line {number})" for file in missing_files(media, folder)]
-                columns |= row.columns.keys()
-                kinds = [one.kind for one in media]
-                self.counts[kinds.count("image"), kinds.count("video")] += 1
-                self.rows.append((number, line))
-        if not self.rows:
+        self.source = open_rows(path)
+        self.size = len(self.source) if limit is None else min(limit, len(self.source))
+        if not self.size:
             raise ValueError(f"{path}: has no rows")
+        self.folder = Path(image_root or self.source.folder)
+        self.counts = Counter()  # (images, videos) of a row -> rows with as many
+        missing, columns = [], set()
+        for index, found in enumerate(itertools.islice(self.source, self.size)):
+            where = self.source.where(index)
+            with naming(where):
+                row, media = read_row(found, required, self.options)
+            kinds = [one.kind for one in media]
+            self.counts[kinds.count("image"), kinds.count("video")] += 1
+            line = re.sub(r".*:(?=\d+$)", "line ", where)
+            missing += [f"{file} ({line})" for file in missing_files(media, self.folder)]
+            columns.update(row.columns)
         if missing:
             first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise ValueError(f"{path}: {len(missing)} file(s) that its rows name are not in {folder}: {first}")
+            where = f"{len(missing)} file(s) that its rows name are not in {self.folder} (data.image_root)"
+            raise ValueError(f"{path}: {where}: {first}")
         self.columns = sorted(columns)
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        where, (row, media) = f"{self.path}:{self.rows[index][0]}", self.read(index)
-        with naming(where):
-            images, videos = load_media(media, self.path.parent, self.options.allow_urls)
-        columns = {name: row.columns.get(name) for name in self.columns}
-        return replace(row, images=images, videos=videos, columns=columns, where=where)
+        return self.size
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
-        """Read a row without its images and videos."""
-        return read_row(self.rows[index][1], self.required, self.options)
+        """Read a row without its images and videos, and list these in order of appearance."""
+        found, where = self.source[index], self.source.where(index)
+        with naming(where):
+            row, media = read_row(found, self.required, self.options)
+        return replace(row, columns={name: row.columns.get(name) for name in self.columns}, where=where), media
+
+    def __getitem__(self, index: int) -> Row:
+        row, media = self.read(range(self.size)[index])
+        with naming(row.where):
+            images, videos = load_media(media, self.folder, self.options.allow_urls)
+        return replace(row, images=images, videos=videos)
 
 
-def read_row(line: str, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
+def read_row(columns: dict, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
-    try:
-        columns = json.loads(line)
-        json.dumps(columns, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text to tokenize
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    require(isinstance(columns, dict), "a row", columns, "an object with columns")
+    columns = to_columns(columns, options.columns)
     if taken := [name for name in GIVEN - {"images"} if columns.get(name) is not None]:
         raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
     margin, label = columns.get("margin"), columns.get("label")

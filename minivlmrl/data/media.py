@@ -1,6 +1,5 @@
 """Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +31,7 @@ class Media:
     """One image or video that a row names."""
 
     kind: str  # "image" or "video"
-    source: str | list[str]  # path, URL or data URI; of a video also a list of those of its frames
+    source: str | bytes | list[str]  # path, URL, data URI or bytes; of a video also a list of those of its frames
     options: dict[str, float]  # see sizes.OPTIONS
 
 
@@ -50,7 +49,8 @@ def read_media(columns: dict, kind: str) -> list[Media]:
     if given == ["video"] or not isinstance(listed, list):  # a list under `video` is one of frames
         listed = [listed]
     with naming(f"column {given[0]!r}"):
-        return [_media(entry if isinstance(entry, dict) else {kind: entry}, kind) for entry in listed]
+        entries = [entry if isinstance(entry, dict) and "bytes" not in entry else {kind: entry} for entry in listed]
+        return [_media(entry, kind) for entry in entries]
 
 
 def place_media(
@@ -140,9 +140,7 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):
 
 
 def check_columns(columns: dict, media: list[Media]):
-    """Refuse columns that look like options of the row's images or videos, or fill its text, where they do nothing."""
-    if columns.get("objects") and "<bbox>" in json.dumps({**columns, "objects": None}):
-        raise ValueError("<bbox> in the text is not filled in from column 'objects'; write the numbers into the text")
+    """Refuse columns that look like options of the row's images or videos, where they do nothing."""
     for kind in dict.fromkeys(one.kind for one in media):
         for name in OPTIONS[kind]:
             if columns.get(name) is not None and name not in COLUMNS_TOO:
@@ -157,15 +155,16 @@ def check_unread(columns: dict):
         named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
         if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
             kind = "video" if "video" in name.lower() else "image"
-            cure = f"did you mean {kind!r}? Rename it, or leave it out of a question without {kind}"
+            cure = f"did you mean {kind!r}? data.columns: {{{name}: {kind}}} renames it; or leave it out"
             raise ValueError(f"column {name!r} looks like an {kind} and is not read; {cure}")
 
 
 def missing_files(media: list[Media], folder: Path) -> list[str]:
     """List the files of a row's images and videos that are not there; URLs are not asked."""
-    sources = [source for one in media for source in ([one.source] if isinstance(one.source, str) else one.source)]
-    local = [source for source in sources if not source.startswith(("data:", "http://", "https://"))]
-    return [source for source in local if not os.path.isfile(open_source(source, folder, False)[1])]
+    sources = [source for one in media for source in (one.source if isinstance(one.source, list) else [one.source])]
+    local = [s for s in sources if isinstance(s, str) and not s.startswith(("data:", "http://", "https://"))]
+    paths = ((s, open_source(s, folder, False)[1] if ":" in s else os.path.join(folder, s)) for s in local)
+    return [source for source, path in paths if not os.path.isfile(path)]
 
 
 def has_source(part: dict) -> bool:
@@ -179,12 +178,20 @@ def _media(entry: dict, kind: str) -> Media:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
     source = given[0] if given else None
     if isinstance(source, dict):  # {"image_url": {"url": ...}}
-        source = source.get("url")
+        source = _stored(source) if "bytes" in source else source.get("url")
     frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
-    if not isinstance(source, str) and not frames:
+    if not isinstance(source, str | bytes) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
         raise ValueError(f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
+
+
+def _stored(entry: dict) -> str | bytes | None:
+    """Hugging Face's form of an image in a table, {"bytes": ..., "path": ...}; in JSON the bytes are base64."""
+    content = entry["bytes"]
+    if isinstance(content, str):
+        return f"data:;base64,{content}"
+    return entry.get("path") if content is None else content
 
 
 def _options(entry: dict, kind: str) -> dict[str, float]:

@@ -7,6 +7,8 @@ import torch
 
 from minivlmrl.data.fetch import open_image
 from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.mix import Picked, pick
+from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Dataset, Processor, Row
 
@@ -22,11 +24,14 @@ class Sizes(ImageProcessor):
 
 def summary(rows: Dataset, processor: Processor) -> str:
     """Example: "1204, 1200 with 1 image and 4 with none; prompts of 212 to 580 tokens (64 of them)"."""
-    counter = replace(processor, image_processor=Sizes(**vars(processor.image_processor)))
+    rows = rows.rows if isinstance(rows, Rescaled) else rows
+    counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
     if isinstance(rows, JsonLines):
         counts = {_words(*shown): count for shown, count in rows.counts.items()}
+    elif isinstance(rows, Picked):
+        counts = {f"rows of {len(rows.parts)} file(s)": len(rows)}
     else:  # all rows of an embedded task are alike
         counts = {_words(len(sample[0].images), 0): len(rows)}
     shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
@@ -39,16 +44,44 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 def outline(rows: Dataset, index: int) -> Row | None:
     """A row with blank images of the sizes that the headers of its files say; None: it has videos or URLs."""
+    if isinstance(rows, Picked):
+        return outline(*rows.find(index))
     if not isinstance(rows, JsonLines):
         return rows[index]
     row, media = rows.read(index)
-    if any(one.kind == "video" or one.source.startswith(("http://", "https://")) for one in media):
+    if any(one.kind == "video" or str(one.source).startswith(("http://", "https://")) for one in media):
         return None
     blank = []
     for one in media:
-        with open_image(one.source, rows.path.parent) as image:
+        with open_image(one.source, rows.folder) as image:
             blank.append(PIL.Image.new("L", image.size))
-    return replace(row, images=blank, where=str(rows.path))
+    return replace(row, images=blank)
+
+
+def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
+    """Leave out rows with a prompt of over `limit` tokens, and describe these; videos and URLs are not measured."""
+    counter, kept, dropped = _counter(processor), [], []
+    for number in range(len(rows)):
+        row = outline(rows, number)
+        length = 0 if row is None else len(row.prompt(counter).input_ids)
+        if length > limit:
+            dropped.append(f"{row.where}: {length} tokens")
+        else:
+            kept.append(number)
+    if not kept:
+        raise ValueError(f"data.max_prompt_tokens is {limit}: all {len(rows)} prompts are longer, {dropped[0]}")
+    return (pick(rows, kept) if dropped else rows), dropped
+
+
+def seen_sizes(row: Row, processor: Processor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Width and height of a row's only image, of the file and as the model sees it, in pixels."""
+    _, height, width = row.prompt(_counter(processor)).image_grid_thw[0].tolist()
+    patch = processor.image_processor.patch_size
+    return row.images[0].size, (width * patch, height * patch)
+
+
+def _counter(processor: Processor) -> Processor:
+    return replace(processor, image_processor=Sizes(**vars(processor.image_processor)))
 
 
 def _words(images: int, videos: int) -> str:

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +17,12 @@ CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold tur
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
     """Ask one reward about n completions: n numbers, NaN for None (ValueError: names reward, row and text)."""
+    judged = [names is None or name in names for names in columns.get("row_rewards", ())]
+    if not all(judged):  # some rows are of files with other rewards
+        some = {column: list(itertools.compress(values, judged)) for column, values in columns.items()}
+        del some["row_rewards"]
+        values = iter(call_reward(name, list(itertools.compress(completions, judged)), some) if any(judged) else ())
+        return [next(values) if asked else math.nan for asked in judged]
     missing = [column for column in required_columns([name]) if column not in columns]
     if missing:
         raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {sorted(set(columns) - GIVEN)}")

@@ -4,12 +4,15 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 
 from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.mix import FileSection, mix, pick, read_mix, split
 from minivlmrl.hub.checker import require
+from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.table import get_task
 
@@ -33,11 +36,16 @@ class VideoSection:
 
 @dataclass
 class DataSection:
-    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, JSON lines of your own."""
+    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own: docs/data.md."""
 
     task: str | None = None  # "shapes", "localisation" or your own "file.py:TASK": docs/tasks.md
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
+    train: list[FileSection] = field(default_factory=list)  # several files instead of train_file: docs/data.md
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
+    val_split: Annotated[float, "[0, 1)"] = 0.0  # share of the training rows that is held out if there is no eval_file
+    max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # training rows with a longer prompt are left out
+    image_root: str | None = None  # the folder that paths of images begin at; None: the file's
+    columns: dict[str, str] = field(default_factory=dict)  # column of a file -> its name here: {label: solution}
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
     prompt_template: str = "{problem}"  # what the (last) user turn says; {problem} is the row's text of it
     system_prompt: str | None = None  # None: Qwen's default
@@ -50,6 +58,7 @@ class DataSection:
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
     answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
+    rescale_boxes: bool = False  # boxes of demonstrated answers are in pixels of the file: write them in box_space
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
     demonstrations: Annotated[int, ">= 1"] = 96  # embedded tasks: rows for sft
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # embedded tasks: share of them with a random label or box
@@ -68,35 +77,62 @@ class DataSection:
         require(valid, "objects", self.objects, "[fewest, most], 1 to 3")
 
 
-def load_datasets(config, stages: dict[str, str], seed: int, reward_columns=(), eval_columns=("solution",)) -> dict:
+def load_datasets(run, stages: dict[str, str], reward_columns=(), eval_columns=("solution",)) -> dict:
     """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
 
     Args:
+        run: the recipe; rewards of its files are added to its own.
         stages: for each stage what its rows must have, a key of NEEDS.
-        seed: of an embedded task's training rows; its held-out rows are the same for every seed.
         reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
     """
-    if (config.task is None) == (config.train_file is None):
-        raise ValueError("data: set either data.task (embedded) or data.train_file (your JSON lines), not both")
+    config, files = run.data, {stage: getattr(run, stage).data for stage in stages}
+    given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
+    if len(given) > 1 or (given == ["task"] and any(files.values())) or not (given or (files and all(files.values()))):
+        ways = "data.task (embedded), data.train_file (your rows), data.train (several files), or `data` of every stage"
+        raise ValueError(f"data: set either {ways}; set are {', '.join(given) or 'none'}")
     if config.task is not None:
-        training, held_out = get_task(config.task).datasets(config, seed)
+        training, held_out = get_task(config.task).datasets(config, run.seed)
         for stage, needs in stages.items():
             if needs not in training:
                 raise ValueError(f"stages: {stage} needs {needs}, which data.task {config.task} does not have")
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
-    columns = NEEDS | {"prompts": tuple(reward_columns)}
-    datasets = {stage: _rows(config, config.train_file, columns[needs]) for stage, needs in stages.items()}
+    columns, datasets, held_out = NEEDS | {"prompts": tuple(reward_columns)}, {}, None
+    for stage, needs in stages.items():
+        datasets[stage] = _training_rows(run, files[stage], columns[needs], needs == "prompts")
+        if config.val_split and not config.eval_file and not files[stage]:
+            datasets[stage], held_out = split(datasets[stage], config.val_split)
+    if held_out is not None:
+        datasets["eval"] = pick(held_out, list(range(min(config.eval_rows, len(held_out)))))
     if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
         needed = NEEDS["pairs"] if set(stages.values()) == {"pairs"} else eval_columns
         datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)
     return datasets
 
 
-def _rows(config: DataSection, path: str, columns: Sequence[str], limit: int | None = None) -> JsonLines:
-    options = {name: getattr(config, name) for name in ("prompt_template", "system_prompt", "allow_urls")}
-    options["constants"] = {"box_space": config.box_space}
+def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) -> Dataset:
+    """The rows of a stage's own file, or of the recipe's; several files are one dataset."""
+    config, path = run.data, file or run.data.train_file
+    files = config.train if path is None else []
+    if path is not None and Path(path).suffix in (".yaml", ".yml"):
+        files = read_mix(Path(path))
+    if not files:
+        return _rows(config, path, columns)
+    parts = []
+    for section in files:
+        if unknown := [name for name in section.rewards if name not in run.rewards]:
+            known = ", ".join(run.rewards)
+            raise ValueError(f"data.train: {section.file}: the recipe has no reward {unknown[0]!r}; there are: {known}")
+        own = required_columns(section.rewards) if section.rewards and judged else columns
+        constants = {"row_rewards": section.rewards} if section.rewards else {}
+        parts.append(_rows(config, section.file, own, None, section.image_root, constants))
+    return mix(parts, files)
+
+
+def _rows(config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()) -> JsonLines:
+    options = {name: getattr(config, name) for name in ("prompt_template", "system_prompt", "allow_urls", "columns")}
+    options["constants"] = {"box_space": config.box_space, **dict(constants)}
     options["video_options"] = {name: value for name, value in asdict(config.video).items() if value is not None}
-    return JsonLines(path, ("problem", *columns), limit, **options)
+    return JsonLines(path, ("problem", *columns), limit, root or config.image_root, **options)
 
 
 @dataclass

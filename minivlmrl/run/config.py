@@ -21,6 +21,8 @@ from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.scale.sharding import ShardingSection
 
+STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
+
 
 @dataclass
 class ModelSection:
@@ -117,7 +119,9 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     config = build(RunConfig, values, "command line")
     if config.model.config:  # beside the recipe; the others below from where the command runs
         config.model.config = str((path.parent / config.model.config).resolve())
-    files = ((config.data, "train_file"), (config.data, "eval_file"), (config.ppo, "critic_path"))
+    files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
+    files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
+    files += [(getattr(config, stage), "data") for stage in STAGES] + [(config.ppo, "critic_path")]
     for section, name in ((config.model, "path"), (config.reward_model, "path"), *files):
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))

@@ -1,18 +1,26 @@
 """The model and processor that a recipe asks for."""
 
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from minivlmrl.chat import content_parts
+from minivlmrl.data.turns import as_turns
 from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor, random_model
-from minivlmrl.rows import Processor
+from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.rows import Dataset, Processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks
 from minivlmrl.tasks.table import get_task
 from minivlmrl.tools.plan import check_memory
 
 
-def build_model(config, world: World) -> tuple[nn.Module, Processor]:
-    """Load the recipe's checkpoint, or make a random model for the embedded task."""
+def build_model(config, world: World, datasets: dict[str, Dataset] | None = None) -> tuple[nn.Module, Processor]:
+    """Load the recipe's checkpoint, or make a random model, with a tokenizer of the embedded task or of the rows."""
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
         raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
@@ -24,10 +32,11 @@ def build_model(config, world: World) -> tuple[nn.Module, Processor]:
         if config.check_memory and world.device.type == "cuda":
             check_memory(config, world.size, torch.cuda.get_device_properties(world.device).total_memory)
         model = load_model(section.path, dtype, world.device, sharding)
-    elif data.task is None:
-        raise ValueError("model.config builds a model for an embedded task; with data.train_file set model.path")
+    elif data.task is None and not datasets:
+        raise ValueError("model.config builds a model for an embedded task or rows to train on; set model.path")
     else:
-        tokenizer = get_task(data.task).tokenizer()
+        size = read_json(Path(section.config)).get("vocab_size", 0)
+        tokenizer = get_task(data.task).tokenizer() if data.task else train_tokenizer(_texts(datasets), size)
         model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
         model = model.to(world.device, dtype)
         if sharding is not None:
@@ -37,3 +46,14 @@ def build_model(config, world: World) -> tuple[nn.Module, Processor]:
     processor.image_processor.resize = data.resize or processor.image_processor.resize
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
     return model, processor
+
+
+def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
+    """What a tokenizer of one's own rows is trained on: what 10,000 rows of each stage ask and answer."""
+    yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
+    for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
+        for row in islice(rows, 10_000):
+            answers = (as_turns(answer) for answer in (row.completion, row.chosen, row.rejected) if answer)
+            for turn in chain(row.messages, *answers):
+                yield "".join(part.get("text", "") for part in content_parts(turn))
+            yield str(row.columns.get("solution") or "")

@@ -16,7 +16,9 @@ from minivlmrl.scale.sharding import is_sharded, reshard
 class TrainingConfig:
     """What every stage has: its length, its batch and its optimizer."""
 
+    data: str | None = None  # a file of this stage's own rows; None: those of section data
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over the rows; where they end before max_steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup

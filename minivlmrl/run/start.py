@@ -1,12 +1,15 @@
 """What a run does and says before its first step: it tries the rewards, counts the rows, says what runs where."""
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from minivlmrl.data.row_summary import summary
+from minivlmrl.data.rescaled import Rescaled
+from minivlmrl.data.row_summary import seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
 from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.image import ImageProcessor
@@ -48,13 +51,27 @@ def _try(rewards: Collection[str], row: Row):
     judge(rewards, [row], [prompt], [[completion]], Inventor(None, ImageProcessor()), lambda *_: [0.0])
 
 
-def show_rows(datasets: dict[str, Dataset], processor: Processor, world: World):
-    """Print how many rows have how many images and how long prompts are; image files are opened, not decoded."""
-    said = {}
-    for name, rows in datasets.items() if world.is_main else ():
-        said.setdefault(summary(rows, processor), []).append(name)
-    for text, names in said.items():
+def fit_rows(config, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:
+    """Leave out rows of stages whose prompts are too long, end stages after max_epochs, and print what rows there are.
+
+    Image files are opened, not decoded.
+    """
+    fitted, said = {}, {}
+    for name, rows in datasets.items():
+        limit = None if name == "eval" else config.data.max_prompt_tokens
+        fitted[name], long = (rows, []) if limit is None else without_long(rows, processor, limit)
+        if name != "eval" and (epochs := getattr(config, name).max_epochs) is not None:
+            stage = getattr(config, name)
+            stage.max_steps = min(stage.max_steps, math.ceil(epochs * len(fitted[name]) / stage.prompts_per_step))
+        if config.data.rescale_boxes and name != "eval":
+            fitted[name] = Rescaled(fitted[name], partial(seen_sizes, processor=processor))
+        text = summary(fitted[name], processor) if world.is_main else ""
+        if long:
+            text += f"; {len(long)} over data.max_prompt_tokens left out: {', '.join(long[:5])}"
+        said.setdefault(text, []).append(name)
+    for text, names in said.items() if world.is_main else ():
         print(f"rows of {', '.join(names)}: {text}", flush=True)
+    return fitted
 
 
 def describe_run(config, model: nn.Module, world: World):

@@ -74,7 +74,7 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling, names = replace(config.sampling, temperature=temperature), config.data.eval_rewards if judged else []
-    rows = load_datasets(config.data, {}, config.seed, (), required_columns(names))["eval"]
+    rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
     decoding = {**asdict(sampling), "num_generations": options.num_generations, "seed": config.seed}

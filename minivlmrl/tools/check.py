@@ -24,7 +24,7 @@ from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
-from minivlmrl.run.start import describe_run, show_rows, try_rewards
+from minivlmrl.run.start import describe_run, fit_rows, try_rewards
 from minivlmrl.scale import ranks
 from minivlmrl.train import find_algorithm
 
@@ -53,12 +53,12 @@ def check(config) -> Iterator[str]:
         algorithm.check(config)
     needs = {stage: algorithm.needs for stage, algorithm in stages.items()}
     judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config.data, needs, config.seed, *judged)
+    datasets = load_datasets(config, needs, *judged)
     try_rewards(config, needs, datasets)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    model, processor = build_model(config, world)  # refuses what does not fit the GPU
+    model, processor = build_model(config, world, datasets)  # refuses what does not fit the GPU
     describe_run(config, model, world)
-    show_rows(datasets, processor, world)
+    datasets = fit_rows(config, datasets, processor, world)
     yield from check_settings(config)
     yield from check_demonstrations(config, datasets, needs, processor)
     asked = next((rows for stage, rows in datasets.items() if needs.get(stage) == "prompts"), None)

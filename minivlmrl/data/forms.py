@@ -1,0 +1,197 @@
+"""Rows as other projects write them become the columns that conversations.py, media.py and the rewards read.
+
+One table: a form has keys by which it is known and one function, which returns the columns to set. Forms add up: a row
+may be in the form `conversations`, and in `file_name` too if that names its image. docs/data.md has examples.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivlmrl.hub.checker import naming, require
+
+QUESTIONS = ("problem", "prompt", "messages")
+SPEAKERS = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
+SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A row with all `keys` and none of `unless` is in this form, `read` returns the columns that it gives the row."""
+
+    keys: tuple[str, ...]
+    unless: tuple[str, ...]
+    read: Callable[[dict], dict]
+
+
+def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
+    """Return the row with the columns of every form that fits it.
+
+    Args:
+        renamed: column of the row -> its name here, such as {"answer": "solution"}.
+    """
+    for theirs, ours in (renamed or {}).items():
+        if row.get(theirs) is not None:
+            if row.get(ours) is not None:
+                raise ValueError(f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out")
+            row = {**row, theirs: None, ours: row[theirs]}
+    for name, form in FORMS.items():
+        if form.keys[0] in row and _fits(row, form):
+            with naming(f"form {name!r}"):
+                row = row | form.read(row)
+    return row
+
+
+def _fits(row: dict, form: Form) -> bool:
+    has_all = all(row.get(key) is not None for key in form.keys)
+    return has_all and all(row.get(key) is None for key in form.unless)
+
+
+def nearest_form(columns: list[str]) -> str:
+    """Say which form a row without a question resembles most, and how it is made one."""
+    known = {key: name for name, form in FORMS.items() for key in form.keys} | {name: name for name in QUESTIONS}
+    others = [name for name in columns if name not in TEXTS + SHOWN]
+    ratios = {(a, b): difflib.SequenceMatcher(None, a.lower(), b).ratio() for a in others for b in known}
+    theirs, ours = max(ratios, key=ratios.get, default=("", ""))
+    if ratios.get((theirs, ours), 0) < 0.7:
+        return "give it a problem, a prompt or messages, or name its question: data.columns: {YOURS: problem}"
+    keys = " and ".join(map(repr, FORMS[known[ours]].keys if known[ours] in FORMS else (ours,)))
+    cure = "the question itself is missing" if theirs == ours else f"data.columns: {{{theirs}: {ours}}} renames it"
+    return f"the nearest form is {known[ours]!r}, with {keys}; {cure}"
+
+
+def _conversations(row: dict) -> dict:
+    """VLM-R1, LLaVA, sharegpt, LLaMA-Factory: turns of `from` and `value`; the first answer is the solution too."""
+    require(isinstance(row["conversations"], list), "column 'conversations'", row["conversations"], "a list of turns")
+    turns = [_turn(turn, number) for number, turn in enumerate(row["conversations"])]
+    return _ended(_system(row) + turns)
+
+
+def _turn(turn: dict, number: int) -> dict:
+    speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+    if speaker not in SPEAKERS:
+        raise ValueError(f"turn {number} is {turn!r:.60}; it needs 'from', one of {', '.join(SPEAKERS)}, and 'value'")
+    value = turn.get("value", turn.get("content"))
+    number_said = isinstance(value, int | float) and not isinstance(value, bool)  # VLM-R1's answers may be
+    return {"role": SPEAKERS[speaker], "content": str(value) if number_said else value}
+
+
+def _system(row: dict) -> list[dict]:
+    """LLaMA-Factory and ms-swift have the system message in a column."""
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _ended(turns: list[dict]) -> dict:
+    """A conversation without an answer is a prompt."""
+    if not turns or turns[-1]["role"] != "assistant":
+        return {"messages": None, "prompt": turns}
+    if blank(turns[-1]["content"]) and [turn["role"] for turn in turns].count("assistant") == 1:
+        return {"messages": None, "prompt": turns[:-1], "solution": ""}  # nothing is there: a negative
+    first = next(turn["content"] for turn in turns if turn["role"] == "assistant")
+    return {"messages": turns, "solution": first}
+
+
+def blank(content: object) -> bool:
+    """Whether an answer says nothing."""
+    return isinstance(content, str) and not content.strip()
+
+
+def _messages(row: dict) -> dict:
+    """ms-swift: `messages` that end with the user's turn are a prompt; `rejected_response` is the worse answer."""
+    turns = row["messages"]
+    listed = isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)
+    if not listed:  # conversations.py says what is wrong
+        return {}
+    found = {} if turns[-1].get("role") == "assistant" else {"messages": None, "prompt": turns}
+    if row.get("rejected_response") is not None and not found:
+        start = [turn.get("role") for turn in turns].index("assistant")
+        found = {"messages": None, "prompt": turns[:start], "chosen": turns[start:]}
+        found["rejected"] = row["rejected_response"]
+    return found
+
+
+def _asked(question: str, answer: str) -> Callable[[dict], dict]:
+    """A question and its answer in two columns; earlier turns in `history`, pairs of them."""
+
+    def read(row: dict) -> dict:
+        said, text = row.get(answer), row[question]
+        require(isinstance(text, str), f"column {question!r}", text, "text")
+        if row.get("input"):  # Alpaca's
+            text = f"{text}\n{row['input']}"
+        before = row.get("history") or []
+        paired = isinstance(before, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in before)
+        require(paired, "column 'history'", before, "a list of pairs, each a question and its answer")
+        turns = [{"role": ("user", "assistant")[i], "content": pair[i]} for pair in before for i in (0, 1)]
+        found = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
+        if said is not None and row.get("solution") is None:
+            found["solution"] = said
+        if isinstance(said, str) and not blank(said) and row.get("chosen") is None:
+            found["completion"] = said
+        return found
+
+    return read
+
+
+def _chosen(row: dict) -> dict:
+    """LLaMA-Factory: answers that are turns of `from` and `value`."""
+    return {name: [_turn(row[name], 0)] for name in ("chosen", "rejected") if isinstance(row.get(name), dict)}
+
+
+def _ground_truth(row: dict) -> dict:
+    """verl: {"style": "rule", "ground_truth": ...}."""
+    given = row["reward_model"]
+    return {"solution": given.get("ground_truth")} if isinstance(given, dict) else {}
+
+
+def _objects(row: dict) -> dict:
+    """ms-swift: the texts have <ref-object> and <bbox> where the lists `ref` and `bbox` of `objects` go, in order."""
+    given, texts = row["objects"], {name: row[name] for name in TEXTS if row.get(name) is not None}
+    marked = [mark for mark in ("<ref-object>", "<bbox>") if mark in json.dumps(texts, default=str)]
+    if not marked:
+        return {}
+    lists = [given.get(key) if isinstance(given, dict) else None for key in ("ref", "bbox")]
+    waiting = {mark: iter(values or ()) for mark, values in zip(("<ref-object>", "<bbox>"), lists, strict=True)}
+
+    def fill(value):
+        if isinstance(value, str):
+            return re.sub("<ref-object>|<bbox>", lambda found: _shown(next(waiting[found[0]], None), found[0]), value)
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    filled = {name: fill(value) for name, value in texts.items()}
+    for mark, values in waiting.items():
+        if mark in marked and (left := len(list(values))):
+            raise ValueError(f"column 'objects' has {left} more than the texts have {mark}; make them as many")
+    return filled
+
+
+def _shown(value: object, mark: str) -> str:
+    if value is None:
+        raise ValueError(f"column 'objects' has fewer than the texts have {mark}; make them as many")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
+    return lambda row: {ours: row[theirs]}
+
+
+TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
+SHOWN = ("image", "images", "video", "videos")
+FORMS = {
+    "conversations": Form(("conversations",), QUESTIONS, _conversations),
+    "messages": Form(("messages",), ("problem", "prompt", "completion"), _messages),
+    "prefix and suffix": Form(("prefix", "suffix"), (*QUESTIONS, "completion"), _asked("prefix", "suffix")),
+    "query": Form(("query",), (*QUESTIONS, "completion"), _asked("query", "response")),
+    "instruction": Form(("instruction",), (*QUESTIONS, "completion"), _asked("instruction", "output")),
+    "question": Form(("question",), (*QUESTIONS, "completion"), _asked("question", "answer")),
+    "chosen": Form(("chosen", "rejected"), (), _chosen),
+    "kto_tag": Form(("kto_tag",), ("label",), _rename("kto_tag", "label")),
+    "answer": Form(("answer",), ("solution",), _rename("answer", "solution")),
+    "reward_model": Form(("reward_model",), ("solution",), _ground_truth),
+    "ground_truth": Form(("ground_truth",), ("solution",), _rename("ground_truth", "solution")),
+    "file_name": Form(("file_name",), SHOWN, _rename("file_name", "image")),
+    "objects": Form(("objects",), (), _objects),
+}

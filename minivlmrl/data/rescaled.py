@@ -1,0 +1,65 @@
+"""Demonstrated answers with boxes in pixels of the image file, rewritten in the space that answers are asked for."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from minivlmrl.chat import content_parts
+from minivlmrl.data.boxes import NUMBER, Box, extent
+from minivlmrl.hub.checker import naming
+from minivlmrl.rows import Dataset, Row
+
+BETWEEN = r"\)?[\s,]+\(?"
+FOUR = BETWEEN.join([f"({NUMBER})"] * 4)
+WRITTEN = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){FOUR}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
+
+
+class Rescaled(Sequence):
+    """A dataset whose answers say boxes in a row's box_space: [x1, y1, x2, y2], data-bbox="..." and <|box_start|>."""
+
+    def __init__(self, rows: Dataset, sized: Callable[[Row], tuple[tuple[int, int], tuple[int, int]]]):
+        self.rows, self.sized = rows, sized  # row -> (width, height) of its image file, and as the model sees it
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index]
+        answers = {name: getattr(row, name) for name in ("completion", "chosen", "rejected")}
+        if not row.images or not WRITTEN.search(str(answers)):
+            return row
+        with naming(row.where):
+            if len(row.images) > 1:
+                raise ValueError("data.rescale_boxes: the row has several images, and its boxes do not say of which")
+            size, resized = self.sized(row)
+            space = row.columns.get("box_space") or "resized"
+            target = extent(space, size, resized)
+            return replace(row, **{name: _answer(answer, size, target, space) for name, answer in answers.items()})
+
+
+def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
+    """Write the boxes of a text in other units, rounded to whole numbers or to some digits.
+
+    Example: "[10, 10, 20, 20]" of an image of 100 x 50 is "[100, 200, 200, 400]" in thousandths.
+    """
+
+    def written(found: re.Match) -> str:
+        corners = Box(*map(float, found.groups()[1:5]), tuple(map(float, size))).to(target)
+        numbers = iter(round(value, digits) for value in (corners.x1, corners.y1, corners.x2, corners.y2))
+        between = found[0][len(found[1]) : len(found[0]) - len(found[6])]
+        return found[1] + re.sub(NUMBER, lambda _: str(next(numbers)), between) + found[6]
+
+    return WRITTEN.sub(written, text)
+
+
+def _answer(answer: str | list | None, size, target, space: str) -> str | list | None:
+    digits = 4 if space == "unit" else None
+    if isinstance(answer, str):
+        return rescale(answer, size, target, digits)
+    if answer is None:
+        return None
+    turns = []
+    for turn in answer:
+        parts = [{**part, "text": rescale(part["text"], size, target, digits)} for part in content_parts(turn)]
+        turns.append({**turn, "content": parts} if turn["role"] == "assistant" else turn)
+    return turns

@@ -1,0 +1,170 @@
+"""The forms of rows that docs/data.md shows, and the sentence that each wrong row gets."""
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from talk import assistant, system, text, user
+
+from minivlmrl.chat import content_parts
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.tasks import shapes
+
+PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
+HOW_MANY, ONE_SOLUTION = [user("How many?")], {"solution": "2"}
+PAIR = {"chosen": "2", "rejected": "3"}
+EXPECTED = {  # form: its prompt if it is another, then what a row must have
+    "VLM-R1, `.jsonl`": {"solution": "2", "completion": "2"},
+    "VLM-R1, several images": {"solution": "2", "completion": "2"},
+    "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
+    "LLaMA-Factory, sharegpt": {"turns": [system("Be brief."), *HOW_MANY], "solution": "2", "completion": "2"},
+    "LLaMA-Factory, pairs": PAIR,
+    "LLaMA-Factory, kto": {"completion": "2", "label": True},
+    "Alpaca": {"turns": [user("Hi"), assistant("Hello"), *HOW_MANY], "solution": "2", "completion": "2"},
+    "ms-swift, without answer": {"solution": "2", "completion": None},
+    "ms-swift, with answer": {"solution": "2", "completion": "2"},
+    "ms-swift, pairs": PAIR,
+    "ms-swift, grounding": {"turns": [user("Find the cat")], "completion": "[1, 2, 3, 4]"},
+    "ms-swift, older": {"solution": "2", "completion": "2"},
+    "PaliGemma": {"solution": "2", "completion": "2"},
+    "RLAIF-V": PAIR | {"solution": None, "completion": None},
+    "question, answer": {"solution": "2", "completion": "2"},
+    "EasyR1": ONE_SOLUTION,
+    "verl": ONE_SOLUTION,
+    "R1-V": {"solution": "<answer> 2 </answer>"},
+    "TRL": ONE_SOLUTION,
+    "TRL, text": {"completion": "2"},
+    "TRL, pairs": PAIR,
+    "imagefolder": {"solution": "2", "completion": "2"},
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    for name, color in (("cat.jpg", "red"), ("dog.jpg", "blue")):
+        PIL.Image.new("RGB", (60, 40), color).save(tmp_path / name)
+
+    def read(row, required=("problem",), **options):
+        (tmp_path / "rows.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
+        return JsonLines(tmp_path / "rows.jsonl", required, **options)[0]
+
+    return read
+
+
+def words(turns):
+    turns = [assistant(turns)] if isinstance(turns, str) else turns
+    return turns and "\n".join("".join(part.get("text", "") for part in content_parts(turn)) for turn in turns)
+
+
+def test_every_form_of_the_page_is_expected():
+    assert SHOWN.keys() == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("form", EXPECTED)
+def test_a_form_is_read_as_it_is(read, form):
+    row, expected = read(SHOWN[form]), EXPECTED[form]
+    assert words(row.messages) == words(expected.get("turns", HOW_MANY))
+    assert len(row.images) == SHOWN[form].count(".jpg") and row.images[0].getpixel((0, 0))[0] > 250
+    for name in ("completion", "chosen", "rejected"):
+        if name in expected:
+            assert words(getattr(row, name)) == expected[name]
+    for name in ("solution", "label"):
+        if name in expected:
+            assert row.columns.get(name) == expected[name]
+
+
+@pytest.mark.parametrize("form", EXPECTED)
+def test_prompts_are_those_of_transformers(read, form):
+    """Token for token what its processor makes of the same conversation with TRL's copy of Qwen2.5-VL's template."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class Theirs(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, *arguments):
+            """Their class for videos needs torchvision; there is none here, and no video."""
+
+    ours = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=784, max_pixels=1568))
+    images = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=784, max_pixels=1568)
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=shapes.tokenizer().backend)
+    theirs = Theirs(images, tokenizer, None, chat_template=template)
+    row = read(SHOWN[form])
+    turns = EXPECTED[form].get("turns", HOW_MANY)
+    first = [turn["role"] for turn in turns].index("user")
+    shown = user([*[{"type": "image"}] * SHOWN[form].count(".jpg"), text(turns[first]["content"])])
+    turns = [*turns[:first], shown, *turns[first + 1 :]]
+    words = theirs.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    expected = theirs(text=[words], images=list(row.images))
+    prompt = row.prompt(ours)
+    assert prompt.input_ids.tolist() == list(expected["input_ids"][0])
+    assert prompt.image_grid_thw.tolist() == expected["image_grid_thw"].tolist()
+
+
+def test_bytes_of_an_image_are_read(read):
+    stored = io.BytesIO()
+    PIL.Image.new("RGB", (8, 6), "green").save(stored, "PNG")
+    entry = {"bytes": base64.b64encode(stored.getvalue()).decode(), "path": None}
+    for columns in ({"image": entry}, {"images": [entry]}):
+        assert read({"problem": "a", **columns}).images[0].size == (8, 6)
+
+
+def test_a_negative_is_a_row(read):
+    turns = [{"from": "human", "value": "Where is the dog?"}, {"from": "gpt", "value": ""}]
+    for row in ({"conversations": turns}, {"prefix": "Where is the dog?", "suffix": ""}):
+        found = read({**row, "image": "cat.jpg"})
+        assert (words(found.messages), found.columns["solution"], found.completion) == ("Where is the dog?", "", None)
+    assert read({"problem": "a", "solution": []}).columns["solution"] == []
+
+
+def test_columns_are_renamed(read):
+    row = read(
+        {"wording": "a", "gold": 3, "pic": "cat.jpg"},
+        columns={"wording": "problem", "gold": "solution", "pic": "image"},
+    )
+    assert (words(row.messages), row.columns["solution"], len(row.images)) == ("a", 3, 1)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution', and the row has both"):
+        read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
+
+
+TURN = {"from": "human", "value": "a"}
+WRONG = [  # a row, and what its error says after the file and line
+    ({"quastion": "a"}, "nearest form is 'question', with 'question'; data.columns: {quastion: question} renames it"),
+    ({"conversation": [TURN]}, "column 'problem' is missing; the row has ['conversation']: the nearest form is 'conv"),
+    (
+        {"prefix": "a"},
+        "nearest form is 'prefix and suffix', with 'prefix' and 'suffix'; the question itself is missing",
+    ),
+    ({"xyz": "a"}, "column 'problem' is missing; the row has ['xyz']: give it a problem, a prompt or messages, or na"),
+    ({}, "column 'problem' is missing; the row has []: give it a problem"),
+    ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; it needs 'from', one of human, user, "),
+    ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; it needs 'from'"),
+    ({"conversations": [{"from": "human"}]}, "column 'prompt': message 0 needs a role, and content that is text or a"),
+    ({"conversations": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
+    ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 <image> placehol"),
+    ({"question": 3, "answer": "a"}, "form 'question': column 'question' is 3, it must be text"),
+    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
+    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
+    ({"prompt": "<bbox>", "objects": {"bbox": [[1, 2]] * 3}}, "column 'objects' has 2 more than the texts have <bbox>"),
+    ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
+    (
+        {"problem": "a", "image": {"bytes": None}},
+        "column 'image': each image must be a path, URL or data URI; one is N",
+    ),
+    ({"problem": "a", "photo": "cat.jpg"}, "did you mean 'image'? data.columns: {photo: image} renames it; or leave i"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
+def test_a_wrong_row_is_named(read, row, message):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
+        read(row).images[0]

@@ -1,0 +1,148 @@
+"""Files of rows: every format gives the same rows, and what is wrong with one is named."""
+
+import csv
+import json
+
+import pytest
+
+from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.row_files import open_rows
+
+ROWS = [
+    {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
+    {"problem": "d", "solution": "2", "images": []},
+    {"problem": "e", "solution": "false", "images": ["z.png"]},
+]
+
+
+def save_csv(path, delimiter=","):
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(ROWS[0])
+        writer.writerows([row["problem"], row["solution"], json.dumps(row["images"])] for row in ROWS)
+
+
+def save_tables(folder):
+    """The same rows as a parquet file of two groups, a parquet repository, and as `datasets` saves them."""
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, folder / "rows.parquet", row_group_size=2)
+    for name, part in (("train-00000-of-00002", table[:1]), ("train-00001-of-00002", table[1:])):
+        (folder / "repository" / "data").mkdir(parents=True, exist_ok=True)
+        pq.write_table(part, folder / "repository" / "data" / f"{name}.parquet")
+    (folder / "saved").mkdir()
+    stored = str(folder / "saved" / "data-00000.arrow")
+    with pa.OSFile(stored, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (folder / "saved" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000.arrow"}]}))
+
+
+@pytest.fixture
+def files(tmp_path):
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (tmp_path / "lines.jsonl").write_text("\ufeff" + "\n\n".join(lines))
+    (tmp_path / "list.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
+    (tmp_path / "pretty.json").write_text(json.dumps(ROWS, ensure_ascii=False, indent=2))
+    (tmp_path / "pretty.jsonl").write_text("\n".join(json.dumps(row, indent=1) for row in ROWS))
+    save_csv(tmp_path / "cells.csv")
+    save_csv(tmp_path / "cells.tsv", "\t")
+    (tmp_path / "imagefolder").mkdir()
+    (tmp_path / "imagefolder" / "metadata.jsonl").write_text("\n".join(lines))
+    save_tables(tmp_path)
+    return tmp_path
+
+
+NAMES = "lines.jsonl list.json pretty.json pretty.jsonl cells.csv cells.tsv imagefolder rows.parquet repository saved"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_format_gives_the_same_rows(files, name):
+    rows = open_rows(files / name)
+    assert list(rows) == ROWS and len(rows) == 3
+    assert [rows[i] for i in (2, 0, 1)] == [ROWS[2], ROWS[0], ROWS[1]]
+
+
+WHERE = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "cells.csv": ":5", "rows.parquet": ": row 2"}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_row_is_named_by_its_line(files, name):
+    assert open_rows(files / name).where(2) == f"{files / name}{WHERE[name]}"
+
+
+DEEP = "[" * 100_000
+WRONG = {  # content: what its error says after the file's name
+    '{"problem": "a"}\n{"problem": ': r":2: not JSON \(Expecting value",
+    '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
+    '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
+    '[{"problem": "a"}': r": not JSON \(the list has no end",
+    '[{"problem": "a"}] {}': r": not JSON \(the list has no end, or something comes after it\)",
+    '{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
+    '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
+    '{"problem": ' + "9" * 5000 + "}": r":1: not JSON \(Exceeds the limit \(4300 digits\)",
+    "[]": ": has no rows",
+    "": ": has no rows",
+}
+
+
+@pytest.mark.parametrize("content", WRONG, ids=lambda content: content[:30])
+def test_a_wrong_file_is_named(tmp_path, content):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ValueError, match=r"rows\.json" + WRONG[content]):
+        JsonLines(tmp_path / "rows.json")
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    for name in ("rows.jsonl", "rows.csv"):
+        (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
+        with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save the file as UTF-8"):
+            JsonLines(tmp_path / name)
+
+
+def test_a_csv_row_with_too_many_cells_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("problem,label,margin\na,TRUE,1.5\nb,c,d,e\n")
+    rows = open_rows(tmp_path / "rows.csv")
+    assert rows[0] == {"problem": "a", "label": True, "margin": 1.5}
+    with pytest.raises(ValueError, match=r"rows\.csv:3: has 4 cells, the first line 3 names; quote a cell that has"):
+        JsonLines(tmp_path / "rows.csv")
+
+
+def test_a_file_that_changes_during_the_run_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a"}\n')
+    rows = JsonLines(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text('{"problem": "other"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl: has changed since the run began"):
+        rows[0]
+
+
+def test_a_folder_that_is_no_dataset_is_named(files):
+    (files / "imagefolder" / "more.csv").write_text("")
+    message = r"a folder must hold a dataset or one file of rows; its files of rows: metadata\.jsonl, more\.csv"
+    with pytest.raises(ValueError, match=message):
+        open_rows(files / "imagefolder")
+    (files / "dict" / "train").mkdir(parents=True)
+    (files / "dict" / "train" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"dict: has the splits train; name one, .*dict.train"):
+        open_rows(files / "dict")
+    (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="repository: has parquet files of test, train; make a folder of each"):
+        open_rows(files / "repository")
+    with pytest.raises(ValueError, match=r"test-0\.parquet: cannot be read \(Parquet file size is 0 bytes"):
+        open_rows(files / "repository" / "data" / "test-0.parquet")
+
+
+LONG, MANY = "a b " * 2_500_000, json.dumps(["data:image/png;base64,AA"] * 100_001)
+LARGE = {  # the error of a row that would fill the memory or take minutes
+    f'"prompt": "{LONG}"': r"message 0 has over 1048576 characters; cut it",
+    f'"prompt": "a", "images": {MANY}': "100001 images and videos are over",
+    f'"prompt": "a", "level": {DEEP}': "not JSON that can be read: it is nested too deep",
+}
+
+
+@pytest.mark.parametrize("columns", LARGE, ids=lambda columns: columns[:30])
+def test_large_rows_are_refused_within_seconds(tmp_path, columns):
+    (tmp_path / "rows.jsonl").write_text("{" + columns + "}")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{LARGE[columns]}"):
+        JsonLines(tmp_path / "rows.jsonl")
