@@ -80,9 +80,3 @@ def test_the_table_has_a_row_for_each_bug_and_what_it_costs():
     assert len(table.splitlines()) == 2 + len(museum.HEALTHY) + len(museum.BUGS)
     assert "| 0.800 | +0.100 |" in table
     assert "| healthy | 0.900 |  |  |" in table
-
-
-def test_a_seed_reaches_the_run(monkeypatch):
-    """--seed is an option of the recipe, and no short form of --seeds."""
-    monkeypatch.setattr("minivlmrl.train.main", lambda arguments: arguments)
-    assert museum.main(["--seed=1", "--num_threads=1"]) == ["--seed=1", "--num_threads=1"]
