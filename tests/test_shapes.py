@@ -11,8 +11,8 @@ from minivlmrl.data.turns import encode_completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rewards import accuracy, find_answer, format
 from minivlmrl.rows import Processor
-from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.config import DataSection
+from minivlmrl.run import batches
+from minivlmrl.run.config import DataSection, RunConfig
 from minivlmrl.tasks.shapes import (  # fmt: skip
     CHANCE,
     COLORS,
@@ -151,6 +151,10 @@ def test_labelled_rows_have_one_answer_and_say_whether_it_is_the_right_one():
         assert row.completion == (pair.rejected if i % 2 else pair.chosen)
         assert (row.chosen, row.rejected) == (None, None)
         assert row.images[0].tobytes() == pair.images[0].tobytes()
+
+
+def load_datasets(data, stages, seed):
+    return batches.load_datasets(RunConfig(data=data, seed=seed), stages)
 
 
 def test_splits_and_seeds_share_no_picture():
