@@ -83,7 +83,7 @@ class MetricsLog(AbstractContextManager):
         self.bar.update()
         if self.bar.disable:  # no terminal: a line a step
             print(f"{self.name} {number + 1}/{self.bar.total}", *(f"{name}={value}" for name, value in short.items()))
-        for warning in self.alarms.step(metrics):
+        for warning in self.alarms.step(metrics, step.rollout):
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
