@@ -29,7 +29,7 @@ SHELVES = {  # shelf: the other shelves that it may import; every shelf but kern
     "reward_functions": "algorithms data scale",
     "scale": "hub run",
     "algorithms": "data hub reward_functions run scale",
-    "run": "algorithms data hub reward_functions sampling scale tasks tools",
+    "run": "adapters algorithms data hub reward_functions sampling scale tasks tools",
     "audit": "algorithms hub",
     "tools": "algorithms data hub reward_functions run sampling scale",
 }
