@@ -62,6 +62,7 @@ PLAN = [
     grpo("rloo", "loss_type=rloo"),
     grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
+    Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--sft.optimizer=adamw_8bit", "--grpo.optimizer=adamw_8bit"], 0.25),
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
     Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
