@@ -35,6 +35,7 @@ PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_
 STAGE_OPTIONS = {
     "max_steps": (2, []),
     "prompts_per_step": (2, []),
+    "optimizer": ("adamw_8bit", []),
     "learning_rate": (1e-3, []),
     "lr_scheduler_type": ("cosine", []),
     "min_lr_ratio": (0.5, []),
@@ -302,7 +303,7 @@ def test_every_choice_is_in_the_table():
                 choices(name)
                 literal.add(name)
     others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype"}
-    others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
+    others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 
 
