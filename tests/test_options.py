@@ -35,7 +35,6 @@ PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_
 STAGE_OPTIONS = {
     "max_steps": (2, []),
     "prompts_per_step": (2, []),
-    "optimizer": ("adamw_8bit", []),
     "learning_rate": (1e-3, []),
     "lr_scheduler_type": ("cosine", []),
     "min_lr_ratio": (0.5, []),
@@ -198,7 +197,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
-    *(f"{stage}.{name}" for stage in STAGES for name in ("eval_steps", "save_steps", "save_total_limit")),
+    *(f"{stage}.{name}" for stage in STAGES for name in ("optimizer", "eval_steps", "save_steps", "save_total_limit")),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *(
         "output_dir",
