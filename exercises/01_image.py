@@ -11,6 +11,15 @@ growing? And what if a very thin image shrinks to less than one factor?
 """
 
 WRONG = {
+    "the area has no bounds: compare it with max_pixels and min_pixels": (
+        "if new_height * new_width > max_pixels:",
+        "min_pixels, max_pixels = 0, math.inf\nif new_height * new_width > max_pixels:",
+    ),
+    "you scale the rounded size; scale that of the file": (
+        "if new_height * new_width > max_pixels:",
+        "if not min_pixels <= new_height * new_width <= max_pixels:\n    height, width = new_height, new_width\n"
+        "if new_height * new_width > max_pixels:",
+    ),
     "you round up; the nearest multiple is asked for, as long as the area fits": (
         "round(height / factor) * factor, round(width / factor) * factor",
         "math.ceil(height / factor) * factor, math.ceil(width / factor) * factor",

@@ -23,6 +23,15 @@ WRONG = {
     ),
     "a video has a placeholder of its own: VIDEO": ('IMAGE if kind == "image" else VIDEO', "IMAGE"),
     "numbers begin at 1: count before you write": ("seen[kind] += 1", "seen[kind] += 0"),
+    "pictures and videos are numbered if seen is a Counter, and yours are not": ("if seen is not None:", "if False:"),
+    "a picture's number is announced by `Picture 1: `, not by the name of its kind": (
+        "{'Picture' if kind == 'image' else 'Video'}",
+        "{kind.capitalize()}",
+    ),
+    "both line feeds are missing: after the role and after <|im_end|>": (
+        'return [START, f"{message[\'role\']}\\n", *pieces, END, "\\n"]',
+        'return [START, message["role"], *pieces, END]',
+    ),
     "pictures and videos have counters of their own": ("{seen[kind]}: ", "{sum(seen.values())}: "),
     "you put text last: the parts keep their order": (
         "return [START,",

@@ -34,6 +34,10 @@ WRONG = {
         "pieces.append(grid)",
     ),
     "the text before an image takes positions too": ("position += begin - end", "position += 0"),
+    "the time of a video counts seconds times tokens_per_second; you counted its frames": (
+        "pieces.append(grid + position)",
+        "grid[0] = torch.arange(t).repeat_interleave(length // t)\npieces.append(grid + position)",
+    ),
     "the time steps of a video are as far apart as its seconds say": (
         "1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()",
         "1.0",

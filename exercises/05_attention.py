@@ -14,6 +14,10 @@ WRONG = {
         "(row == 0) | (row == row[:, None])",
         "torch.ones_like(index, dtype=torch.bool)[None]",
     ),
+    "the mask is only causal: groups and completions see all that comes before them": (
+        "(group == group[:, None]) & prompt_or_own & (index",
+        "(index",
+    ),
     "a completion does not see its prompt": ("(row == 0) | (row == row[:, None])", "row == row[:, None]"),
     "a token sees itself too: not later, instead of earlier": ("index <= index", "index < index"),
     "it is turned around: tokens see what comes later": ("index <= index", "index >= index"),

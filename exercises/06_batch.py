@@ -60,7 +60,8 @@ def tries(pack):
 
     image, text = prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]), prompt(7, 8, 9, grids=[])
     completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 22])]
-    for what, prompts in {"text, then an image": [text, image], "an image, then an image": [image, image]}.items():
+    pairs = {"text, then text": [text, text], "an image, then text": [image, text], "two images": [image, image]}
+    for what, prompts in pairs.items():
         batch = pack(prompts, [completions] * 2, config)
         yield f"{what}: ids", batch.input_ids
         yield f"{what}: positions", batch.position_ids

@@ -29,6 +29,10 @@ WRONG = {
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-logps",
     ),
+    "the entropy is a sum over all tokens that could be drawn; yours has the drawn one alone": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-(logps.exp() * logps)",
+    ),
     "you score each state by the token before the one it predicts": (
         "batch.completion_ids[:, None]",
         "batch.completion_ids.roll(1)[:, None]",

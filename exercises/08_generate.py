@@ -17,6 +17,10 @@ WRONG = {
     ),
     "a token of probability 0 can be drawn: exceed the number, do not just reach it": ("right=True", "right=False"),
     "the row's total is a little less than 1: take the number as a share of it": ("units[:, -1]", "UNITS"),
+    "where nothing exceeds the number, argmax says 0: the row's total is less than 1, take a share of it": (
+        "units = probs.double().mul_(UNITS).long().cumsum(-1)",
+        "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
+    ),
     "you draw from the other end: the first token begins at 0": ("uniform *", "(1 - uniform) *"),
     "that is the token after": ("[:, 0].clamp(", "[:, 0].add(1).clamp("),
     "each row has a number of its own": ("uniform * units", "uniform[:1] * units"),

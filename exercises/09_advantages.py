@@ -35,6 +35,15 @@ WRONG = {
         "rewards = rewards.nan_to_num(0.0)\ncentred = rewards",
     ),
     "one NaN makes its whole group NaN: leave it out of the mean": (").nanmean(1)", ").mean(1)"),
+    "torch's std makes a group with one NaN NaN: leave it out, as group_std and nanstd do": (
+        "std = {",
+        "group = to_groups(rewards, num_generations).std(1).repeat_interleave(num_generations)\n"
+        "nanstd = lambda rewards: rewards.std()\nstd = {",
+    ),
+    "the advantage of a reward of NaN is 0; yours is NaN": (
+        "(centred / (std + EPSILON)).nan_to_num(0.0)",
+        "centred / (std + EPSILON)",
+    ),
     "that is leave one out, RLOO's baseline: GRPO's mean has the completion itself in it": (
         'if scale_rewards == "none":',
         'centred = centred * (num_generations / (num_generations - 1))\nif scale_rewards == "none":',

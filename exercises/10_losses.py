@@ -27,9 +27,27 @@ WRONG = {
         "correct_kl(kl, ratio, options)",
         "kl",
     ),
-    "you divide by the tokens of the batch for every loss_type: that is dapo's average": (
+    "you divide by the tokens of the step for every loss_type: that is dapo's average": (
         "AVERAGES[average](per_token_loss * mask, mask, counts)",
-        "(per_token_loss * mask).sum() / mask.sum()",
+        "(per_token_loss * mask).sum() / counts.tokens",
+    ),
+    "you divide by the counts of this batch; a step may have several, and counts are the step's": (
+        "AVERAGES[average](per_token_loss * mask, mask, counts)",
+        "AVERAGES[average](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
+    ),
+    "the ratio is not clipped": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "per_token_loss, metrics = -ratio * advantages, {}",
+    ),
+    "you take the larger of the two terms; the smaller one is the cautious one": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
+        "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), {}",
+    ),
+    "clipped without the min: a token that moved the wrong way can no longer come back": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
+        "per_token_loss, metrics = -clip * advantages, {}",
     ),
     "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
         "AVERAGES[average](per_token_loss * mask, mask, counts)",
@@ -49,7 +67,7 @@ def tries(grpo_loss):
     from minivlmrl.losses import Counts, PolicyLoss
 
     logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
-    old, ref = logps + torch.tensor([[0.1, -0.3, 0.0], [0.4, -0.1, 3.0]]), logps - 0.2
+    old, ref = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]]), logps - 0.2
     mask, advantages = torch.tensor([[1.0, 1, 1], [1, 1, 0]]), torch.tensor([0.8, -0.5])
     given = {
         "old": {"old_per_token_logps": old},
