@@ -90,8 +90,9 @@ def test_old_or_reference():
     """pi_old or pi_ref?
 
     `pi_old` is the policy that sampled this rollout: it is in the ratio, and changes with every rollout. `pi_ref` is
-    the policy before training: it is in the KL alone, never changes, and with `beta: 0` there is none. Below the policy
-    says 0.6, pi_old 0.3 and pi_ref 0.5: the ratio 2 is clipped to 1.2, and the KL knows nothing of it.
+    the policy before training: it is in the KL alone, does not move (but with `sync_ref_model`), and with `beta: 0`
+    there is none. Below the policy says 0.6, pi_old 0.3 and pi_ref 0.5: the ratio 2 is clipped to 1.2, and the KL knows
+    nothing of it.
     """
     policy, old, ref = (torch.tensor([[p]]).log() for p in (0.6, 0.3, 0.5))
     options = PolicyLoss("grpo", beta=0.1, use_bias_correction_kl=False)
@@ -124,7 +125,8 @@ def test_which_kl():
 
     Take `k3` with the correction, which is the default: its value is a KL that is never negative, and its gradient that
     of KL(pi, pi_ref) of each token. `k2` has the same gradient on-policy. `k1` has the right value but, in the loss, no
-    gradient on average: it does nothing. Uncorrected `k3` pulls in the other direction of the KL ([bias](bias.md)).
+    gradient on average: it does nothing. Without the correction `k3` has the gradient of KL(pi_ref, pi)
+    ([bias](bias.md#kl-to-the-reference)).
     """
     logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     logps, ref = logits.log_softmax(-1), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
@@ -302,8 +304,9 @@ def test_cut_completions():
     """Why is the reward 0, and every completion as long as allowed?
 
     They are cut before the answer. A text without its closing tag has neither form nor answer, so all rewards are 0,
-    all advantages are 0, and training stays silent for as long as you let it. Watch `completions/clipped_ratio`; raise
-    `max_new_tokens` until it is below 0.1, or begin with SFT on short thoughts. Asked in TRL #5697.
+    all advantages are 0 and nothing is learned; a run here says so after a few steps. Watch
+    `completions/clipped_ratio`: raise `max_new_tokens` until it is below 0.1, or begin with SFT on short thoughts.
+    Asked in TRL #5697.
     """
     answer = "<think>It has four sides and it is red</think><answer>red square</answer>"
     cut = [answer[:length] for length in (20, 40, 60, 69)]  # 69 of 73 characters
