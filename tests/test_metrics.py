@@ -18,7 +18,9 @@ def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)])
+STEP = SimpleNamespace(
+    micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)], rollout=None
+)
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):

@@ -125,9 +125,11 @@ def test_check_names_it_before_a_run(fault, home, plant, capsys):
 def test_a_run_names_it(fault, run, plant, capsys):
     fault = DURING[fault]
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
-    run(*plant(fault.change), *options, *fault.overrides)
+    folder = run(*plant(fault.change), *options, *fault.overrides)
     [said] = [line for line in capsys.readouterr().err.splitlines() if fault.sentence in line]
     assert said.startswith("step ") and fault.cure in said
+    written = [json.loads(line) for line in (folder / "warnings.jsonl").read_text().splitlines()]
+    assert said in [f"step {line['step']}: {line['warning']}" for line in written]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -170,7 +170,7 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
     assert "evaluation, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
-    assert collect(with_them)["metrics"][-1] == {"stage": "grpo", "step": 3} | {
+    assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
         f"eval/{name}": lines[5][name] for name in ("sampled", "greedy", "format")
     }
 

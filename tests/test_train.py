@@ -40,7 +40,7 @@ def test_a_run_writes_its_files(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images", "metrics.jsonl",
-        "page.html", "report.png", "summary.json", "timings.jsonl",
+        "page.html", "report.png", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     with PIL.Image.open(folder / "report.png") as image:
         assert image.size[0] > 1000
