@@ -42,7 +42,7 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     charts = re.findall(r'aria-label="(\S+) by step"', html)
     evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
-    assert html.count('src="data:image/webp;base64,') == 1
+    assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
     assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
 
 

@@ -48,7 +48,7 @@ def collect(folder: Path) -> dict:
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
-    before = [line["stage"] for line in metrics].index  # optimizer steps of earlier stages
+    before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}  # steps of earlier stages
     evaluations = [(line.pop("stage"), line.pop("step"), curves(line)) for line in read_lines(folder / EVALUATIONS)]
     return {
         "name": folder.resolve().name,
@@ -57,7 +57,7 @@ def collect(folder: Path) -> dict:
             {line["stage"]: line for line in read_lines(folder / TIMINGS)}.values()
         ),  # the last of each stage
         "warnings": read_lines(folder / WARNINGS),
-        "evaluations": [{"step": step + (step and before(stage))} | values for stage, step, values in evaluations],
+        "evaluations": [{"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations],
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder / path) for path in paths},
