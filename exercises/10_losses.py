@@ -1,7 +1,8 @@
 TASK = """
 Make the loss of per-token log-probabilities: the ratio to the policy that sampled (None: the present one), the term of
-`options.loss_type` for each token, with `beta` its KL to the reference times beta, and the average over what the mask
-leaves. LOSSES says which term and which of AVERAGES a loss_type has. Set `metrics` and `loss`.
+`options.loss_type` for each token, with `beta` the KL to the reference (kl_term, corrected by correct_kl) times beta,
+and the average over what the mask leaves. LOSSES has the term of a loss_type and the name of its average in AVERAGES.
+Set `metrics`, the term's and "kl", and `loss`.
 """
 
 HINT = """
