@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 BLOCK = 256  # values with one scale
 SMALLEST = 4096  # moments of a tensor with fewer values, and of a vector, stay in float32
@@ -124,5 +123,5 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, as (rows, n); a number as it is."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
     return own.view(len(own), -1) if own.dim() else own

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from minivlmrl.adapters import adamw8bit
 from minivlmrl.adapters.adamw8bit import AdamW8bit
@@ -63,7 +62,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
