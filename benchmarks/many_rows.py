@@ -7,7 +7,6 @@ looked for, the tokenizer is trained and the model made, on one thread; the run 
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile

@@ -1,6 +1,8 @@
 """Before the first step: rewards are tried, rows counted, and what runs where is said."""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import PIL.Image
@@ -32,6 +34,15 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
     name = f"{tmp_path / 'own.py'}:own"
     with pytest.raises(ValueError, match=rf"reward {name} returned "):
         run("--stages=[grpo]", f"--{option.format(name)}")
+
+
+def test_what_takes_memory_is_imported_where_it_is_used():
+    """Triton (70 MiB) and FSDP (40 MiB, with sympy) were imported by every run, and took a second."""
+    modules = "minivlmrl.tools.process", "minivlmrl.run.start", "minivlmrl.run.model", "minivlmrl.scale.resume"
+    heavy = {"triton", "torch.distributed.fsdp", "sympy", "matplotlib", "pyarrow", "scipy"}
+    code = f"import sys, {', '.join(modules)}; print(sorted({heavy} & sys.modules.keys()))"
+    environment = {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
 
 
 def test_every_reward_of_the_table_is_tried_on_a_row():

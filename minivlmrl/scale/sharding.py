@@ -98,7 +98,9 @@ class Sharding:
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
         own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
-        return dist.tensor.DTensor(own, like._spec, requires_grad=False)  # from_local would move an offloaded part to the GPU
+        return dist.tensor.DTensor(
+            own, like._spec, requires_grad=False
+        )  # from_local would move an offloaded part to the GPU
 
 
 class VisionInStep:
