@@ -1,4 +1,4 @@
-"""A row of a file -> Row: its prompt, answers, columns and what its images and videos are.
+"""A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and videos are.
 
 A row is in a form of forms.py, or has a prompt and answers in one of the forms of conversations.read_conversation
 (`completion` for sft, `chosen` and `rejected` for preferences, `completion` and `label` for kto), `image` or `images`
@@ -35,7 +35,7 @@ class RowOptions:
     allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
-class JsonLines:
+class FileDataset:
     """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and read when used.
 
     Every row must have the columns `required`; "problem" means a prompt and "completion" an answer, in any form.
