@@ -10,7 +10,8 @@ recipes of LONG only run when --only names them.
 Each row is one run of train.py, on one thread unless asked (so that its numbers do not depend on the number of cores).
 sampled and greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out
 pairs in which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its
-start and its evaluations. `shuffled rewards` is a control that must learn nothing.
+start and its evaluations. warnings are the sentences of docs/metrics.md that a run said; one that learns says none.
+`shuffled rewards` is a control that must learn nothing.
 """
 
 import argparse
@@ -95,8 +96,10 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         clipped = [line["clip_ratio/region_mean"] for line in lines if "clip_ratio/region_mean" in line]
         summary = json.loads((Path(folder) / "summary.json").read_text())
+        warnings = [json.loads(line) for line in (Path(folder) / "warnings.jsonl").read_text().splitlines()]
     cpu_seconds = usage.ru_utime + usage.ru_stime
-    return {**summary, "clipped": sum(clipped) / len(clipped) if clipped else None, "cpu_seconds": cpu_seconds}
+    clipped = sum(clipped) / len(clipped) if clipped else None
+    return {**summary, "clipped": clipped, "cpu_seconds": cpu_seconds, "warnings": warnings}
 
 
 def judge(entry: Entry, summary: dict) -> dict:
@@ -112,6 +115,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         f"pairs {entry.pairs}": entry.pairs is None or (pairs and pairs[-1] > entry.pairs),
         "greedy kept": not entry.keeps_greedy or summary[after]["greedy"] >= summary[before]["greedy"],
         "ratio moves": not entry.ratio_moves or (summary["clipped"] or 0) > 0,
+        "no warnings": entry.most_sampled_gain is not None or not summary["warnings"],
     }
     return {
         "name": entry.name,
@@ -120,6 +124,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         "pairs": pairs[-1] if pairs else None,
         "clipped": summary["clipped"],
         "cpu_seconds": summary["cpu_seconds"],
+        "warnings": summary["warnings"],
         "missed": [name for name, reached in asked.items() if not reached],
     }
 
@@ -129,7 +134,8 @@ def show(row: dict) -> str:
     sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
     pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
     reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
-    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", reached)
+    said = "; ".join(f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]) or "none"
+    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", said, reached)
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -145,7 +151,10 @@ def main():
     entries = [entry for entry in PLAN + LONG if entry.name in (arguments.only or [known.name for known in PLAN])]
     plan = list(product(entries, arguments.seeds))
     rows = []
-    print("| run | seed | sampled | greedy | pairs | clipped | CPU s | reached |\n" + "|---" * 8 + "|", flush=True)
+    print(
+        "| run | seed | sampled | greedy | pairs | clipped | CPU s | warnings | reached |\n" + "|---" * 9 + "|",
+        flush=True,
+    )
     with ThreadPoolExecutor(arguments.jobs) as pool:
         summaries = pool.map(lambda job: run(*job, arguments.threads, arguments.overrides), plan)
         for (entry, seed), summary in zip(plan, summaries, strict=True):

@@ -120,7 +120,7 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
-    ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
+    ways = "--overwrite begins anew there, another --output_dir leaves it alone"
     for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
             run(*options)

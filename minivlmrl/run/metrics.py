@@ -124,6 +124,12 @@ def peak_memory() -> dict[str, float]:
     return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 
+def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
+    """Bring the metrics of all micro-batches to the host at once: each transfer waits for the GPU."""
+    numbers = iter(torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist())
+    return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
+
+
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
     """Combine (metrics, tokens or pairs that they are means over) of micro-batches or ranks, and add up the latter."""
     total, merged = sum(weight for _, weight in parts), {}
