@@ -28,7 +28,7 @@ SHELVES = {  # shelf: the other shelves that it may import; every shelf but kern
     "tasks": "data hub",
     "reward_functions": "algorithms data scale",
     "scale": "hub run",
-    "algorithms": "data hub reward_functions run scale",
+    "algorithms": "data hub reward_functions run sampling scale",
     "run": "adapters algorithms data hub reward_functions sampling scale tasks tools",
     "audit": "algorithms hub",
     "tools": "adapters algorithms data hub reward_functions run sampling scale",

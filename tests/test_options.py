@@ -212,6 +212,7 @@ OTHERS = {
     *("data.skip_unreadable", "data.train", "data.columns", "data.image_root", "data.val_split", "data.rescale_boxes"),
     *("data.max_prompt_tokens", *(f"{stage}.{name}" for stage in STAGES for name in ("data", "max_epochs"))),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("sampling.max_tokens_at_once", "grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "show_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
 }

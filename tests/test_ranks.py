@@ -169,6 +169,7 @@ QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
     "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
     **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
+    "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
 }  # fmt: skip
 
@@ -186,7 +187,9 @@ def quick_results(tmp_path_factory):
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK, quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "sharded", "layer by layer", "compute_dtype", "8 bits, sharded"])
+@pytest.mark.parametrize(
+    "way", ["replicated", "sharded", "layer by layer", "compute_dtype", "8 bits, sharded", "pieces"]
+)
 def test_two_ranks_equal_one(quick_results, way):
     """Two steps of GRPO with a reference in float64."""
     alone, ranks = quick_results

@@ -19,6 +19,7 @@ from minivlmrl.hub.checker import Loader, build
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
@@ -44,7 +45,7 @@ class RolloutSection:
 
 
 @dataclass
-class GRPOSection(FamilyConfig, ReferenceConfig, TrainingConfig):
+class GRPOSection(FamilyConfig, ReferenceConfig, PiecesConfig, TrainingConfig):
     """GRPO and its family."""
 
 
