@@ -2,8 +2,6 @@
 
 import os
 import random
-import runpy
-from pathlib import Path
 
 import datasets
 import torch
@@ -12,13 +10,13 @@ import trl
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from minivlmrl.audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
 
-STEPS = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "trl_steps.py"))
-STEPS_OF = {kind: STEPS[f"{kind}_steps"] for kind in ("grpo", "dpo", "sft")}
+STEPS_OF = {"grpo": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
 CHAT_TEMPLATE = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_vl.jinja")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}

@@ -16,7 +16,8 @@ from transformers.vision_utils import get_vision_window_index
 
 from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 from minivlmrl.audit import trl_oracle
-from minivlmrl.audit.policy_cells import ITEMS, LEVELS, LOSS_TYPES, MAX_LENGTH, policy_batch
+from minivlmrl.audit.compare import FAMILIES
+from minivlmrl.audit.policy_cells import ITEMS, LEVELS, MAX_LENGTH, policy_batch
 from minivlmrl.audit.preference_cells import preference_batch
 
 FOLDER = Path(__file__).parents[1] / "minivlmrl" / "audit" / "fixtures"
@@ -38,7 +39,7 @@ def losses():
 
     constants = {"tokens": ITEMS, "max_completion_length": MAX_LENGTH, "epsilon_low": 0.2, "epsilon_high": 0.28}
     for number, (loss_type, level, beta) in enumerate(
-        (t, v, b) for t in LOSS_TYPES for v in LEVELS for b in (0.0, 0.1)
+        (t, v, b) for t in FAMILIES["policy"][0]["options"]["loss_type"] for v in LEVELS for b in (0.0, 0.1)
     ):
         options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta}
         batch = policy_batch(number)

@@ -7,7 +7,7 @@ import torch
 from by_hand import near, tensor
 
 from minivlmrl.algorithms import policy_losses
-from minivlmrl.audit.policy_cells import LOSS_TYPES, policy_batch
+from minivlmrl.audit.policy_cells import policy_batch
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss, importance_ratio, kl_term
 
 from policy_by_hand import OFF_POLICY, loss_of, policy
@@ -176,7 +176,7 @@ def test_kl_by_hand():
 def test_a_batch_with_nothing_to_learn_gives_zero_and_finite_gradients():
     batch = policy_batch(0)
     batch["mask"] = torch.zeros_like(batch["mask"])
-    for loss_type in LOSS_TYPES:
+    for loss_type in set(policy_losses.AVERAGES) - {"rloo"}:
         loss, gradient, _ = value_and_gradient(batch, loss_type=loss_type, max_completion_length=9, beta=0.1)
         assert loss == 0 and gradient.abs().max() == 0
 
@@ -185,7 +185,7 @@ def test_padding_does_not_count():
     batch = policy_batch(1)
     wider = {k: torch.nn.functional.pad(v, (0, 3), value=7.0 * (k != "mask")) for k, v in batch.items()
              if k != "advantages"} | {"advantages": batch["advantages"]}  # fmt: skip
-    for loss_type in LOSS_TYPES:
+    for loss_type in set(policy_losses.AVERAGES) - {"rloo"}:
         options = dict(loss_type=loss_type, max_completion_length=9, beta=0.1)
         torch.testing.assert_close(value_and_gradient(wider, **options)[0], value_and_gradient(batch, **options)[0])
 

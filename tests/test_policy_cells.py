@@ -5,7 +5,8 @@ import torch
 
 from minivlmrl import losses
 from minivlmrl.algorithms import policy_losses
-from minivlmrl.audit.policy_cells import LOSS_TYPES, B, T, grid, our_loss, policy_batch, random_rewards
+from minivlmrl.audit.compare import FAMILIES, grid
+from minivlmrl.audit.policy_cells import B, T, our_loss, policy_batch, random_rewards
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -32,7 +33,11 @@ def test_what_a_batch_may_be_without():
     assert random_rewards(0, missing=0.4).isnan().any() and not random_rewards(0).isnan().any()
 
 
-@pytest.mark.parametrize("options", [*grid(loss_type=LOSS_TYPES), {"delta": 1.6}, {"entropy_coef": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*grid(loss_type=FAMILIES["policy"][0]["options"]["loss_type"]), {"delta": 1.6}, {"entropy_coef": 0.1}],
+    ids=str,
+)
 def test_the_book_answers_where_it_can(options, monkeypatch):
     asked = []
     for module, name in ((losses, "grpo_loss"), (policy_losses, "policy_loss")):
@@ -47,4 +52,4 @@ def test_the_book_answers_where_it_can(options, monkeypatch):
 
 
 def test_grid():
-    assert grid(a=(1, 2), b=(3,)) == grid([{"b": 3}], a=(1, 2)) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+    assert grid(a=(1, 2), b=(3,)) == grid(a=(1, 2), more=[{"b": 3}]) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]

@@ -19,10 +19,8 @@ from minivlmrl.audit.dump import Dump, read
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
 LOGPS = {"logps": ("per_token_logps", "model"), "logps of old": ("old_per_token_logps", "old_model")}
-LOGPS |= {
-    "logps of sampler": ("sampler_logps", "old_model"),
-    "logps of reference": ("ref_per_token_logps", "ref_model"),
-}
+LOGPS |= {"logps of sampler": ("sampler_logps", "old_model")}
+LOGPS |= {"logps of reference": ("ref_per_token_logps", "ref_model")}
 STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")}
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}

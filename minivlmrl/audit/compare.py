@@ -1,23 +1,22 @@
 """What a cell is, how two results are compared, and what is said about a family of cells. Knows nothing of TRL."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
-from minivlmrl.audit.notes import known
-
+FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
+NOTES = yaml.safe_load((Path(__file__).parent / "notes.yaml").read_text(encoding="utf-8"))  # on versions of TRL
 METRIC_TOLERANCE = 1e-6  # TRL logs float32 means
-WORDS = {"agrees": "agree", "absent": "not in this version", "failed": "could not be asked", "differs": "differ"}
+WORDS = {"agrees": "agree", "absent": "not in this version", "differs": "differ"}
 Result = dict[str, Tensor]  # names of metrics begin with "metric "
-
-
-class NotInThisVersion(Exception):
-    """The TRL that is installed has no such option, value or trainer; the message says which."""
 
 
 @dataclass
@@ -32,11 +31,41 @@ class Cell:
 
 
 @dataclass
+class Question:
+    """A cell as families.yaml has it: options, the kind and the seed of its batch, and what only TRL is told."""
+
+    family: str
+    options: dict
+    kind: str
+    seed: int
+    asked: dict
+
+    @property
+    def name(self) -> str:
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return ", ".join([*options, f"seed={self.seed}", *([self.kind] if self.kind != "plain" else [])])
+
+
+def questions(kind: str) -> Iterator[Question]:
+    """The cells of a section of families.yaml."""
+    for row in FAMILIES[kind]:
+        for options, (batch, seeds) in product(grid(**row["options"]), row.get("batches", {"plain": 2}).items()):
+            for seed in range(seeds) if isinstance(seeds, int) else seeds:
+                yield Question(row["family"].format(**options), options, batch, seed, row.get("ask", {}))
+
+
+def grid(**choices) -> list[dict]:
+    """All choices of options; a map is several: grid(a=(1, 2), more=[{"b": 3}]) is [{"a": 1, "b": 3}, ...]."""
+    of = [[x if isinstance(x, dict) else {name: x} for x in values] for name, values in choices.items()]
+    return [dict(chain(*(part.items() for part in parts))) for parts in product(*of)]
+
+
+@dataclass
 class Outcome:
     """What became of one cell."""
 
     name: str
-    kind: str  # "agrees", "differs", "absent" (not in this version), "failed" (not asked)
+    kind: str  # "agrees", "differs", "absent": TRL gave no answer
     error: float = 0.0
     text: str = ""
 
@@ -55,7 +84,7 @@ class Row:
     excused: bool = True  # nothing differs, or a note explains every cell that does
 
 
-def loss_cell(family: str, name: str, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
+def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
     """A cell about (loss, metrics), which both sides compute from the batch, and the gradients to its `leaves`."""
 
     def answer(loss_of: Callable) -> Result:
@@ -68,7 +97,7 @@ def loss_cell(family: str, name: str, batch: dict, ours, theirs, leaves=("per_to
         result |= {f"metric {metric}": torch.as_tensor(value).detach() for metric, value in metrics.items()}
         return {"loss": loss.detach()} | result
 
-    return Cell(family, name, partial(answer, ours), partial(answer, theirs), tolerance)
+    return Cell(q.family, q.name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
 def named(name: str, question: Callable[..., Tensor], *arguments, **options) -> Result:
@@ -91,10 +120,8 @@ def ask(cell: Cell) -> Outcome:
     """Ask TRL about a cell and compare."""
     try:
         theirs = cell.theirs()
-    except NotInThisVersion as reason:
-        return Outcome(cell.name, "absent", text=str(reason))
-    except Exception as error:  # the methods of this version ask for something that the oracle does not have
-        return Outcome(cell.name, "failed", text=f"{type(error).__name__}: {error}".splitlines()[0])
+    except Exception as error:  # this version lacks something, or asks for something that the oracle does not have
+        return Outcome(cell.name, "absent", text=f"{type(error).__name__}: {error}".splitlines()[0])
     return compare(cell, theirs)
 
 
@@ -116,12 +143,12 @@ def compare(cell: Cell, theirs: Result) -> Outcome:
 
 def judge(family: str, outcomes: list[Outcome], version: str) -> Row:
     """One row of the table from the outcomes of a family's cells."""
-    of = {kind: [o for o in outcomes if o.kind == kind] for kind in ("differs", "agrees", "failed", "absent")}
+    of = {kind: [o for o in outcomes if o.kind == kind] for kind in ("differs", "agrees", "absent")}
     kind, total = next(kind for kind, found in of.items() if found), len(outcomes)
     worst = max(of[kind], key=lambda o: o.error)
-    if kind in ("absent", "failed"):
+    if kind == "absent":
         return Row(family, total, kind, None, f"{WORDS[kind]} ({worst.text})", note="; ".join(known(family, version)))
-    silent = of["absent"] + of["failed"]
+    silent = of["absent"]
     rest = f" ({len(silent)} of {total} cells had no answer: {silent[0].text})" if silent else ""
     if kind == "agrees":
         return Row(family, total, kind, worst.error, f"agrees to {digits(worst.error)} digits{rest}")
@@ -136,3 +163,9 @@ def judge(family: str, outcomes: list[Outcome], version: str) -> Row:
 def digits(error: float) -> int:
     """Decimal digits to which two numbers agree: 3e-12 -> 11; at most 16, those of a float64."""
     return 16 if error < 1e-16 else math.floor(-math.log10(error))
+
+
+def known(title: str, version: str) -> list[str]:
+    """What notes.yaml says of a version for a cell ("family: options"), or for a family by its name."""
+    here = [int(part) for part in re.findall(r"\d+", version)[:3]]  # 1.16.0.dev0 is [1, 16, 0]
+    return [text for title_of, since, below, text in NOTES if re.search(title_of, title) and since <= here < below]

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
 BY_TOKEN = (*NEEDED, "attention_mask", "prompt_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps")
@@ -49,7 +50,7 @@ class Dump:
 
     def align(self, x: Tensor) -> Tensor:
         """(n, T) of the last T tokens -> (n, S), zeros before."""
-        return torch.nn.functional.pad(x, (self.width - x.shape[1], 0))
+        return pad(x, (self.width - x.shape[1], 0))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Tensors kind.NAME by NAME."""
@@ -67,6 +68,16 @@ def read(folder: str | Path) -> Dump:
         return Dump(about, tensors)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} is no step: {error}") from error
+
+
+def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of micro-batches -> those of the step: rows are padded on the left, pictures are joined."""
+    tensors = {}
+    for name, first in parts[0].items():
+        x, width = [part[name] for part in parts], max(part[name].shape[-1] for part in parts)
+        by_token = name in BY_ROW and first.dim() == 2
+        tensors[name] = torch.cat([pad(y, (width - y.shape[1], 0)) for y in x] if by_token else x)
+    return tensors
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):

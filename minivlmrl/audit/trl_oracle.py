@@ -1,10 +1,10 @@
 """Asks the real methods of TRL's trainers for losses, gradients and advantages, with no model and no training run.
 
 A trainer is made without __init__; what its methods read is set from a real config, and its forward pass is replaced by
-given log-probabilities. Many versions of TRL are understood: options are copied only where the config has them, and
-NotInThisVersion says what a version lacks. This is the one file that imports TRL; import it inside functions.
+given log-probabilities. What another version of TRL lacks raises an exception. Import this file inside functions.
 """
 
+import copy
 import functools
 import importlib
 import inspect
@@ -19,17 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
 
-from minivlmrl.audit.compare import NotInThisVersion, Result
+from minivlmrl.audit.compare import FAMILIES
 
-VERSION = trl.__version__
+VERSION, NEUTRAL = trl.__version__, FAMILIES["neutral"]
 Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it
-# Values with which an option changes nothing: a version without the option behaves like that.
-NEUTRAL = {
-    "use_bias_correction_kl": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "delta": None, "ld_alpha": None,
-    "off_policy_mask_threshold": None, "multi_objective_aggregation": "sum_then_normalize", "use_weighting": False,
-    "f_divergence_type": "reverse_kl", "reward_clip_range": None, "importance_sampling_level": "token",
-}  # fmt: skip
-METHODS = {"SFT": "compute_loss", "Reward": "compute_loss"}  # what is asked; of the others _compute_loss
 PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
 
 
@@ -64,17 +57,12 @@ class GivenLogps(torch.nn.Module):
 
 def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
     """A trainer without __init__: its real config, its own options, the first of `num_processes`."""
-    classes = _classes(kind, module)
-    if isinstance(classes, Exception):
-        raise classes
-    trainer_class, config_class = classes
+    trainer_class = getattr(importlib.import_module(module), f"{kind}Trainer")
+    config_class = getattr(trl, f"{kind}Config")
     known, common = (found.__dataclass_fields__.keys() for found in (config_class, TrainingArguments))
-    for name in options.keys() - known:
-        if name not in NEUTRAL or options.pop(name) != NEUTRAL[name]:
-            raise NotInThisVersion(f"{config_class.__name__} has no option {name}")
+    options = {name: x for name, x in options.items() if name in known or x != NEUTRAL.get(name, "needed")}
     self = trainer_class.__new__(trainer_class)
-    off = {"bf16": False, "report_to": "none", "gradient_checkpointing": False}
-    self.args = config_class(tempfile.gettempdir(), use_cpu=True, **off | options)
+    self.args = config_class(tempfile.gettempdir(), **FAMILIES["quiet"] | options)
     for name in known - common:
         setattr(self, name, getattr(self.args, name))
     self.accelerator = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), process_index=0)
@@ -82,33 +70,10 @@ def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
     for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce", "pad_across_processes"):
         setattr(self.accelerator, name, lambda x, *_, **__: x)
     self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-    self.aux_loss_enabled, self.use_liger_kernel = False, False
-    self._tp_size, self._total_train_tokens, self.num_virtual_tokens = 1, 0, 0
+    vars(self).update(copy.deepcopy(FAMILIES["attributes"]))
     self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
     self.state = SimpleNamespace(global_step=0, num_input_tokens_seen=0)
     return self
-
-
-@functools.cache
-def _classes(kind: str, module: str) -> tuple[type, type] | Exception:
-    """Trainer and config, or why there are none; TRL imports them when they are asked for, which may fail slowly."""
-    name = f"{module}.{kind}Trainer"
-    try:
-        classes = getattr(importlib.import_module(module), kind + "Trainer"), getattr(trl, kind + "Config")
-    except (ImportError, RuntimeError, AttributeError) as error:
-        if isinstance(error, AttributeError) or getattr(error, "name", None) == module:
-            return NotInThisVersion(f"no {name}")
-        return ImportError(f"{name} does not import here: {str(error).splitlines()[-1]}")
-    method = METHODS.get(kind, "_compute_loss")
-    return classes if hasattr(classes[0], method) else NotInThisVersion(f"{kind}Trainer has no {method}")
-
-
-def _answer(method, *inputs):
-    """Call a method of TRL; a value that it does not know is no fault of ours."""
-    try:
-        return method(*inputs)
-    except ValueError as error:
-        raise NotInThisVersion(str(error).partition(". ")[0]) from error
 
 
 @functools.cache
@@ -116,8 +81,6 @@ def _unpacked(function, name: str) -> list[str]:
     """The names to which a method assigns what self.<name>(...) returns: they differ by version."""
     function = inspect.unwrap(function)
     found = re.search(rf"^ *\(?([\w,\s]+?),?\s*\)? = self\.{name}\(", inspect.getsource(function), re.MULTILINE)
-    if found is None:
-        raise NotInThisVersion(f"{function.__qualname__} does not call {name}")
     return re.findall(r"\w+", found[1])
 
 
@@ -134,9 +97,6 @@ def _policy_trainer(kind: str, module: str = "trl", reward_weights=(1.0,), **opt
     self.reward_weights = torch.tensor(reward_weights)
     self.reward_funcs = self.reward_processing_classes = [None for _ in functions]
     self.reward_func_names = [str(number) for number in functions]
-    self.environment_factories = self.environments = self._buffered_inputs = None
-    self.tools, self.chat_template_kwargs, self._is_vlm, self._step = [], {}, False, 0
-    self.pad_token_id, self.eos_token_id, self.eos_token_ids = 0, 1, [1]
     self._tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     self.processing_class = SimpleNamespace(batch_decode=lambda ids, **_: ["x"] * len(ids), **vars(self._tokenizer))
     self._logs = defaultdict(deque, rewards=defaultdict(deque), extra=defaultdict(deque))
@@ -145,8 +105,7 @@ def _policy_trainer(kind: str, module: str = "trl", reward_weights=(1.0,), **opt
 
 
 def _loss(self, method, *inputs) -> Loss:
-    loss = _answer(method, *inputs)
-    return loss, {name: values[-1] for name, values in self._metrics["train"].items() if values}
+    return method(*inputs), {name: values[-1] for name, values in self._metrics["train"].items() if values}
 
 
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
@@ -163,17 +122,9 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
     return _loss(self, self._compute_loss, self.model, inputs)
 
 
-def rollout(
-    rewards: Tensor, kind="GRPO", logps=(None, None), completions=None, sampling=None, output="advantages", **options
-) -> Result:
-    """What _generate_and_score_completions makes of given rewards (n, K) and completions: advantages, ratios, masks.
-
-    Args:
-        logps: (n, T) log-probabilities of policy and reference.
-        completions: token ids, a list a completion; 1 is the end of text.
-        sampling: log-probabilities as the sampler recorded them, a list a completion.
-        output: the name of what is asked for.
-    """
+def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling=None, output="advantages", **options):
+    """What _generate_and_score_completions makes of rewards (n, K), logps (n, T) of policy and reference, completions
+    (lists of ids, 1 ends a text) and the sampler's log-probabilities (lists), under the name `output`."""
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
     generated = {"prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n}
@@ -190,9 +141,7 @@ def rollout(
         return ((old if model is self.model else ref), None, None)[:returned]
 
     self._get_per_token_logps_and_entropies = forward
-    answer = _answer(method, [{"prompt": "p"} for _ in range(n)])
-    if output not in answer:
-        raise NotInThisVersion(f"its output has no {output}")
+    answer = method([{"prompt": "p"} for _ in range(n)])
     flat = self._metrics["train"]["frac_reward_zero_std"]
     return {output: answer[output]} | ({"metric frac_reward_zero_std": torch.tensor(flat[-1])} if flat else {})
 
@@ -234,8 +183,6 @@ def sft_loss(batch: dict, items: int | None, **options) -> Loss:
     self, inputs = _with_models("SFT", batch["per_token_logps"], **options), _sequences(batch["mask"])
     dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
     self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
-    if self.compute_loss_func is None and ".log_probs" not in inspect.getsource(self.compute_loss):
-        raise NotInThisVersion("the model computes it, not TRL")
     self.get_tp_size, self.label_smoother, self.model_accepts_loss_kwargs = lambda: 1, None, True
     inputs["labels"] = torch.where(inputs.pop("completion_mask").bool(), 1, -100)
     return _loss(self, self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
@@ -250,9 +197,7 @@ def reward_loss(batch: dict, **options) -> Loss:
     return _loss(self, self.compute_loss, lambda **_: SimpleNamespace(logits=rewards[:, None]), inputs)
 
 
-def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> Result:
-    """TRL's get_soft_overlong_punishment for one completion."""
-    from trl.rewards import get_soft_overlong_punishment
-
-    value = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)([[1] * length])
-    return {"reward": torch.tensor(value, dtype=torch.float64)}
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """TRL's reward function for one completion."""
+    make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
+    return make(max_completion_len, soft_punish_cache)([[1] * length])[0]

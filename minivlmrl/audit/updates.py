@@ -13,9 +13,7 @@ from minivlmrl.batch import pack
 from minivlmrl.logprobs import plain_per_token_logps
 from minivlmrl.rows import Prompt
 
-NAMES = re.compile(
-    r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)"
-)  # transformers' in memory -> the hub's
+NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")  # in memory -> the hub's
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 
 
@@ -46,9 +44,9 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
 
 
 def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row; num_images (n,) says how many it has, by default one."""
+    """Patches and grids of each row; num_images (n,) says how many it has, by default equally many."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
-    number = d.get("num_images", torch.full((n,), int(len(grids) > 0))).tolist()
+    number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
     patches, of_row = d.get("pixel_values", torch.zeros(0, 1176)), grids.split(number)
     return patches.split([int(grid.prod(1).sum()) for grid in of_row]), of_row
 

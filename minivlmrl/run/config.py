@@ -19,7 +19,6 @@ from minivlmrl.hub.checker import Loader, build
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
@@ -45,7 +44,7 @@ class RolloutSection:
 
 
 @dataclass
-class GRPOSection(FamilyConfig, ReferenceConfig, PiecesConfig, TrainingConfig):
+class GRPOSection(FamilyConfig, ReferenceConfig, TrainingConfig):
     """GRPO and its family."""
 
 
@@ -111,8 +110,6 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
-        if not separator and _hint(key) is bool:  # --overwrite
-            separator, text = "=", "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         value = _value(key, text)
@@ -131,17 +128,12 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     return config
 
 
-def _hint(key: str):
-    """The type of a field, "section.name"; None: there is no such field."""
+def _value(key: str, text: str):
+    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
     hint = RunConfig
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
-    return hint
-
-
-def _value(key: str, text: str):
-    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
-    is_text = _hint(key) in (str, str | None)
+    is_text = hint in (str, str | None)
     try:
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
