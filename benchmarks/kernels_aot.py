@@ -31,10 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from minivlmrl.kernels import backend as installed
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
-from minivlmrl.kernels.backend import triton
 
 # Qwen2.5-VL has 16 heads of 80 and windows of up to 64; then other types, and the smallest and largest heads
 CASES = [("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80), ("fp16", 64, 80)]

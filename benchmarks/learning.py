@@ -2,16 +2,22 @@
 
     python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
+    python benchmarks/learning.py --only grpo localisation --threads 2
 
-Each row is one run of train.py on one thread (so that its numbers do not depend on the number of cores). sampled and
-greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out pairs in
-which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its start and
-its evaluations. `shuffled rewards` is a control that must learn nothing.
+Each run also goes to recipes/expected.json, with which `train.py --expect` compares; with overrides it does not. The
+recipes of LONG only run when --only names them.
+
+Each row is one run of train.py, on one thread unless asked (so that its numbers do not depend on the number of cores).
+sampled and greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out
+pairs in which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its
+start and its evaluations. warnings are the sentences of docs/metrics.md that a run said; one that learns says none.
+`shuffled rewards` is a control that must learn nothing.
 """
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+
+from minivlmrl.tools import expect
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = "recipes"
@@ -36,6 +44,7 @@ class Entry:
     keeps_greedy: bool = False  # ... and no less greedy accuracy than before
     ratio_moves: bool = False  # some ratios leave the clip range
     most_sampled_gain: float | None = None  # at most so much: a control
+    before: str = ""  # a script of this folder, with arguments, that makes the rows
 
 
 def grpo(name: str, *overrides: str, **expected) -> Entry:
@@ -54,6 +63,7 @@ PLAN = [
     grpo("rloo", "loss_type=rloo"),
     grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
+    Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--sft.optimizer=adamw_8bit", "--grpo.optimizer=adamw_8bit"], 0.25),
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
     Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
@@ -62,15 +72,23 @@ PLAN = [
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
 ]
+LONG = [
+    Entry("localisation", "localisation.yaml", sampled_gain=0.25),
+    Entry("localisation of three", "localisation_three.yaml"),
+    Entry("digits", "digits.yaml", sampled_gain=0.1, before="digits.py digits"),
+]
 
 
-def run(entry: Entry, seed: int, overrides: list[str]) -> dict:
+def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
     """One run; its summary.json, the share of clipped tokens over its last stage, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
+        if entry.before:
+            script, *words = shlex.split(entry.before)
+            subprocess.run([sys.executable, str(Path(__file__).parent / script), *words], cwd=folder, check=True)
         recipe = str(ROOT / RECIPES / entry.recipe)
         command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
-        command += ["--num_threads=1", *entry.overrides, *overrides]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        command += [f"--num_threads={threads}", *entry.overrides, *overrides]
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         error = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         if status:
@@ -78,8 +96,10 @@ def run(entry: Entry, seed: int, overrides: list[str]) -> dict:
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         clipped = [line["clip_ratio/region_mean"] for line in lines if "clip_ratio/region_mean" in line]
         summary = json.loads((Path(folder) / "summary.json").read_text())
+        warnings = [json.loads(line) for line in (Path(folder) / "warnings.jsonl").read_text().splitlines()]
     cpu_seconds = usage.ru_utime + usage.ru_stime
-    return {**summary, "clipped": sum(clipped) / len(clipped) if clipped else None, "cpu_seconds": cpu_seconds}
+    clipped = sum(clipped) / len(clipped) if clipped else None
+    return {**summary, "clipped": clipped, "cpu_seconds": cpu_seconds, "warnings": warnings}
 
 
 def judge(entry: Entry, summary: dict) -> dict:
@@ -95,6 +115,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         f"pairs {entry.pairs}": entry.pairs is None or (pairs and pairs[-1] > entry.pairs),
         "greedy kept": not entry.keeps_greedy or summary[after]["greedy"] >= summary[before]["greedy"],
         "ratio moves": not entry.ratio_moves or (summary["clipped"] or 0) > 0,
+        "no warnings": entry.most_sampled_gain is not None or not summary["warnings"],
     }
     return {
         "name": entry.name,
@@ -103,6 +124,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         "pairs": pairs[-1] if pairs else None,
         "clipped": summary["clipped"],
         "cpu_seconds": summary["cpu_seconds"],
+        "warnings": summary["warnings"],
         "missed": [name for name, reached in asked.items() if not reached],
     }
 
@@ -112,29 +134,38 @@ def show(row: dict) -> str:
     sampled, greedy = (f"{row[key][0]:.3f} -> {row[key][1]:.3f}" for key in ("sampled", "greedy"))
     pairs, clipped = ("" if row[key] is None else f"{row[key]:.3f}" for key in ("pairs", "clipped"))
     reached = "no: " + ", ".join(row["missed"]) if row["missed"] else "yes"
-    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", reached)
+    said = "; ".join(f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]) or "none"
+    cells = (row["name"], row["seed"], sampled, greedy, pairs, clipped, f"{row['cpu_seconds']:.0f}", said, reached)
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", help="names of rows", choices=[entry.name for entry in PLAN])
+    parser.add_argument("--only", nargs="+", help="names of rows", choices=[entry.name for entry in PLAN + LONG])
+    parser.add_argument("--threads", type=int, default=1, help="of each run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", help="write the numbers to this file as they come")
     parser.add_argument("overrides", nargs="*", help="fields of the recipes, after --: -- --grpo.max_steps=10")
     arguments = parser.parse_args()
-    entries = [entry for entry in PLAN if arguments.only is None or entry.name in arguments.only]
+    entries = [entry for entry in PLAN + LONG if entry.name in (arguments.only or [known.name for known in PLAN])]
     plan = list(product(entries, arguments.seeds))
     rows = []
-    print("| run | seed | sampled | greedy | pairs | clipped | CPU s | reached |\n" + "|---" * 8 + "|", flush=True)
+    print(
+        "| run | seed | sampled | greedy | pairs | clipped | CPU s | warnings | reached |\n" + "|---" * 9 + "|",
+        flush=True,
+    )
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        summaries = pool.map(lambda job: run(*job, arguments.overrides), plan)
+        summaries = pool.map(lambda job: run(*job, arguments.threads, arguments.overrides), plan)
         for (entry, seed), summary in zip(plan, summaries, strict=True):
             rows.append(judge(entry, summary) | {"seed": seed})
             print(show(rows[-1]), flush=True)
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps({"runs": rows}, indent=2) + "\n")
+            if not arguments.overrides:
+                of = {"recipe": entry.recipe, "overrides": entry.overrides, "seed": seed, "threads": arguments.threads}
+                of |= {"environment": expect.environment(), "results": expect.results(summary)}
+                expect.add_run(ROOT / RECIPES / expect.FILE, of)
 
 
 if __name__ == "__main__":

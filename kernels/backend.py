@@ -9,25 +9,28 @@ interpreter, which executes a kernel with numpy, one program after the other: sl
 """
 
 import os
+import sys
 import warnings
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here. Where Triton is not installed (macOS, Windows), the two names that are
-# read while a file is imported have substitutes, and the kernels are functions that are never called.
-try:
+# Kernel files import tl and triton from here. Where Triton is not installed (macOS, Windows), or would only take 70 MiB
+# (no GPU, no import of it before, nothing in the environment that asks), the two names that are read while a file is
+# imported have substitutes, and the kernels are functions that are never called.
+triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=lambda value: value)
+INSTALLED = find_spec("triton") is not None
+ASKED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
+if INSTALLED and (ASKED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
-except ImportError:
-    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=lambda value: value)
 
-INSTALLED = hasattr(tl, "program_id")
 # Triton decides when it is first imported: setting TRITON_INTERPRET=1 later in the process has no effect
-INTERPRETED = INSTALLED and not isinstance(tl.sum, triton.JITFunction)
+INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read; they compute in float32
 CAPABILITY = (8, 0)  # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
 _warn = cache(lambda obstacle: warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3))  # once

@@ -90,7 +90,7 @@ class MicroBatch:
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
     counts: object  # losses.Counts of the whole optimizer step
-    rows: slice | None = None  # of this rank's completions
+    rows: Tensor | None = None  # (R,) which of this rank's completions
     sampler_logps: Tensor | None = None  # (R, T) as they were drawn
     old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference

@@ -32,6 +32,7 @@ class SamplingConfig:
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
 
     filtered = False  # a subclass with filters or other limits says True
+    max_tokens_at_once = None  # and how many it draws at a time
 
 
 @dataclass
@@ -48,9 +49,13 @@ def sample_completions(
     sampling: SamplingConfig, keys: Sequence[str], world, gather_weights: bool = True,
 ) -> list[list[Completion]]:  # fmt: skip
     """Draw completions by the key of each prompt alone: any number of ranks draws the same."""
+    from minivlmrl.sampling.pieces import sample_in_pieces
     from minivlmrl.sampling.stop_strings import watch_stop_strings
     from minivlmrl.scale.sharding import rollout_weights
 
+    if sampling.max_tokens_at_once is not None:
+        options = prompts, num_generations, sampling, keys, world, gather_weights
+        return sample_in_pieces(sample_completions, model, processor, *options)
     draw = draw_by(uniform_numbers(keys, num_generations, sampling.max_new_tokens))
     watch = watch_stop_strings(sampling, processor.tokenizer, prompts, num_generations)
     with rollout_weights(model, world, gather_weights) as joint:

@@ -145,16 +145,16 @@ class GRPO(Algorithm):
 
     def pack_step(self, rollout: Rollout, part: range) -> list[MicroBatch]:
         """The micro-batches of one optimizer step: the prompts with these indices."""
-        G, device = self.config.num_generations, self.world.device
+        from minivlmrl.sampling.pieces import row_pieces
+
+        device = self.world.device
         lengths = [len(c.ids) for i in part for c in rollout.completions[i]]
         totals = self.world.sum(len(lengths), sum(lengths))
         counts, batches = Counts(*totals, self.run.sampling.max_new_tokens), []
-        for start in part[:: self.config.micro_batch_size]:
-            some = slice(start, min(start + self.config.micro_batch_size, part.stop))
-            ids = [[c.ids for c in group] for group in rollout.completions[some]]
-            drawn = torch.cat([c.logps for group in rollout.completions[some] for c in group])
-            group = pack(rollout.prompts[some], ids, self.policy.config, device)
-            rows = slice(some.start * G, some.stop * G)
+        for piece, rows in row_pieces(rollout, part, self.config, self.world):
+            ids = [[rollout.completions[i][j].ids for j in own] for i, own in piece]
+            drawn = torch.cat([rollout.completions[i][j].logps for i, own in piece for j in own])
+            group = pack([rollout.prompts[i] for i, _ in piece], ids, self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, rows)
             batch.sampler_logps = group.pad(drawn.to(device))
             self.score(batch)

@@ -1,6 +1,6 @@
 """Row -> Prompt, the only form in which a question reaches the model.
 
-data/json_lines.py makes rows of JSON lines, tasks/ of pictures that it draws.
+data/file_dataset.py makes rows of files, tasks/ of pictures that it draws.
 """
 
 from collections.abc import Sequence

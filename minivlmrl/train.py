@@ -126,16 +126,16 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-    from minivlmrl.run.metrics import merge
+    from minivlmrl.run.metrics import merge, to_floats
     from minivlmrl.run.optimizer import finish_gradients, learning_rate
 
     parts, config, world = [], algorithm.config, algorithm.world
     for batch in step.micro_batches:
         loss, metrics = algorithm.loss(batch)
         loss.backward()
-        values = {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
+        values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
-    metrics, _ = merge(world.gather_objects(merge(parts)))
+    metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
     grad_norm = finish_gradients(algorithm.trained, world, config.max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")

@@ -1,4 +1,4 @@
-"""Live sentences: each rule by hand, and planted faults in whole runs, which the right sentence names."""
+"""Live sentences: each rule by hand; tests/test_planted_faults.py plants faults in whole runs."""
 
 import math
 import re
@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import LETTERS
 
-from minivlmrl.run.alarms import WINDOW, Alarms, check_mismatch
+from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -69,25 +68,19 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run():
         check_mismatch(run, {"rollout/logp_mismatch": 1.5})
 
 
-FAULTS = {  # overrides of a tiny run, and the sentence
-    "the reward says 1 always": (["--rewards={one.py:one: 1}"], "reward one.py:one says 1"),
-    "too few tokens": (
-        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
-        "are cut at sampling.max_new_tokens (1)",
-    ),
-    "cold": (["--sampling.temperature=0.001", "--sampling.top_k=1"], "draws the same text again"),
-    "no form": (["--rewards={letters: 1, format: 1}"], "no completion has the form that reward format asks for"),
-    "a large learning rate": (["--grpo.learning_rate=1e6"], "lower grpo.learning_rate"),
-    "blind": (["--data.train_file=blind.jsonl"], "no row had an image that the model saw"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.usefixtures("plain", "lively")
-def test_a_planted_fault_is_named(fault, run, own, rows, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "one.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
-    (tmp_path / "blind.jsonl").write_text('{"problem": "Name it.", "solution": "cat"}\n' * 4)
-    overrides, sentence = FAULTS[fault]
-    run(*own, "--stages=[grpo]", "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS, *overrides)
-    assert sentence in "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("step "))
+@pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
+def test_a_policy_must_be_better_than_one_answer(mean, said):
+    """Half of the rows have the solution `cat`; a row that nobody can judge does not count."""
+    rows = [
+        SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog", "cat", "ant", "judged by no one")
+    ]
+    right = torch.zeros(100)
+    right[: round(100 * mean)] = 1
+    rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
+    rules = alarms()
+    for number in range(BLIND):
+        found = rules.step(HEALTHY, SimpleNamespace(rows=rows, rewards=rewards))
+        assert bool(found) == (said and number == BLIND - 1)
+    assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.earned) == BLIND  # a second pass over a rollout
+    if said:
+        assert "accuracy was 0.5, and always answering 'cat' 0.5" in found[0]

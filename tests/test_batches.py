@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.data.boxes import SPACES
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import batches as batches_file
@@ -217,7 +217,7 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "a", "b", "green", "blue"]
-    rows = JsonLines(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
     with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: cannot be read as an image"):
         [row.prompt(PROCESSOR) for row in next(batches(rows=rows, prompts_per_step=5))]
     read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
@@ -233,6 +233,6 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
 
 def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):
     (tmp_path / "red.png").write_bytes(b"")
-    rows = JsonLines(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
+    rows = FileDataset(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"red\.png: .*; .* the 99 rows before it"):
         next(batches(rows=rows, skip_unreadable=True))

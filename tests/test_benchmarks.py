@@ -47,7 +47,7 @@ def test_learning(tmp_path):
     table, numbers = run(tmp_path, "learning.py", "--seeds", "3", "--jobs", "2", "--only", *names, "--", *short)
     assert [(row["name"], row["seed"]) for row in numbers["runs"]] == [(name, 3) for name in names]
     assert "| no: " in table  # one step teaches nothing
-    assert all("sampled" in row and row["cpu_seconds"] > 0 for row in numbers["runs"])
+    assert all("sampled" in row and row["cpu_seconds"] > 0 and row["warnings"] == [] for row in numbers["runs"])
     assert numbers["runs"][1]["pairs"] is not None
 
 

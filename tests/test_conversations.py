@@ -6,24 +6,24 @@ import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 
 
 def test_images_stand_where_the_problem_says(write_rows):
-    rows = JsonLines(write_rows({"problem": "Is <image> in <image>?", "images": ["blue.png", "green.png"]}))
+    rows = FileDataset(write_rows({"problem": "Is <image> in <image>?", "images": ["blue.png", "green.png"]}))
     content = [text("Is "), IMAGE_PART, text(" in "), IMAGE_PART, text("?")]
     assert rows[0].messages == [{"role": "user", "content": content}]
     assert [image.getpixel((0, 0)) for image in rows[0].images] == [(0, 0, 255), (0, 255, 0)]
 
 
 def test_images_without_placeholders_come_first(write_rows):
-    rows = JsonLines(write_rows({"problem": "Which?", "images": ["blue.png", "green.png"]}))
+    rows = FileDataset(write_rows({"problem": "Which?", "images": ["blue.png", "green.png"]}))
     assert rows[0].messages[0]["content"] == [IMAGE_PART, IMAGE_PART, text("Which?")]
 
 
 def test_prompt_template_and_system_prompt(write_rows):
     file = write_rows({"problem": "What is {x}?", "image": "red.png"})
-    row = JsonLines(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief.")[0]
+    row = FileDataset(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief.")[0]
     assert row.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [text("Look: "), IMAGE_PART, text(" What is {x}? Think.")]},
@@ -37,20 +37,20 @@ def test_other_placeholders_than_images_are_named_with_their_row(write_rows, pro
     """When the file is read, long before the row's turn in training comes."""
     message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but \d image"
     with pytest.raises(ValueError, match=message):
-        JsonLines(write_rows({"problem": problem, "images": images}))
+        FileDataset(write_rows({"problem": problem, "images": images}))
 
 
 def test_a_prompt_of_text_is_a_problem(write_rows):
     options = {"prompt_template": "Look: <image> {problem}", "system_prompt": "Be brief."}
     file = write_rows({"prompt": "What?", "image": "red.png"}, {"problem": "What?", "image": "red.png"})
-    rows = JsonLines(file, **options)
+    rows = FileDataset(file, **options)
     assert rows[0].messages == rows[1].messages
     assert rows[0].messages[1] == user([text("Look: "), IMAGE_PART, text(" What?")])
 
 
 def test_a_prompt_of_turns_is_taken_as_it_is(write_rows):
     turns = [user("one"), assistant("two"), user([text("th"), text("ree")]), {"role": "tool", "content": "4"}]
-    row = JsonLines(write_rows({"prompt": turns, "level": 1}))[0]
+    row = FileDataset(write_rows({"prompt": turns, "level": 1}))[0]
     assert as_parts(row.messages) == as_parts(turns)
     assert row.columns == {"prompt": turns, "level": 1}
     assert (row.completion, row.chosen, row.rejected) == (None, None, None)
@@ -61,7 +61,7 @@ def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
     file = write_rows(
         {"prompt": turns, "image": "red.png"}, {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
     )
-    for row in JsonLines(file, prompt_template="Look: {problem} Think."):
+    for row in FileDataset(file, prompt_template="Look: {problem} Think."):
         said = row.messages[3]["content"]
         assert as_parts(row.messages[:3]) == as_parts(turns[:3])
         assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
@@ -70,7 +70,7 @@ def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
         with pytest.raises(
             ValueError, match=r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
         ):
-            JsonLines(file, prompt_template="Look: {problem}")
+            FileDataset(file, prompt_template="Look: {problem}")
 
 
 def as_parts(turns):
@@ -85,22 +85,22 @@ def as_parts(turns):
     [([user("hi")], system("Be brief.")), ([system([text("Own.")]), user("hi")], system([text("Own.")]))],
 )
 def test_a_system_prompt_stands_before_turns_without_one(write_rows, prompt, first):
-    messages = JsonLines(write_rows({"prompt": prompt}), system_prompt="Be brief.")[0].messages
+    messages = FileDataset(write_rows({"prompt": prompt}), system_prompt="Be brief.")[0].messages
     assert messages == [first, user([text("hi")])]
-    kept = JsonLines(write_rows({"prompt": prompt}))[0].messages
+    kept = FileDataset(write_rows({"prompt": prompt}))[0].messages
     assert [turn["role"] for turn in kept] == [turn["role"] for turn in prompt]
 
 
 @pytest.mark.parametrize("answer", ["two", [assistant("two")], [assistant([text("two")]), user("?"), assistant("2")]])
 def test_answers_are_text_or_turns(write_rows, answer):
     file = write_rows({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
-    row = JsonLines(file, ("problem", "completion", "chosen", "rejected"))[0]
+    row = FileDataset(file, ("problem", "completion", "chosen", "rejected"))[0]
     assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
 
 
 def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
-    row = JsonLines(
+    row = FileDataset(
         write_rows({"messages": turns}),
         ("problem", "completion"),
         prompt_template="Look: {problem}",
@@ -112,19 +112,19 @@ def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
 
 
 def test_a_conversation_that_the_assistant_begins(write_rows):
-    row = JsonLines(write_rows({"messages": [assistant("Hello")]}))[0]
+    row = FileDataset(write_rows({"messages": [assistant("Hello")]}))[0]
     assert (row.messages, row.completion) == ([], [assistant("Hello")])
 
 
 def test_a_conversation_may_have_preferences_for_its_first_answer(write_rows):
-    row = JsonLines(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
+    row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
     assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
 
 
 def test_the_turns_that_chosen_and_rejected_share_are_the_prompt(write_rows):
     shared = [user("one"), assistant("two"), user("three")]
     chosen, rejected = [assistant("four")], [assistant("5"), user("?"), assistant("6")]
-    row = JsonLines(write_rows({"chosen": shared + chosen, "rejected": shared + rejected}), ("problem", "chosen"))[0]
+    row = FileDataset(write_rows({"chosen": shared + chosen, "rejected": shared + rejected}), ("problem", "chosen"))[0]
     assert row.messages == as_parts(shared)
     assert (row.completion, row.chosen, row.rejected) == (None, chosen, rejected)
 
@@ -133,14 +133,14 @@ def test_the_implicit_prompt_is_trls(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
     example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
-    row = JsonLines(write_rows(example))[0]
+    row = FileDataset(write_rows(example))[0]
     expected = data_utils.extract_prompt(example)
     assert (row.chosen, row.rejected) == (expected["chosen"], expected["rejected"])
     assert row.messages == as_parts(expected["prompt"])
 
 
 def test_null_is_a_missing_column(write_rows):
-    row = JsonLines(write_rows({"problem": None, "prompt": "a", "messages": None, "completion": None}))[0]
+    row = FileDataset(write_rows({"problem": None, "prompt": "a", "messages": None, "completion": None}))[0]
     assert (row.messages, row.completion) == ([user([text("a")])], None)
 
 
@@ -188,7 +188,7 @@ def test_images_in_a_conversation(write_rows, name, form):
         "messages": {"messages": [*turns, assistant("a")]},
         "chosen": {"chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]},
     }[form]
-    row = JsonLines(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
+    row = FileDataset(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
     assert row.messages == placed
     assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]
 
@@ -199,7 +199,7 @@ def test_images_without_a_place_stand_where_trl_puts_them(write_rows):
     expected = data_utils.prepare_multimodal_messages(turns, images=["blue.png", "green.png"])
     for turn in expected:
         turn["content"] = [IMAGE_PART if part["type"] == "image" else part for part in turn["content"]]
-    assert JsonLines(write_rows({"prompt": turns, "images": ["blue.png", "green.png"]}))[0].messages == expected
+    assert FileDataset(write_rows({"prompt": turns, "images": ["blue.png", "green.png"]}))[0].messages == expected
 
 
 HI, YES = user("hi"), assistant("yes")
@@ -304,16 +304,16 @@ MISTAKES += [
 @pytest.mark.parametrize(("row", "message"), MISTAKES)
 def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: " + re.escape(message)):
-        JsonLines(write_rows({"problem": "a"}, row))
+        FileDataset(write_rows({"problem": "a"}, row))
 
 
 def test_a_user_of_a_completion_may_be_silent(write_rows):
     turns = [assistant("a"), user(""), assistant("b")]
-    assert JsonLines(write_rows({"problem": "?", "completion": turns}))[0].completion == turns
+    assert FileDataset(write_rows({"problem": "?", "completion": turns}))[0].completion == turns
 
 
 def test_an_answer_may_speak_of_images(write_rows):
-    assert JsonLines(write_rows({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
+    assert FileDataset(write_rows({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
 
 
 def test_splitting_at_images_keeps_the_text_around():

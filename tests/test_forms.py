@@ -11,7 +11,7 @@ import pytest
 from talk import assistant, system, text, user
 
 from minivlmrl.chat import content_parts
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -53,7 +53,7 @@ def read(tmp_path):
 
     def read(row, required=("problem",), **options):
         (tmp_path / "rows.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
-        return JsonLines(tmp_path / "rows.jsonl", required, **options)[0]
+        return FileDataset(tmp_path / "rows.jsonl", required, **options)[0]
 
     return read
 

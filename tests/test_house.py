@@ -28,10 +28,10 @@ SHELVES = {  # shelf: the other shelves that it may import; every shelf but kern
     "tasks": "data hub",
     "reward_functions": "algorithms data scale",
     "scale": "hub run",
-    "algorithms": "data hub reward_functions run scale",
-    "run": "algorithms data hub reward_functions sampling scale tasks tools",
+    "algorithms": "data hub reward_functions run sampling scale",
+    "run": "adapters algorithms data hub reward_functions sampling scale tasks tools",
     "audit": "algorithms hub",
-    "tools": "algorithms data hub reward_functions run sampling scale",
+    "tools": "adapters algorithms data hub reward_functions run sampling scale",
 }
 LIBRARIES = {"torch", "numpy", "PIL", "tokenizers", "minivlmrl"}  # of the book, besides the standard library
 BANNED = "everyones|everyone's|places|pace|spare|figures|learnt|behind|stand|stands|aside"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minivlmrl.data import media
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor, load_image
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.rows import Processor, Row
@@ -37,7 +37,7 @@ FRAMES = [f"frame{i}.png" for i in range(4)]
 
 def read(folder, row, **options):
     (folder / "rows.jsonl").write_text(json.dumps(row))
-    return JsonLines(folder / "rows.jsonl", **options)[0]
+    return FileDataset(folder / "rows.jsonl", **options)[0]
 
 
 def prompt(row):
@@ -243,8 +243,8 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\), \.\.\.$"
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .*: {listed}"):
-        JsonLines(folder / "rows.jsonl")
-    assert len(JsonLines(folder / "rows.jsonl", limit=1)) == 1
+        FileDataset(folder / "rows.jsonl")
+    assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)])
+STEP = SimpleNamespace(
+    micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)], rollout=None
+)
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
@@ -44,7 +46,9 @@ def test_a_metric_that_is_no_number_is_null(tmp_path):
 def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     log = begin(MetricsLog(tmp_path, ONE), "grpo", 7)
     log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
-    assert capsys.readouterr().out == "grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000\n"
+    [timing] = lines(tmp_path, "timings.jsonl")
+    said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_second_rank_writes_nothing(tmp_path, capsys):

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 from runs import metrics
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.tools.notebook import train, write_rows
@@ -49,7 +49,7 @@ def test_rows_of_our_tasks_too(own, tmp_path):
     rows = [Shapes(2, 0)[i] for i in range(2)]
     own(rows, rewards={"accuracy": 1.0})
     [file] = (tmp_path / "run" / "rows").glob("*.jsonl")
-    read = JsonLines(file, ("problem", "completion", "chosen", "rejected", "solution"))
+    read = FileDataset(file, ("problem", "completion", "chosen", "rejected", "solution"))
     for i, row in enumerate(rows):
         assert read[i].images[0].tobytes() == row.images[0].tobytes()
         assert [turn["role"] for turn in read[i].messages] == [turn["role"] for turn in row.messages]

@@ -197,7 +197,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
-    *(f"{stage}.{name}" for stage in STAGES for name in ("eval_steps", "save_steps", "save_total_limit")),
+    *(f"{stage}.{name}" for stage in STAGES for name in ("optimizer", "eval_steps", "save_steps", "save_total_limit")),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *(
         "output_dir",
@@ -212,6 +212,7 @@ OTHERS = {
     *("data.skip_unreadable", "data.train", "data.columns", "data.image_root", "data.val_split", "data.rescale_boxes"),
     *("data.max_prompt_tokens", *(f"{stage}.{name}" for stage in STAGES for name in ("data", "max_epochs"))),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
+    *("sampling.max_tokens_at_once", "grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "show_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
 }
@@ -302,7 +303,7 @@ def test_every_choice_is_in_the_table():
                 choices(name)
                 literal.add(name)
     others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype"}
-    others |= {f"{stage}.lr_scheduler_type" for stage in STAGES}
+    others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 
 

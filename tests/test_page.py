@@ -42,8 +42,22 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     charts = re.findall(r'aria-label="(\S+) by step"', html)
     evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
-    assert html.count('src="data:image/webp;base64,') == 1
+    assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
     assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
+
+
+def test_warnings_and_results_come_first(trained, tmp_path):
+    step = {"stage": "grpo", "step": 2}
+    (trained / "warnings.jsonl").write_text(json.dumps(step | {"warning": "all <groups> earn the same"}) + "\n")
+    evaluation = {"stage": "grpo", "step": 5, "sampled": 0.25, "greedy": 0.5}
+    (trained / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    sft = "".join(json.dumps({"stage": "sft", "step": i, "loss": 1.0}) + "\n" for i in range(7))
+    (trained / "metrics.jsonl").write_text(sft + (trained / "metrics.jsonl").read_text())
+    assert page.collect(trained)["evaluations"] == [{"step": 12, "eval/sampled": 0.25, "eval/greedy": 0.5}]
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    assert html.index("grpo step 2: all &lt;groups&gt; earn the same") < html.index("Curves")
+    assert re.search(r"grpo: 5 steps in \d+ s; at most [\d.]+ GiB", html)
 
 
 def test_two_runs_are_beside_each_other(trained, tmp_path):
@@ -62,6 +76,20 @@ def test_what_a_model_writes_is_text(trained, tmp_path):
     page.main([str(trained)])
     html = browse(trained / "page.html", "grpo/4/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
+
+
+def test_without_a_place_it_opens_where_completions_differ(trained, tmp_path):
+    """Not at the last step, whose group earned the same; the best completion comes first."""
+    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        for reward, completion in enumerate(line["completions"]):
+            completion |= {"reward": float(reward), "advantage": reward - 3.5 if i == 1 else 0.0}
+    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    assert '<output id="step">grpo 1</output>' in html and "teaches nothing" not in html
+    assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")
+    assert "all earn the same, which teaches nothing" in browse(trained / "page.html", "grpo/4/1", tmp_path)
 
 
 def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):

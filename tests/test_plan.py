@@ -13,12 +13,12 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, generate, inverse_cdf, next_tokens
-from minivlmrl.hub.checkpoint import initialize
+from minivlmrl.hub.checkpoint import DTYPES, initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
-from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.config import ModelSection, RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.scale.sharding import ShardingSection
@@ -75,12 +75,16 @@ def run_config(**sections):
     return run
 
 
-def test_weights_gradients_and_optimizer(config):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_gradients_and_optimizer(config, optimizer, dtype):
     model, prompt = real(config, WORK)
-    phases = plan(run_config(), "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)
+    model, run = model.to(DTYPES[dtype]), run_config(model=ModelSection(dtype=dtype))
+    run.grpo.optimizer = optimizer
+    phases = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)
     batch = attention_batch(model, [prompt] * 2)
     per_token_logps(model, batch)[0].sum().backward()
-    optimizer = build_optimizer(model, RunConfig().grpo)
+    optimizer = build_optimizer(model, run.grpo)
     optimizer.step()
     near(phases["train"]["weights"], sum(p.nbytes for p in model.parameters()))
     near(phases["train"]["gradients"], sum(p.grad.nbytes for p in model.parameters()))

@@ -163,12 +163,14 @@ def gather(folder, overrides, world):
 
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
+EIGHT_BITS = "--grpo.optimizer=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 4, 1)}
 QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
     "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
     **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
-    "gather": ["gather"],
+    "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
+    "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
 }  # fmt: skip
 
 
@@ -181,15 +183,18 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    return launch(1, folder, {"replicated": GRPO, **COUNTS}, quick)[0], launch(2, folder, QUICK, quick)
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], **COUNTS}
+    return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK, quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "sharded", "layer by layer", "compute_dtype"])
+@pytest.mark.parametrize(
+    "way", ["replicated", "sharded", "layer by layer", "compute_dtype", "8 bits, sharded", "pieces"]
+)
 def test_two_ranks_equal_one(quick_results, way):
     """Two steps of GRPO with a reference in float64."""
     alone, ranks = quick_results
     for rank in ranks:
-        assert_equal(rank[way], alone["replicated"], 1e-12, 1e-12)
+        assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -4,7 +4,7 @@ import PIL.Image
 import pytest
 from talk import assistant, user
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rescaled import Rescaled, rescale
 from minivlmrl.data.row_summary import seen_sizes, summary
 from minivlmrl.image import ImageProcessor
@@ -39,7 +39,7 @@ def test_answers_are_in_the_space_of_the_row(write_rows, tmp_path, space, box):
         {"problem": "c", "completion": "[45, 25, 90, 50]"},
         {"images": ["box.png", "red.png"], "problem": "c", "completion": "[45, 25, 90, 50]"},
     )
-    rows = Rescaled(JsonLines(file, constants={"box_space": space}), lambda row: seen_sizes(row, PROCESSOR))
+    rows = Rescaled(FileDataset(file, constants={"box_space": space}), lambda row: seen_sizes(row, PROCESSOR))
     assert rows[0].completion == str(box)
     assert rows[1].completion[0]["content"][0]["text"] == str(box) and rows[1].completion[1] == turns[2]
     assert rows[2].completion == "[45, 25, 90, 50]" and "4, " in summary(rows, PROCESSOR)

@@ -120,7 +120,7 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
-    ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
+    ways = "--overwrite begins anew there, another --output_dir leaves it alone"
     for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
             run(*options)
@@ -170,7 +170,7 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
     assert "evaluation, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
-    assert collect(with_them)["metrics"][-1] == {"stage": "grpo", "step": 3} | {
+    assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
         f"eval/{name}": lines[5][name] for name in ("sampled", "greedy", "format")
     }
 

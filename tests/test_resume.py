@@ -183,7 +183,7 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("before the rename", 1),
         ("in the cleanup", 2), ("in backward", 3),
     ]),
-    "sft": ([], [("between the rename and the cleanup", 1), ("in backward", 7)]),
+    "sft": (["--sft.optimizer=adamw_8bit"], [("between the rename and the cleanup", 1), ("in backward", 7)]),
     "dpo": ([], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
     "ppo": ([], [("in backward", 5), ("in the optimizer", 3)]),
     "sft, reward_model": ([], [("in backward", 20), ("before the rename", 1)]),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows
 
 ROWS = [
@@ -91,14 +91,14 @@ WRONG = {  # content: what its error says after the file's name
 def test_a_wrong_file_is_named(tmp_path, content):
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(ValueError, match=r"rows\.json" + WRONG[content]):
-        JsonLines(tmp_path / "rows.json")
+        FileDataset(tmp_path / "rows.json")
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
     for name in ("rows.jsonl", "rows.csv"):
         (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
         with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save the file as UTF-8"):
-            JsonLines(tmp_path / name)
+            FileDataset(tmp_path / name)
 
 
 def test_a_csv_row_with_too_many_cells_is_named(tmp_path):
@@ -106,12 +106,12 @@ def test_a_csv_row_with_too_many_cells_is_named(tmp_path):
     rows = open_rows(tmp_path / "rows.csv")
     assert rows[0] == {"problem": "a", "label": True, "margin": 1.5}
     with pytest.raises(ValueError, match=r"rows\.csv:3: has 4 cells, the first line 3 names; quote a cell that has"):
-        JsonLines(tmp_path / "rows.csv")
+        FileDataset(tmp_path / "rows.csv")
 
 
 def test_a_file_that_changes_during_the_run_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"problem": "a"}\n')
-    rows = JsonLines(tmp_path / "rows.jsonl")
+    rows = FileDataset(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text('{"problem": "other"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl: has changed since the run began"):
         rows[0]
@@ -145,4 +145,4 @@ LARGE = {  # the error of a row that would fill the memory or take minutes
 def test_large_rows_are_refused_within_seconds(tmp_path, columns):
     (tmp_path / "rows.jsonl").write_text("{" + columns + "}")
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{LARGE[columns]}"):
-        JsonLines(tmp_path / "rows.jsonl")
+        FileDataset(tmp_path / "rows.jsonl")

@@ -5,7 +5,7 @@ import json
 import PIL.Image
 import pytest
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_summary import summary
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -29,7 +29,7 @@ def rows(tmp_path):
             for _ in range(count)
         ]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, made)))
-        return JsonLines(tmp_path / "rows.jsonl")
+        return FileDataset(tmp_path / "rows.jsonl")
 
     return rows
 
@@ -56,4 +56,4 @@ def test_of_many_rows_some_are_measured(rows):
 def test_videos_and_urls_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["https://x/1.png"]}, {"problem": "a", "image": "https://x/1.png"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert summary(JsonLines(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"
+    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"

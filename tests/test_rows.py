@@ -10,7 +10,7 @@ import pytest
 import torch
 from talk import IMAGE_PART, assistant, text, user
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.image import ImageProcessor
@@ -19,7 +19,7 @@ from minivlmrl.tasks import shapes
 
 
 def test_a_row_becomes_messages_images_and_columns(write_rows):
-    row = JsonLines(write_rows({"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}))[0]
+    row = FileDataset(write_rows({"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}))[0]
     assert row.messages == [{"role": "user", "content": [IMAGE_PART, text("What?")]}]
     assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
     assert row.columns == {"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}
@@ -27,30 +27,30 @@ def test_a_row_becomes_messages_images_and_columns(write_rows):
 
 
 def test_a_text_only_row(write_rows):
-    row = JsonLines(write_rows({"problem": "1 + 1?"}))[0]
+    row = FileDataset(write_rows({"problem": "1 + 1?"}))[0]
     assert row.messages == [{"role": "user", "content": [text("1 + 1?")]}]
     assert row.images == []
 
 
 def test_a_demonstration_has_its_completion(write_rows):
     assert (
-        JsonLines(write_rows({"problem": "?", "completion": "two"}), ("problem", "completion"))[0].completion == "two"
+        FileDataset(write_rows({"problem": "?", "completion": "two"}), ("problem", "completion"))[0].completion == "two"
     )
 
 
 def test_images_null_does_not_hide_image(write_rows):
-    assert len(JsonLines(write_rows({"problem": "a", "images": None, "image": "red.png"}))[0].images) == 1
+    assert len(FileDataset(write_rows({"problem": "a", "images": None, "image": "red.png"}))[0].images) == 1
 
 
 def test_a_missing_image_is_named_with_its_row(write_rows):
     with pytest.raises(ValueError, match=r"rows\.jsonl: 1 file\(s\) .* are not in .*: gone\.png \(line 2\)"):
-        JsonLines(write_rows({"problem": "a"}, {"problem": "b", "image": "gone.png"}))
+        FileDataset(write_rows({"problem": "a"}, {"problem": "b", "image": "gone.png"}))
 
 
 def test_a_broken_image_is_named_with_its_row(write_rows, tmp_path):
     (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*cut\.png: cannot be read as an image"):
-        JsonLines(write_rows({"problem": "a", "image": "cut.png"}))[0].prompt(PROCESSOR)
+        FileDataset(write_rows({"problem": "a", "image": "cut.png"}))[0].prompt(PROCESSOR)
 
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())

@@ -1,13 +1,15 @@
 """Before the first step: rewards are tried, rows counted, and what runs where is said."""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
@@ -32,6 +34,15 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
     name = f"{tmp_path / 'own.py'}:own"
     with pytest.raises(ValueError, match=rf"reward {name} returned "):
         run("--stages=[grpo]", f"--{option.format(name)}")
+
+
+def test_what_takes_memory_is_imported_where_it_is_used():
+    """Triton (70 MiB) and FSDP (40 MiB, with sympy) were imported by every run, and took a second."""
+    modules = "minivlmrl.tools.process", "minivlmrl.run.start", "minivlmrl.run.model", "minivlmrl.scale.resume"
+    heavy = {"triton", "torch.distributed.fsdp", "sympy", "matplotlib", "pyarrow", "scipy"}
+    code = f"import sys, {', '.join(modules)}; print(sorted({heavy} & sys.modules.keys()))"
+    environment = {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
 
 
 def test_every_reward_of_the_table_is_tried_on_a_row():
@@ -71,10 +82,10 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
     config.data.max_prompt_tokens, config.grpo.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
-    rows = fit_rows(config, {"grpo": JsonLines(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
+    rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"] and config.grpo.max_steps == 2
     said = r"2, 2 with rows of 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all 3 prompts are longer, .*rows\.jsonl:1: "):
-        fit_rows(config, {"grpo": JsonLines(write_rows(*lines))}, PROCESSOR, ONE)
+        fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)

@@ -40,7 +40,7 @@ def test_a_run_writes_its_files(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images", "metrics.jsonl",
-        "page.html", "report.png", "summary.json", "timings.jsonl",
+        "page.html", "report.png", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     with PIL.Image.open(folder / "report.png") as image:
         assert image.size[0] > 1000
@@ -225,7 +225,7 @@ def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_on_json_lines_from_a_checkpoint(run, own, rows, stage, lively):
+def test_training_on_file_dataset_from_a_checkpoint(run, own, rows, stage, lively):
     folder = run(*own, f"--stages=[{stage}]", f"--data.eval_file={rows}", LETTERS)
     assert len(metrics(folder)) == 3
     assert all(line["grad_norm"] > 0 for line in metrics(folder))

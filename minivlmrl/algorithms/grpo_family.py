@@ -177,7 +177,8 @@ class Family(GRPO):
         if not beta:
             return rewards
         kl = [((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu() for b in chain(*steps)]
-        return rewards - beta * self.world.all_gather(torch.cat(kl))
+        order = torch.cat([b.rows for b in chain(*steps)]).argsort()
+        return rewards - beta * self.world.all_gather(torch.cat(kl)[order])
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)

@@ -24,11 +24,12 @@ from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
 from minivlmrl.run.metrics import policy_metrics, rollout_metrics
 from minivlmrl.run.optimizer import TrainingConfig
+from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import is_sharded
 
 
 @dataclass
-class PPOConfig(PPOLoss, ReferenceConfig, TrainingConfig):
+class PPOConfig(PPOLoss, ReferenceConfig, PiecesConfig, TrainingConfig):
     """PPO with a critic."""
 
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
@@ -90,7 +89,7 @@ def copy_as_value_model(policy: nn.Module) -> ValueModel:
 def full_head(head: nn.Linear) -> dict[str, Tensor]:
     """What a file holds of a head, gathered if it is sharded; all ranks call this."""
     reshard(head)
-    weight = head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+    weight = head.weight.full_tensor() if hasattr(head.weight, "full_tensor") else head.weight
     return {"score.weight": weight.detach().cpu()}
 
 

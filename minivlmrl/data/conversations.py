@@ -5,7 +5,7 @@ import re
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import nearest_form
 from minivlmrl.data.media import check_counts, has_source
-from minivlmrl.data.turns import as_turns, check_messages, render_completion
+from minivlmrl.data.turns import as_turns, check_ends, check_messages
 from minivlmrl.hub.checker import naming
 
 KINDS = ("image", "video")  # <image> and <video> in a prompt's text are where one goes
@@ -34,8 +34,8 @@ def read_conversation(
     for column, value in found.items():
         with naming(f"column {column!r}"):
             _check_form(value, FORMS[column])
-    chosen, rejected = (as_turns(found.get(column)) for column in ("chosen", "rejected"))
-    if chosen and rejected and render(chosen) == render(rejected):
+    both = [as_turns(found[column]) for column in ("chosen", "rejected") if column in found]
+    if len(both) == 2 and render(both[0]) == render(both[1]):
         raise ValueError("column 'rejected' equals column 'chosen': there is no preference to learn; drop the row")
     column, prompt, answers = _split(found, sorted(row))
     for name, answer in answers.items():
@@ -140,7 +140,7 @@ def _check_form(value: str | list[dict], types: tuple[type, ...]):
 
 
 def _check_answer(turns: list[dict]):
-    render_completion(turns)  # refuses other turns than the assistant's at its ends, and images
+    check_ends(turns)
     for turn in turns:
         text = "".join(part["text"] for part in content_parts(turn))
         if turn["role"] == "assistant" and not text.strip():

@@ -45,8 +45,8 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
 
 
 def _fits(row: dict, form: Form) -> bool:
-    has_all = all(row.get(key) is not None for key in form.keys)
-    return has_all and all(row.get(key) is None for key in form.unless)
+    present = {key for key, value in row.items() if value is not None}
+    return present.issuperset(form.keys) and present.isdisjoint(form.unless)
 
 
 def nearest_form(columns: list[str]) -> str:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -40,15 +40,15 @@ def read_media(columns: dict, kind: str) -> list[Media]:
 
     Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
     """
-    given = [name for name in (f"{kind}s", kind) if columns.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"give column {kind!r} or '{kind}s', not both")
-    if not given:
+    several, one = columns.get(f"{kind}s"), columns.get(kind)
+    if several is None and one is None:
         return []
-    listed = columns[given[0]]
-    if given == ["video"] or not isinstance(listed, list):  # a list under `video` is one of frames
+    if several is not None and one is not None:
+        raise ValueError(f"give column {kind!r} or '{kind}s', not both")
+    listed = one if several is None else several
+    if (one is not None and kind == "video") or not isinstance(listed, list):  # a list under `video` is one of frames
         listed = [listed]
-    with naming(f"column {given[0]!r}"):
+    with naming(f"column {kind if several is None else f'{kind}s'!r}"):
         entries = [entry if isinstance(entry, dict) and "bytes" not in entry else {kind: entry} for entry in listed]
         return [_media(entry, kind) for entry in entries]
 
@@ -65,22 +65,26 @@ def place_media(
     waiting = {kind: iter(media) for kind, media in listed.items()}
     placed, used = [], []
     for number, message in enumerate(messages):
+        if isinstance(message["content"], str):
+            placed.append(message)
+            continue
         parts = []
-        for part in content_parts(message):
+        for part in message["content"]:
             kind = part_kind(part)
-            if kind in OPTIONS:
-                with naming(f"message {number}"):
-                    media = _media(part, kind) if has_source(part) else next(waiting[kind])
-                    options = media.options | _options(part, kind)
-                common = video_options if kind == "video" else {}
-                if isinstance(media.source, list) or "nframes" in options:
-                    common = _without(common, SAMPLING_OPTIONS)
-                used.append(replace(media, options=common | options))
-                part = {"type": kind, **_without(used[-1].options, SAMPLING_OPTIONS)}
-            parts.append(part)
+            if kind not in OPTIONS:
+                parts.append(part)
+                continue
+            with naming(f"message {number}"):
+                media = _media(part, kind) if has_source(part) else next(waiting[kind])
+                options = media.options | _options(part, kind)
+            common = video_options if kind == "video" else {}
+            if isinstance(media.source, list) or "nframes" in options:
+                common = _without(common, SAMPLING_OPTIONS)
+            used.append(Media(kind, media.source, common | options))
+            parts.append({"type": kind, **_without(used[-1].options, SAMPLING_OPTIONS)})
         if len(used) > MAX_MEDIA:
             raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
-        placed.append({**message, "content": parts} if isinstance(message["content"], list) else message)
+        placed.append({**message, "content": parts})
     return placed, used
 
 
@@ -161,15 +165,19 @@ def check_unread(columns: dict):
 
 def missing_files(media: list[Media], folder: Path) -> list[str]:
     """List the files of a row's images and videos that are not there; URLs are not asked."""
-    sources = [source for one in media for source in (one.source if isinstance(one.source, list) else [one.source])]
-    local = [s for s in sources if isinstance(s, str) and not s.startswith(("data:", "http://", "https://"))]
-    paths = ((s, open_source(s, folder, False)[1] if ":" in s else os.path.join(folder, s)) for s in local)
-    return [source for source, path in paths if not os.path.isfile(path)]
+    missing = []
+    for source in (s for one in media for s in (one.source if isinstance(one.source, list) else [one.source])):
+        if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
+            continue
+        path = open_source(source, folder, False)[1] if ":" in source else os.path.join(folder, source)
+        if not os.path.isfile(path):
+            missing.append(source)
+    return missing
 
 
 def has_source(part: dict) -> bool:
     """Whether an image or video part says itself what it shows."""
-    return any(part.get(name) is not None for names in SOURCES.values() for name in names)
+    return any(part.get(name) is not None for name in SOURCES[part_kind(part)])
 
 
 def _media(entry: dict, kind: str) -> Media:

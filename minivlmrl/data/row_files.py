@@ -4,7 +4,6 @@ Of a text file only the byte at which each row begins is in memory; a row is rea
 """
 
 import bisect
-import contextlib
 import csv
 import functools
 import io
@@ -12,7 +11,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from minivlmrl.hub.checker import naming, require
@@ -58,11 +57,10 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     return Arrow(parquet) if parquet else open_rows(files[0])
 
 
-@contextlib.contextmanager
-def reading_json() -> Iterator[None]:
-    """Name what is wrong with a text that is no JSON, or too deep for Python's reader."""
+def read_json(read: Callable, *arguments):
+    """Call json's reader, and name what is wrong with a text that is no JSON, or too deep for it."""
     try:
-        yield
+        return read(*arguments)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     except RecursionError as error:
@@ -120,10 +118,9 @@ class Lines:
 
     def parse(self, text: str) -> dict:
         """Turn the text of one row into columns."""
-        with reading_json():
-            columns = json.loads(text)
-            if HALF_PAIR.search(text):  # half a surrogate pair is JSON, but no text to tokenize
-                json.dumps(columns, ensure_ascii=False).encode()
+        columns = read_json(json.loads, text)
+        if HALF_PAIR.search(text):  # half a surrogate pair is JSON, but no text to tokenize
+            read_json(json.dumps(columns, ensure_ascii=False).encode)
         require(isinstance(columns, dict), "a row", columns, "an object with columns")
         return columns
 
@@ -143,8 +140,8 @@ class Values(Lines):
             at += len(text[done:position].encode())
             line += text.count("\n", done, position)
             done = position
-            with naming(f"{self.path}:{line}"), reading_json():
-                _, position = decode(text, position)
+            with naming(f"{self.path}:{line}"):
+                _, position = read_json(decode, text, position)
             yield at, at + len(text[done:position].encode()), line
             position = skip.match(text, position).end()
         if listed and not text[position:].strip() == "]":

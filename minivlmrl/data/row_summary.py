@@ -6,7 +6,7 @@ import PIL.Image
 import torch
 
 from minivlmrl.data.fetch import open_image
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import Picked, pick
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.image import ImageProcessor
@@ -28,7 +28,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
-    if isinstance(rows, JsonLines):
+    if isinstance(rows, FileDataset):
         counts = {_words(*shown): count for shown, count in rows.counts.items()}
     elif isinstance(rows, Picked):
         counts = {f"rows of {len(rows.parts)} file(s)": len(rows)}
@@ -46,7 +46,7 @@ def outline(rows: Dataset, index: int) -> Row | None:
     """A row with blank images of the sizes that the headers of its files say; None: it has videos or URLs."""
     if isinstance(rows, Picked):
         return outline(*rows.find(index))
-    if not isinstance(rows, JsonLines):
+    if not isinstance(rows, FileDataset):
         return rows[index]
     row, media = rows.read(index)
     if any(one.kind == "video" or str(one.source).startswith(("http://", "https://")) for one in media):

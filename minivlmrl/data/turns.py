@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import content_parts, join_text, layout_turn, part_kind
+from minivlmrl.chat import join_text, layout_turn, part_kind
 from minivlmrl.rows import ENDS, Processor
 
 MAX_TEXT = 2**20  # characters of a message; tokenizers takes a second for them, and panics at ten million spaces
@@ -57,17 +57,21 @@ def check_messages(messages: list[dict], tool_calls: bool = False):
     """Refuse messages without role or content or with unknown parts, and calls unless the template has tool_calls."""
     for number, message in enumerate(messages):
         known = message if isinstance(message, dict) else {}
-        calls, inside = known.get("tool_calls"), content_parts(known)
-        if not isinstance(known.get("role"), str) or not (isinstance(inside, list) or (inside is None and calls)):
+        calls, content = known.get("tool_calls"), known.get("content")
+        said = isinstance(content, str | list) or (content is None and calls)
+        if not said or not isinstance(known.get("role"), str):
             needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
-        if sum(len(part["text"]) for part in inside or () if part_kind(part) == "text") > MAX_TEXT:
-            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
-        for part in inside or ():
-            if part_kind(part) is None:
+        length = len(content) if isinstance(content, str) else 0
+        for part in content if isinstance(content, list) else ():
+            kind = part_kind(part)
+            if kind is None:
                 shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
                 needed = "not text, image or video"
                 raise ValueError(f"message {number} has a part of type {shown!r}, {needed}: {part!r:.80}")
+            length += len(part["text"]) if kind == "text" else 0
+        if length > MAX_TEXT:
+            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
         if calls and not tool_calls:
             cure = "put a template that lays them out into the model's folder as chat_template.jinja"
             raise ValueError(f"message {number} has tool_calls, which Qwen's default template leaves out; {cure}")
@@ -78,7 +82,8 @@ def check_ends(turns: list[dict]):
     roles = [turn["role"] for turn in turns]
     if not roles or {roles[0], roles[-1]} != {"assistant"}:
         raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
-    for kind in (part_kind(part) for turn in turns for part in content_parts(turn) or ()):
+    listed = (turn["content"] for turn in turns if isinstance(turn.get("content"), list))
+    for kind in (part_kind(part) for parts in listed for part in parts):
         if kind != "text":
             one = f"an {kind}" if kind == "image" else f"a {kind}"
             raise ValueError(f"there is {one} in or after the assistant's first turn; {kind}s belong into the prompt")

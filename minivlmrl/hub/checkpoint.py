@@ -12,7 +12,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.hub.family import FAMILIES
@@ -215,7 +214,7 @@ def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Ite
     for file, names in files.items():
         tensors = {}
         for name in names:
-            full = weights[name].full_tensor() if isinstance(weights[name], DTensor) else weights[name]
+            full = weights[name].full_tensor() if hasattr(weights[name], "full_tensor") else weights[name]
             if keep:
                 tensors[name] = full.detach().cpu().contiguous()
         yield file, tensors

@@ -4,10 +4,16 @@ A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import compress
+
+import torch
+
+from minivlmrl.reward_functions.names import required_columns
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
+BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
 
 
 class Alarms:
@@ -17,9 +23,13 @@ class Alarms:
         self.algorithm, self.optimizer = algorithm, optimizer
         self.last, self.said = deque(maxlen=WINDOW), set()
         self.first = None  # metrics of the first step
+        self.rollout, self.earned = None, deque(maxlen=BLIND)  # solutions and rewards of the last rollouts
 
-    def step(self, metrics: dict[str, float]) -> list[str]:
-        """Take the metrics of a step; returns the sentences that are new."""
+    def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
+        """Take the metrics of a step, and its Rollout if it has one; returns the sentences that are new."""
+        if rollout is not None and rollout is not self.rollout:
+            self.rollout = rollout
+            self.earned.append(([str(row.columns.get("solution")) for row in rollout.rows], rollout.rewards))
         self.last.append(metrics)
         self.first = self.first or metrics
         true = dict(self.rules()) if len(self.last) == WINDOW else {}
@@ -66,11 +76,34 @@ class Alarms:
         became = "reward" in last and self.first.get("entropy", uniform) < 0.5 * uniform
         if became and self.always("entropy", lambda nats: nats > 0.9 * uniform):
             yield "noise", f"the policy writes noise now (entropy {last['entropy']:.1f}); lower {stage}.learning_rate"
+        for name, mean, always, blind in self.blind():
+            earns = f"in {BLIND} rollouts reward {name} was {mean:.3g}, and always answering {always!r:.80} {blind:.3g}"
+            cure = "are the solutions with the right rows? Else train sft first, or take easier prompts"
+            yield f"blind {name}", f"{earns}, so nothing is learned of the pictures; {cure}"
         if untouched := self.untouched():
             several = f"{untouched[0]} and {len(untouched) - 1} others" if len(untouched) > 1 else untouched[0]
             cause = "no row had an image that the model saw: " if all("visual" in name for name in untouched) else ""
             cure = "check the image column of your rows, or set freeze_vision_tower" if cause else "freeze them"
             yield "untouched", f"{cause}{several} are to be trained, and never had a gradient; {cure}"
+
+    def blind(self) -> Iterator[tuple[str, float, str, float]]:
+        """Rewards that always giving the most frequent solution would earn too: name, mean, that solution, its mean.
+
+        Labels that were shuffled end here: no policy that learns from them is better than this.
+        """
+        if len(self.earned) < BLIND:
+            return
+        solutions = [solution for some, _ in self.earned for solution in some]
+        rewards = torch.cat([rewards.view(len(some), -1, rewards.shape[1]) for some, rewards in self.earned])
+        for name, values in zip(self.algorithm.run.rewards, rewards.unbind(2), strict=True):
+            judged = ~values.isnan().any(1)  # rows whose completions all were
+            if "solution" not in required_columns([name]) or not judged.any():
+                continue
+            [(always, count)] = Counter(compress(solutions, judged.tolist())).most_common(1)
+            values, share = values[judged].double(), count / judged.sum().item()
+            low, high, mean = values.min().item(), values.max().item(), values.mean().item()
+            if low < high and mean <= (blind := low + (high - low) * share):
+                yield name, mean, always, blind
 
     def untouched(self) -> list[str]:
         """Parameters that are to be trained and never had a gradient: AdamW has no moments of them."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix, pick, read_mix, split
 from minivlmrl.hub.checker import require
 from minivlmrl.reward_functions.names import required_columns
@@ -128,11 +128,11 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
     return mix(parts, files)
 
 
-def _rows(config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()) -> JsonLines:
+def _rows(config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()) -> FileDataset:
     options = {name: getattr(config, name) for name in ("prompt_template", "system_prompt", "allow_urls", "columns")}
     options["constants"] = {"box_space": config.box_space, **dict(constants)}
     options["video_options"] = {name: value for name, value in asdict(config.video).items() if value is not None}
-    return JsonLines(path, ("problem", *columns), limit, root or config.image_root, **options)
+    return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)
 
 
 @dataclass

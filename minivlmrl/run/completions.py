@@ -85,16 +85,15 @@ def is_past(line: str, progress) -> bool:
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
     """Each group of this rank that a step trains on: its row, and what a line says of it."""
-    rollout, G = step.rollout, algorithm.config.num_generations
+    rollout, G, means = step.rollout, algorithm.config.num_generations, {}
     for batch in step.micro_batches:
-        advantages = batch.advantages.view(
-            len(batch.loss_mask), -1
-        )  # (R, 1), or PPO's (R, T), of which the mean counts
+        # (R, 1), or PPO's (R, T), of which the mean counts
+        advantages = batch.advantages.view(len(batch.loss_mask), -1)
         mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
-        means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
-        for start in range(batch.rows.start, batch.rows.stop, G):
-            first = start - batch.rows.start
-            yield rollout.rows[start // G], describe(algorithm, rollout, start // G, means[first : first + G].tolist())
+        mean = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+        means |= zip(batch.rows.tolist(), mean.tolist(), strict=True)
+    for index in sorted({row // G for row in means}):
+        yield rollout.rows[index], describe(algorithm, rollout, index, [means[index * G + g] for g in range(G)])
 
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:

@@ -19,6 +19,7 @@ from minivlmrl.hub.checker import Loader, build
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
@@ -44,7 +45,7 @@ class RolloutSection:
 
 
 @dataclass
-class GRPOSection(FamilyConfig, ReferenceConfig, TrainingConfig):
+class GRPOSection(FamilyConfig, ReferenceConfig, PiecesConfig, TrainingConfig):
     """GRPO and its family."""
 
 
@@ -110,6 +111,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
+        if not separator and _hint(key) is bool:  # --overwrite
+            separator, text = "=", "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         value = _value(key, text)
@@ -128,12 +131,17 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     return config
 
 
-def _value(key: str, text: str):
-    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
+def _hint(key: str):
+    """The type of a field, "section.name"; None: there is no such field."""
     hint = RunConfig
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
-    is_text = hint in (str, str | None)
+    return hint
+
+
+def _value(key: str, text: str):
+    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
+    is_text = _hint(key) in (str, str | None)
     try:
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

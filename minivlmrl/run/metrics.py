@@ -16,7 +16,8 @@ from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.run.alarms import Alarms, check_mismatch
 from minivlmrl.scale.ranks import World
 
-FILES = METRICS, TIMINGS, EVALUATIONS = "metrics.jsonl", "timings.jsonl", "evaluations.jsonl"
+METRICS, TIMINGS, EVALUATIONS, WARNINGS = "metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "warnings.jsonl"
+FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
 
 
@@ -77,13 +78,16 @@ class MetricsLog(AbstractContextManager):
         timing = {"seconds": seconds, "step_time": step_time, "tokens_per_second": tokens / step_time}
         print(json.dumps(line | timing | peak_memory()), file=self.files[TIMINGS], flush=True)
         self.last = seconds
-        shown = [name for name in ("reward", "rewards/accuracy/mean", "kl", "loss") if name in metrics][:3]
-        short = {name.removeprefix("rewards/").removesuffix("/mean"): f"{metrics[name]:.3f}" for name in shown}
+        means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")][:3]
+        shown = ["reward", *means, "completions/mean_length", "kl"] if means else ["loss", "rewards/accuracies"]
+        short = {_short(name): f"{metrics[name]:.3f}" for name in shown if name in metrics}
         self.bar.set_postfix(short, refresh=False)
         self.bar.update()
         if self.bar.disable:  # no terminal: a line a step
-            print(f"{self.name} {number + 1}/{self.bar.total}", *(f"{name}={value}" for name, value in short.items()))
-        for warning in self.alarms.step(metrics):
+            said = (f"{name}={value}" for name, value in short.items())
+            print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{step_time:.2f} s", flush=True)
+        for warning in self.alarms.step(metrics, step.rollout):
+            print(json.dumps(line | {"warning": warning}), file=self.files[WARNINGS], flush=True)
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
@@ -104,6 +108,10 @@ class MetricsLog(AbstractContextManager):
         return self.seconds
 
 
+def _short(name: str) -> str:
+    return name.removeprefix("rewards/").removeprefix("completions/").removesuffix("/mean")
+
+
 def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
     """A bar on the first rank's terminal, which is left there at its end; without a terminal there is none."""
     options = {"disable": not is_main or not sys.stderr.isatty(), "mininterval": 0.5, "dynamic_ncols": True}
@@ -114,6 +122,12 @@ def peak_memory() -> dict[str, float]:
     """Most memory that this process has held so far, in GiB: of its GPU, or of the machine."""
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else getrusage(RUSAGE_SELF).ru_maxrss * 1024
     return {"peak_memory_gib": round(peak / 2**30, 3)}
+
+
+def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
+    """Bring the metrics of all micro-batches to the host at once: each transfer waits for the GPU."""
+    numbers = iter(torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist())
+    return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:

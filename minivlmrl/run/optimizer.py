@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
+from minivlmrl.adapters import adamw8bit
+from minivlmrl.adapters.adamw8bit import AdamW8bit
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import is_sharded, reshard
 
@@ -21,6 +22,7 @@ class TrainingConfig:
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over the rows; where they end before max_steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # with moments of the weights' dtype, or of 8 bits a value
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the schedule ends at this share of learning_rate
@@ -37,12 +39,22 @@ class TrainingConfig:
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters that require gradients, one fused update a step."""
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW over all parameters that require gradients; moments of the weights' dtype have one fused update a step."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = (config.adam_beta1, config.adam_beta2)
+    if config.optimizer == "adamw_8bit":
+        return AdamW8bit(parameters, config.learning_rate, betas, weight_decay=config.weight_decay)
     return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True)
+
+
+def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter, as before its first update."""
+    if isinstance(optimizer, AdamW8bit):
+        return adamw8bit.empty_state(parameter)
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
@@ -50,7 +62,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

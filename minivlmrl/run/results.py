@@ -33,7 +33,7 @@ def check_outputs(config: RunConfig):
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
     finished = (folder / SUMMARY).exists() or (not config.stages and metrics.exists() and metrics.stat().st_size)
     if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
-        ways = "--overwrite=true begins anew there, another --output_dir leaves it alone"
+        ways = "--overwrite begins anew there, another --output_dir leaves it alone"
         raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
 

@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from minivlmrl.hub.checker import require
 from minivlmrl.hub.checkpoint import check_finite
@@ -22,7 +21,7 @@ FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memo
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank holds of a tensor, as a view that has rows, and the index of the first of them."""
-    if not isinstance(tensor, DTensor):
+    if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     mesh = tensor.device_mesh
     return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1))
@@ -30,7 +29,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
     """Whether this rank writes its rows of the number-th tensor: every row is written once."""
-    if isinstance(tensor, DTensor):  # by the first of the replicas
+    if hasattr(tensor, "device_mesh"):  # by the first of the replicas
         return len(tensor.to_local()) > 0 and not any(tensor.device_mesh.get_coordinate()[:-1])
     return number % world.size == world.rank
 

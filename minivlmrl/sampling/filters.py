@@ -22,6 +22,7 @@ class SamplingOptions(SamplingConfig):
     max_length: Annotated[int, ">= 2"] | None = None  # a completion is cut at this many tokens with its prompt
     min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
     stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
+    max_tokens_at_once: Annotated[int, ">= 1"] | None = None  # of prompts and completions, at full length; None: all
 
     def __post_init__(self):
         bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"

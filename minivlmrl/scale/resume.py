@@ -21,7 +21,6 @@ from pathlib import Path
 from time import monotonic as clock
 from typing import Annotated
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +31,7 @@ from minivlmrl.hub.folder import flush_file, read_json
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
@@ -155,10 +155,8 @@ class States:
         try:
             pieces = find_pieces(path)
             for name, parameter in algorithm.trained.named_parameters():
-                for key in [key for key in pieces if key.startswith(f"optimizer.{name}/")]:
-                    moment, device = key.rpartition("/")[2], parameter.device
-                    like = torch.zeros((), device=device) if moment == "step" else torch.zeros_like(parameter)
-                    optimizer.state[parameter][moment] = like
+                if any(key.startswith(f"optimizer.{name}/") for key in pieces):
+                    optimizer.state[parameter] = empty_state(optimizer, parameter)
             others = [key for key in pieces if key.startswith("algorithm.")]
             algorithm.load_state_dict({key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others})
             found = tensors(algorithm, optimizer)

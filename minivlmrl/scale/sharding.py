@@ -18,9 +18,6 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.hub.family import family_of
@@ -51,17 +48,19 @@ class Sharding:
     """
 
     def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, recompute=False, compute_dtype=None):
+        import torch.distributed.fsdp as fsdp  # here: it takes 40 MiB and half a second of runs that shard nothing
+
         size, device, replicas = world.size, world.device, section.replicas if section.enabled else world.size
         if size % replicas:
             raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
         self.device = torch.device("cpu") if section.cpu_offload else device
         names, shape = ("replicate", "shard"), (replicas, size // replicas)
         first = int(replicas == 1)  # without replicas the mesh has one dimension
-        self.mesh = init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
+        self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
         # inputs keep their dtypes: rotary angles stay float32, as without sharding
-        precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False)
-        offload = CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else OffloadPolicy()
+        precision = fsdp.MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+        offload = fsdp.CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else fsdp.OffloadPolicy()
         self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
 
     def shard(self, model: nn.Module):
@@ -69,7 +68,7 @@ class Sharding:
         if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
-            fully_shard(block, **self.options)
+            dist.fsdp.fully_shard(block, **self.options)
         self.shard_alone(model)
         # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards since the last
         # backward, of which a rank may have had more: two ranks would then gather different layers as if they were one.
@@ -84,22 +83,24 @@ class Sharding:
 
     def shard_head(self, head: nn.Module):
         """Shard a value head, which computes in the dtype of its own weights."""
-        self.shard_alone(head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        self.shard_alone(head, mp_policy=dist.fsdp.MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, **options):
         """Shard what is not in a unit yet, as one unit."""
-        fully_shard(module, **self.options | options)
+        dist.fsdp.fully_shard(module, **self.options | options)
         for unit in units(module):
             unit.set_gradient_divide_factor(1.0)  # a sum: each loss is divided by the global count already
             unit.set_force_sum_reduction_for_comms(True)
         module.set_modules_to_backward_prefetch([module])
 
-    def part(self, tensor: Tensor, like: DTensor) -> DTensor:
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor, in the form of a parameter."""
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
         own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
-        return DTensor(own, like._spec, requires_grad=False)  # from_local would move an offloaded part to the GPU
+        return dist.tensor.DTensor(
+            own, like._spec, requires_grad=False
+        )  # from_local would move an offloaded part to the GPU
 
 
 class VisionInStep:
@@ -130,9 +131,9 @@ class VisionInStep:
         return hidden if zero is None else hidden + zero
 
 
-def units(module: nn.Module) -> list[FSDPModule]:
+def units(module: nn.Module) -> list[nn.Module]:
     """The units of a module, each gathered and freed as one; none if it is not sharded."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [part for part in module.modules() if hasattr(part, "unshard")]
 
 
 def is_sharded(module: nn.Module) -> bool:

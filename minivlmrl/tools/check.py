@@ -63,7 +63,7 @@ def check(config) -> Iterator[str]:
     yield from check_demonstrations(config, datasets, needs, processor)
     asked = next((rows for stage, rows in datasets.items() if needs.get(stage) == "prompts"), None)
     if asked is not None:
-        rows = [replace(asked[len(asked) * i // PROMPTS], key=f"check/{i}") for i in range(min(PROMPTS, len(asked)))]
+        rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_lengths(config, model, rows, processor)
         yield from check_rewards(config, rows, processor)
         if config.model.path:  # random weights, which a first stage is to teach, say nothing yet
@@ -88,7 +88,7 @@ def check_demonstrations(config, datasets, needs: dict[str, str], processor: Pro
     rows = next((rows for stage, rows in datasets.items() if needs.get(stage) == "demonstrations"), None)
     if rows is None or not {"grpo", "ppo"} & set(config.stages):
         return
-    some = [rows[len(rows) * i // PROMPTS] for i in range(min(PROMPTS, len(rows)))]
+    some = spread(rows)
     texts = [text_of(as_turns(row.completion)[-1]) for row in some]
     for name in online_rewards(config):
         if not set(required_columns([name])) <= set(some[0].columns):
@@ -170,6 +170,28 @@ def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, wor
             cure = "the model does not look, or need not: check that the right images are with the right rows"
             real = f"with the real ones {total.nanmean():.2f}"
             yield f"with grey pictures the completions earn {blind:.2f}, {real}: {cure}"
+    yield from check_labels(config, rows, drawn, processor)
+
+
+def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor) -> Iterator[str]:
+    """Completions that fit the solutions of other rows as well as their own: shuffled labels, or answers at random."""
+    prompts = [row.prompt(processor) for row in rows]
+    for name in online_rewards(config):
+        truth = required_columns([name])
+        if not truth:
+            continue
+
+        def mean(shift: int, name=name, truth=truth) -> float:
+            """What the completions earn with the solutions of the rows that come so much later."""
+            others = [rows[(i + shift) % len(rows)].columns for i in range(len(rows))]
+            columns = [{column: other.get(column) for column in truth} for other in others]
+            swapped = [replace(row, columns=row.columns | c) for row, c in zip(rows, columns, strict=True)]
+            return judge([name], swapped, prompts, drawn, processor).nanmean().item()
+
+        others = torch.tensor([mean(shift) for shift in range(1, len(rows))])
+        if len(others) > 1 and others.std() > 0 and (own := mean(0)) <= others.mean() + others.std():
+            cure = "were the solutions shuffled? Else the model knows nothing of the task yet: train sft first"
+            yield f"reward {name} is {own:.2f}, and {others.mean():.2f} with the solutions of other rows; {cure}"
 
 
 def draw(config, model, rows, processor: Processor, world, names: list[str], count: int) -> tuple:
@@ -186,6 +208,12 @@ def earned(names: list[str], rows: Sequence[Row], texts: Sequence[str], processo
     ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]
     said = [[Completion(torch.tensor(one), torch.zeros(len(one)), True)] for one in ids]
     return judge(names, rows, prompts, said, processor)
+
+
+def spread(rows: Sequence[Row]) -> list[Row]:
+    """At most PROMPTS rows, from all over the file."""
+    count = min(PROMPTS, len(rows))
+    return [rows[len(rows) * i // count] for i in range(count)]
 
 
 def text_of(message: dict) -> str:

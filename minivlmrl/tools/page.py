@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from minivlmrl.run.completions import COMPLETIONS
-from minivlmrl.run.metrics import EVALUATIONS, METRICS
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS
 from minivlmrl.run.trackers import curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -48,12 +48,16 @@ def collect(folder: Path) -> dict:
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
-    for line in read_lines(folder / EVALUATIONS):
-        step = {"stage": line.pop("stage"), "step": line.pop("step")}
-        metrics.append(step | curves(line))
+    before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}  # steps of earlier stages
+    evaluations = [(line.pop("stage"), line.pop("step"), curves(line)) for line in read_lines(folder / EVALUATIONS)]
     return {
         "name": folder.resolve().name,
         "metrics": metrics,
+        "timings": list(
+            {line["stage"]: line for line in read_lines(folder / TIMINGS)}.values()
+        ),  # the last of each stage
+        "warnings": read_lines(folder / WARNINGS),
+        "evaluations": [{"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations],
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder / path) for path in paths},

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minivlmrl.adapters.adamw8bit import empty_state
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import inverse_cdf, next_tokens
@@ -165,15 +166,21 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
-    shared = _count(shared_parameters(costs.model, layers))
-    trained = costs.parameters - (shared or (costs.vision if config.freeze_vision_tower else 0))
+    frozen = shared_parameters(costs.model, layers)
+    shared, dtype = _count(frozen), DTYPES[run.model.dtype]
+    frozen += costs.model.visual.parameters() if config.freeze_vision_tower else []
+    parameters = [p for p in costs.model.parameters() if id(p) not in set(map(id, frozen))]
+    trained, state = _count(parameters), 2 * _count(parameters)
+    if config.optimizer == "adamw_8bit":
+        kept = [x for p in parameters for x in empty_state(p.to(dtype)).values()]
+        state = sum(x.nbytes for x in kept) / dtype.itemsize
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
     reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
     numbers = {  # held all the time
         "weights": costs.parameters,
-        "optimizer": 2 * trained,
+        "optimizer": state,
         # weights, gradients and the two of AdamW
         "value model": (4 + summed) * costs.backbone * (stage == "ppo" and run.ppo.critic == "separate"),
         # with FSDP models share nothing
@@ -182,10 +189,10 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         "reward model": costs.backbone * (online and "reward_model" in run.rewards),
     }
     shards = gpus // sharding.replicas if sharding.enabled else 1
-    part = 0 if sharding.cpu_offload else DTYPES[run.model.dtype].itemsize / shards  # bytes here for each number
+    part = 0 if sharding.cpu_offload else dtype.itemsize / shards  # bytes here for each number
     always = {name: count * part for name, count in numbers.items() if count}
     if "reference" in always and not config.sync_ref_model:
-        always["reference"] *= computed.itemsize / DTYPES[run.model.dtype].itemsize
+        always["reference"] *= computed.itemsize / dtype.itemsize
 
     gathered = costs.gathered * computed.itemsize if fsdp else 0
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)

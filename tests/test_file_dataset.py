@@ -5,14 +5,14 @@ import gc
 import pytest
 from talk import assistant, user
 
-from minivlmrl.data.json_lines import JsonLines
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
 
 
 def test_rows_need_not_have_the_same_columns(write_rows):
-    rows = JsonLines(write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"}))
+    rows = FileDataset(write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"}))
     assert rows[0].columns == {"problem": "a", "level": 1, "hint": None}
     assert rows[1].columns == {"problem": "b", "level": None, "hint": "c"}
 
@@ -20,73 +20,73 @@ def test_rows_need_not_have_the_same_columns(write_rows):
 def test_blank_lines_are_skipped_but_counted(write_rows):
     file = write_rows({"problem": "a"}, "", "   ", {"problem": "b"}, "oops")
     with pytest.raises(ValueError, match=r"rows\.jsonl:5: not JSON"):
-        JsonLines(file)
-    assert len(JsonLines(write_rows({"problem": "a"}, "", {"problem": "b"}))) == 2
+        FileDataset(file)
+    assert len(FileDataset(write_rows({"problem": "a"}, "", {"problem": "b"}))) == 2
 
 
 def test_half_a_surrogate_pair_is_no_text(write_rows):
     """JSON may spell it, but no tokenizer takes it."""
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: not JSON \(.*surrogates not allowed"):
-        JsonLines(write_rows('{"problem": "a\\ud83d"}'))
-    assert JsonLines(write_rows('{"problem": "\\ud83d\\ude00"}'))[0].columns["problem"] == "😀"
+        FileDataset(write_rows('{"problem": "a\\ud83d"}'))
+    assert FileDataset(write_rows('{"problem": "\\ud83d\\ude00"}'))[0].columns["problem"] == "😀"
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u0085", "\u2029"])
 def test_a_unicode_line_separator_inside_a_string_ends_no_row(write_rows, character):
-    assert JsonLines(write_rows({"problem": f"a{character}b"}))[0].columns["problem"] == f"a{character}b"
+    assert FileDataset(write_rows({"problem": f"a{character}b"}))[0].columns["problem"] == f"a{character}b"
 
 
 def test_windows_line_ends(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"problem": "a"}\r\n{"problem": "b"}\r\n')
-    assert [JsonLines(tmp_path / "rows.jsonl")[i].columns["problem"] for i in (0, 1)] == ["a", "b"]
+    assert [FileDataset(tmp_path / "rows.jsonl")[i].columns["problem"] for i in (0, 1)] == ["a", "b"]
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl: no such file"):
-        JsonLines(tmp_path / "rows.jsonl")
+        FileDataset(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("lines", [[], [""], ["", "  "]])
 def test_an_empty_file_is_named(write_rows, lines):
     with pytest.raises(ValueError, match=r"rows\.jsonl: has no rows"):
-        JsonLines(write_rows(*lines))
+        FileDataset(write_rows(*lines))
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"problem": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
-        JsonLines(tmp_path / "rows.jsonl")
+        FileDataset(tmp_path / "rows.jsonl")
 
 
 def test_a_line_that_is_no_json_is_named(write_rows):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: not JSON"):
-        JsonLines(write_rows({"problem": "a"}, "{'problem': 'b'}"))
+        FileDataset(write_rows({"problem": "a"}, "{'problem': 'b'}"))
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", '"text"', "3", "null"])
 def test_a_line_that_is_no_object_is_named(write_rows, line):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: a row is .*, it must be an object"):
-        JsonLines(write_rows(line))
+        FileDataset(write_rows(line))
 
 
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
 def test_a_missing_column_is_named_with_its_line(write_rows, row):
     file = write_rows({"problem": "a", "solution": "b"}, row)
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'"):
-        JsonLines(file, ("problem", "solution"))
+        FileDataset(file, ("problem", "solution"))
 
 
 @pytest.mark.parametrize("row", [{"problem": 3}, {"problem": ["a"]}, {"problem": "a", "image": 3}])
 def test_a_column_of_the_wrong_type_is_named_with_its_line(write_rows, row):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
-        JsonLines(write_rows(row))[0]
+        FileDataset(write_rows(row))[0]
 
 
 @pytest.mark.parametrize("name", ["completions", "prompts", "image_sizes"])
 def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
     """`completions` was a TypeError inside the first reward, the others were replaced without a word."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
-        JsonLines(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
+        FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
 def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
     """Was a RecursionError, nothing, ZeroDivisionError, minutes in a regular expression, a panic of tokenizers, ..."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or 'min_pixels 178000000 is over 33554432'}"):
-        JsonLines(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
+        FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
 
 def test_rows_are_kept_as_lines(write_rows):
@@ -118,7 +118,7 @@ def test_rows_are_kept_as_lines(write_rows):
     file = write_rows(*({"problem": f"{i}?", "image": "red.png", "solution": "a", "x": [1]} for i in range(300)))
     gc.collect()
     before = len(gc.get_objects())
-    rows = JsonLines(file)
+    rows = FileDataset(file)
     gc.collect()
     assert len(gc.get_objects()) - before < 300 and rows[299].columns["problem"] == "299?"
 
@@ -131,13 +131,13 @@ def test_a_label_is_true_or_false(write_rows, label):
     """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
     row = {"prompt": "a", "completion": "b", "label": label}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be true or false"):
-        JsonLines(write_rows(row), ("problem", "completion", "label"))
-    assert JsonLines(write_rows(row))[0].columns["label"] == label
+        FileDataset(write_rows(row), ("problem", "completion", "label"))
+    assert FileDataset(write_rows(row))[0].columns["label"] == label
     for label in (True, False):
-        rows = JsonLines(write_rows(row | {"label": label}), ("problem", "completion", "label"))
+        rows = FileDataset(write_rows(row | {"label": label}), ("problem", "completion", "label"))
         assert rows[0].columns["label"] is label
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is missing"):
-        JsonLines(write_rows(row | {"label": None}), ("problem", "completion", "label"))
+        FileDataset(write_rows(row | {"label": None}), ("problem", "completion", "label"))
 
 
 FORMS = {
@@ -150,45 +150,45 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_prompt_is_a_problem(write_rows, form):
-    assert len(JsonLines(write_rows(FORMS[form]), ("problem",))) == 1
+    assert len(FileDataset(write_rows(FORMS[form]), ("problem",))) == 1
 
 
 @pytest.mark.parametrize("form", ["problem", "prompt", "implicit"])
 def test_a_prompt_is_no_completion(write_rows, form):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing; the row has \['"):
-        JsonLines(write_rows(FORMS[form]), ("problem", "completion"))
-    assert len(JsonLines(write_rows(FORMS["messages"]), ("problem", "completion"))) == 1
+        FileDataset(write_rows(FORMS[form]), ("problem", "completion"))
+    assert len(FileDataset(write_rows(FORMS["messages"]), ("problem", "completion"))) == 1
 
 
 @pytest.mark.parametrize("column", ["chosen", "rejected"])
 def test_preferences_can_be_required(write_rows, column):
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert len(JsonLines(write_rows(row), ("problem", "chosen", "rejected"))) == 1
+    assert len(FileDataset(write_rows(row), ("problem", "chosen", "rejected"))) == 1
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{column}' is missing; the row has \['"):
-        JsonLines(write_rows({**row, column: None}), ("problem", "chosen", "rejected"))
+        FileDataset(write_rows({**row, column: None}), ("problem", "chosen", "rejected"))
 
 
 def test_a_row_needs_a_prompt_whatever_is_required(write_rows):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'problem' is missing"):
-        JsonLines(write_rows({"solution": "a"}), ())
+        FileDataset(write_rows({"solution": "a"}), ())
 
 
 def test_constants_fill_in_what_a_row_does_not_have(write_rows):
     file = write_rows({"problem": "a", "box_space": "unit"}, {"problem": "b"})
-    rows = JsonLines(file, constants={"box_space": "thousandths", "level": 3})
+    rows = FileDataset(file, constants={"box_space": "thousandths", "level": 3})
     assert [(rows[i].columns["box_space"], rows[i].columns["level"]) for i in (0, 1)] == [
         ("unit", 3),
         ("thousandths", 3),
     ]
-    assert "level" not in JsonLines(file)[0].columns
+    assert "level" not in FileDataset(file)[0].columns
 
 
 def test_constants_fill_in_for_null(write_rows):
     """Tables written as JSON lines have every column in every row."""
-    rows = JsonLines(write_rows({"problem": "a", "box_space": None}), constants={"box_space": "thousandths"})
+    rows = FileDataset(write_rows({"problem": "a", "box_space": None}), constants={"box_space": "thousandths"})
     assert rows[0].columns["box_space"] == "thousandths"
 
 
 def test_constants_do_not_stand_for_a_missing_column(write_rows):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
-        JsonLines(write_rows({"problem": "a"}), ("problem", "solution"), constants={"solution": "b"})
+        FileDataset(write_rows({"problem": "a"}), ("problem", "solution"), constants={"solution": "b"})

@@ -1,4 +1,4 @@
-"""A row of a file -> Row: its prompt, answers, columns and what its images and videos are.
+"""A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and videos are.
 
 A row is in a form of forms.py, or has a prompt and answers in one of the forms of conversations.read_conversation
 (`completion` for sft, `chosen` and `rejected` for preferences, `completion` and `label` for kto), `image` or `images`
@@ -35,7 +35,7 @@ class RowOptions:
     allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
-class JsonLines:
+class FileDataset:
     """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and read when used.
 
     Every row must have the columns `required`; "problem" means a prompt and "completion" an answer, in any form.
@@ -51,16 +51,16 @@ class JsonLines:
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
         missing, columns = [], set()
         for index, found in enumerate(itertools.islice(self.source, self.size)):
-            where = self.source.where(index)
-            with naming(where):
+            with naming(self.source.where(index)):
                 row, media = read_row(found, required, self.options)
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
-            line = re.sub(r".*:(?=\d+$)", "line ", where)
-            missing += [f"{file} ({line})" for file in missing_files(media, self.folder)]
+            missing += [(file, index) for file in missing_files(media, self.folder)]
             columns.update(row.columns)
         if missing:
-            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            lines = (re.sub(r".*:(?=\d+$)", "line ", self.source.where(index)) for _, index in missing[:5])
+            named = [f"{file} ({line})" for (file, _), line in zip(missing, lines, strict=False)]
+            first = ", ".join(named) + (", ..." if len(missing) > 5 else "")
             where = f"{len(missing)} file(s) that its rows name are not in {self.folder} (data.image_root)"
             raise ValueError(f"{path}: {where}: {first}")
         self.columns = sorted(columns)
@@ -85,17 +85,10 @@ class JsonLines:
 def read_row(columns: dict, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
     columns = to_columns(columns, options.columns)
-    if taken := [name for name in GIVEN - {"images"} if columns.get(name) is not None]:
-        raise ValueError(f"column {min(taken)!r} has the name of something else that rewards are given; rename it")
-    margin, label = columns.get("margin"), columns.get("label")
-    require(margin is None or _finite(margin), "column 'margin'", margin, "a number, by how much chosen is better")
-    extent = columns.get("answer_extent")
-    good = isinstance(extent, list) and len(extent) == 2 and all(_finite(side) and side > 0 for side in extent)
-    require(extent is None or good, "column 'answer_extent'", extent, "[width, height], both above 0")
-    good = str(columns.get("solution")).count("<answer>") <= 1
-    require(good, "column 'solution'", columns.get("solution"), "one answer")
-    good = "label" not in required or label is None or isinstance(label, bool)
-    require(good, "column 'label'", label, "true or false, whether the completion is good")
+    for name in columns.keys() & CHECKED.keys():
+        valid, expected = CHECKED[name]
+        if columns[name] is not None and (name != "label" or name in required):
+            require(valid(columns[name]), f"column {name!r}", columns[name], expected)
     listed = {kind: read_media(columns, kind) for kind in ("image", "video")}
     counts = {kind: len(media) for kind, media in listed.items()}
     media = []
@@ -106,9 +99,8 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
         if not media and not any(counts.values()):
             check_unread(columns)
     check_columns(columns, media)
-    present = {"problem", *answers, *(name for name, value in columns.items() if value is not None)}
     for name in required:
-        if name not in present:
+        if name != "problem" and name not in answers and columns.get(name) is None:
             raise ValueError(f"column {name!r} is missing; the row has {sorted(columns)}")
     columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
     return Row(messages, [], columns, **answers), media
@@ -116,3 +108,20 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
 
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _extent(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_finite(side) and side > 0 for side in value)
+
+
+# column: whether its value is valid, and what it must be
+CHECKED = dict.fromkeys(
+    GIVEN - {"images"},
+    (lambda value: False, "called otherwise: this is the name of something else that rewards are given; rename it"),
+)
+CHECKED |= {
+    "margin": (_finite, "a number, by how much chosen is better"),
+    "answer_extent": (_extent, "[width, height], both above 0"),
+    "solution": (lambda value: str(value).count("<answer>") <= 1, "one answer"),
+    "label": (lambda value: isinstance(value, bool), "true or false, whether the completion is good"),
+}

@@ -1,0 +1,59 @@
+TASK = """
+An image is shown to the tower at a size whose sides are multiples of `factor`. Choose new_height and new_width: the
+nearest multiples, but if their area is over max_pixels or under min_pixels, scale both sides by one number so that it
+fits, and stay on the safe side of the bound.
+"""
+
+HINT = """
+Both sides scale by the square root of an area ratio, and that ratio is taken from the size of the file, not from the
+rounded one. Rounding to the nearest could cross the bound again: which way must you round when shrinking, which when
+growing? And what if a very thin image shrinks to less than one factor?
+"""
+
+WRONG = {
+    "the area has no bounds: compare it with max_pixels and min_pixels": (
+        "if new_height * new_width > max_pixels:",
+        "min_pixels, max_pixels = 0, math.inf\nif new_height * new_width > max_pixels:",
+    ),
+    "you scale the rounded size; scale that of the file": (
+        "if new_height * new_width > max_pixels:",
+        "if not min_pixels <= new_height * new_width <= max_pixels:\n    height, width = new_height, new_width\n"
+        "if new_height * new_width > max_pixels:",
+    ),
+    "you round up; the nearest multiple is asked for, as long as the area fits": (
+        "round(height / factor) * factor, round(width / factor) * factor",
+        "math.ceil(height / factor) * factor, math.ceil(width / factor) * factor",
+    ),
+    "you cut off to the multiple below; the nearest one is asked for": (
+        "round(height / factor) * factor, round(width / factor) * factor",
+        "height // factor * factor, width // factor * factor",
+    ),
+    "you scale sides by the ratio of areas: the square root is missing": (
+        "math.sqrt(height * width / max_pixels)",
+        "(height * width / max_pixels)",
+    ),
+    "you compare the area of the file with max_pixels; what counts is the area after rounding": (
+        "if new_height * new_width > max_pixels",
+        "if height * width > max_pixels",
+    ),
+    "you round down when growing: the area stays under min_pixels": (
+        "math.ceil(height * grow / factor) * factor\n    new_width = math.ceil(",
+        "math.floor(height * grow / factor) * factor\n    new_width = math.floor(",
+    ),
+    "you round to the nearest when shrinking: the area can be over max_pixels again": (
+        "math.floor(height / shrink / factor) * factor)\n    new_width = max(factor, math.floor(",
+        "round(height / shrink / factor) * factor)\n    new_width = max(factor, round(",
+    ),
+    "a very thin image gets a side of 0: at least one factor must be left": (
+        "max(factor, math.floor(width / shrink / factor) * factor)",
+        "math.floor(width / shrink / factor) * factor",
+    ),
+}
+
+
+def tries(smart_resize):
+    sizes = [(1092, 1568), (100, 130), (30, 40), (5000, 29), (1001, 1001), (1015, 1008), (20, 300)]
+    for height, width in sizes:
+        asked = f"height {height}, width {width}, factor 28, area from 3136 to 1003520"
+        yield asked, smart_resize(height, width, 28, 3136, 1003520)
+    yield "height 5600, width 28, factor 28, area from 784 to 50000", smart_resize(5600, 28, 28, 784, 50000)

@@ -1,0 +1,63 @@
+TASK = """
+Each token gets a position on three axes: time, height, width. In the loop, for each image or video: append the (3, n)
+positions of the text before it to `pieces`, then those of its own tokens, and set `position`, where the next token
+goes, and `end`, up to which tokens have positions. Text counts up on all three axes together; _grid_positions gives
+the positions of a grid from 0.
+"""
+
+HINT = """
+The docstring has an example: after an image of 2 x 3 tokens that begins at 2, text resumes at 5, not at 8. The grid
+of patches is in image_grid_thw; the decoder sees merge x merge patches as one token. And the image itself begins where
+the text before it ended.
+"""
+
+WRONG = {
+    "you count the image's tokens one by one, as text: that is not M-RoPE": (
+        "grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)",
+        "grid = torch.arange(length).expand(3, -1)",
+    ),
+    "text resumes after as many positions as the image has tokens; it is one past the largest position": (
+        "position += int(grid.max()) + 1",
+        "position += length",
+    ),
+    "text resumes at the image's largest position: it is one past it": (
+        "position += int(grid.max()) + 1",
+        "position += int(grid.max())",
+    ),
+    "you gave a position to each patch: merge x merge patches are one token": (
+        "h // merge, w // merge, seconds",
+        "h, w, seconds",
+    ),
+    "rows and columns are swapped: the height comes first": ("h // merge, w // merge,", "w // merge, h // merge,"),
+    "an image begins where the text before it ended, not at 0": (
+        "pieces.append(grid + position)",
+        "pieces.append(grid)",
+    ),
+    "the text before an image takes positions too": ("position += begin - end", "position += 0"),
+    "the time of a video counts seconds times tokens_per_second; you counted its frames": (
+        "pieces.append(grid + position)",
+        "grid[0] = torch.arange(t).repeat_interleave(length // t)\npieces.append(grid + position)",
+    ),
+    "the time steps of a video are as far apart as its seconds say": (
+        "1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()",
+        "1.0",
+    ),
+}
+
+
+def tries(get_rope_index):
+    from types import SimpleNamespace
+
+    import torch
+
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+    config = SimpleNamespace(image_token_id=1, video_token_id=2, vision_config=vision)
+    prompts = {
+        "text alone": ([0] * 4, [], None),
+        "2 of text, an image of 2 x 3 tokens, 1 of text": ([0, 0, *[1] * 6, 0], [(1, 4, 6)], None),
+        "two images": ([0, *[1] * 6, 0, *[1] * 3, 0, 0], [(1, 6, 4), (1, 2, 6)], None),
+        "a video of 3 steps of 0.75 s": ([0, *[2] * 12, 0, 0], [(3, 4, 4)], torch.tensor([0.75])),
+    }
+    for what, (ids, grids, seconds) in prompts.items():
+        grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+        yield what, get_rope_index(torch.tensor(ids), grids, config, seconds)

@@ -1,0 +1,50 @@
+TASK = """
+Inside the loop, for one image or video of t frames with rows x cols merged tokens: find the window of each token, with
+windows of side x side tokens from the top left, and sort the tokens by it. Append to `order` the raster index of each
+token in window order, add to window_lengths and frame_lengths the number of patches of each window and frame, and move
+`offset` past the tokens of this image.
+"""
+
+HINT = """
+A stable argsort of window numbers keeps raster order inside a window. Windows at the right and bottom edges are
+smaller, so count their tokens; and how many windows are in a row if side does not divide cols? Lengths are in patches,
+merge x merge of them for each token. Every frame of a video has windows of its own.
+"""
+
+WRONG = {
+    "the last, narrower window of a row is missing: round cols / side up": ("-(-cols // side)", "cols // side"),
+    "lengths are in patches: merge x merge for each token": ("bincount() * merge**2)", "bincount())"),
+    "windows go along rows first, as text does": (
+        "(torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side",
+        "(torch.arange(rows) // side)[:, None] + torch.arange(cols) // side * -(-rows // side)",
+    ),
+    "you left the tokens in raster order": ("window.flatten().argsort(stable=True)", "torch.arange(rows * cols)"),
+    "you say where each token goes; asked is which token comes": (
+        "argsort(stable=True)",
+        "argsort(stable=True).argsort(stable=True)",
+    ),
+    "tokens of the second image count on from the first: offset is missing": (
+        "rows * cols + offset",
+        "rows * cols + 0",
+    ),
+    "you took every window as full; those at the edges are smaller": (
+        "(window.flatten().bincount() * merge**2).tolist()",
+        "[side**2 * merge**2] * int(window.max() + 1)",
+    ),
+    "each frame of a video has windows of its own: their lengths repeat t times": (
+        "merge**2).tolist() * t",
+        "merge**2).tolist()",
+    ),
+}
+
+
+def tries(window_order):
+    from types import SimpleNamespace
+
+    import torch
+
+    config = SimpleNamespace(spatial_merge_size=2, window_size=112, patch_size=14)
+    for grids in ([(1, 6, 10)], [(1, 10, 20)], [(2, 8, 12), (1, 4, 12)]):
+        yield f"grids {grids}, windows of 4 x 4 tokens", window_order(torch.tensor(grids), config)
+    config.window_size = None
+    yield "no windows", window_order(torch.tensor([(1, 4, 4)]), config)

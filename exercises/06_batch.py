@@ -1,0 +1,68 @@
+TASK = """
+Inside the loop, for one prompt and its completions: add the ids of the run to `ids`, the (3, n) positions of each
+completion to `positions` (those of the prompt are there already), to `vision_index` where in the run the prompt's image
+tokens are, and move `start` to where the next prompt begins. The last token of a completion is predicted but predicts
+nothing: it is not in the run.
+"""
+
+HINT = """
+An image takes fewer positions than tokens, so a completion's first position is one past the largest of its prompt, and
+all completions of a prompt begin at the same one. torch.isin finds the placeholders of images and videos.
+"""
+
+WRONG = {
+    "the last token of a completion predicts nothing: it is not in the run": (
+        "completion[:-1].cpu()",
+        "completion.cpu()",
+    ),
+    "you left out the first token of each completion; it is the last one that goes": (
+        "completion[:-1]",
+        "completion[1:]",
+    ),
+    "positions are not token counts: an image takes fewer, so look for the largest position": (
+        "int(positions[-1].max()) + 1",
+        "len(prompt.input_ids)",
+    ),
+    "a completion begins one past its prompt's largest position": (
+        "int(positions[-1].max()) + 1",
+        "int(positions[-1].max())",
+    ),
+    "all completions of a prompt begin at the same position; yours follow one another": (
+        "+ following).expand(3, -1))",
+        "+ following).expand(3, -1))\n    following += len(completion) - 1",
+    ),
+    "image tokens are numbered in the run, not in their prompt: start is missing": (
+        "nonzero()[:, 0] + start)",
+        "nonzero()[:, 0])",
+    ),
+    "the next prompt begins after this one's completions, too": (
+        "len(prompt.input_ids) + sum(len(completion) - 1 for completion in group)",
+        "len(prompt.input_ids)",
+    ),
+    "a completion of n tokens takes n - 1 in the run": ("sum(len(completion) - 1 for", "sum(len(completion) for"),
+}
+
+
+def tries(pack):
+    from types import SimpleNamespace
+
+    import torch
+
+    from minivlmrl.rows import Prompt
+
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+    config = SimpleNamespace(image_token_id=1, video_token_id=2, vision_config=vision)
+
+    def prompt(*ids, grids):
+        patches = sum(t * h * w for t, h, w in grids)
+        grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+        return Prompt(torch.tensor(ids), torch.zeros(patches, 1176), grids)
+
+    image, text = prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]), prompt(7, 8, 9, grids=[])
+    completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 22])]
+    pairs = {"text, then text": [text, text], "an image, then text": [image, text], "two images": [image, image]}
+    for what, prompts in pairs.items():
+        batch = pack(prompts, [completions] * 2, config)
+        yield f"{what}: ids", batch.input_ids
+        yield f"{what}: positions", batch.position_ids
+        yield f"{what}: where the image tokens are", batch.vision_index

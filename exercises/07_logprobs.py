@@ -1,0 +1,61 @@
+TASK = """
+Score completions: `logps` (M,), the log-probability in nats of each token of batch.completion_ids, and `entropies`
+(M,), of the distributions that predicted them. completion_states gives the state from which each was predicted,
+model.lm_head makes logits (M, vocab_size) of it, and the policy is softmax(logits / temperature).
+"""
+
+HINT = """
+log_softmax over the vocabulary, then gather takes one column of each row. The entropy is minus the sum over all tokens
+of p log p, and needs the same log-probabilities.
+"""
+
+WRONG = {
+    "the temperature is missing: tokens were drawn from softmax(logits / temperature)": (" / temperature", ""),
+    "you multiply by the temperature; it divides the logits": (" / temperature", " * temperature"),
+    "you divide log-probabilities by the temperature; divide logits, before the softmax": (
+        "/ temperature  # (M, vocab_size)\nlog_probs = logits.log_softmax(-1)",
+        "\nlog_probs = logits.log_softmax(-1) / temperature",
+    ),
+    "these are probabilities: their logarithm is missing": ("logits.log_softmax(-1)", "logits.softmax(-1)"),
+    "the softmax runs over the tokens of the batch; it runs over the vocabulary, the last axis": (
+        "log_softmax(-1)",
+        "log_softmax(0)",
+    ),
+    "the entropy has the wrong sign: p log p is never positive": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "(log_probs.exp() * log_probs).sum(-1)",
+    ),
+    "that is the surprise of the drawn token, not the entropy of the distribution": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-logps",
+    ),
+    "the entropy is a sum over all tokens that could be drawn; yours has the drawn one alone": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-(logps.exp() * logps)",
+    ),
+    "you score each state by the token before the one it predicts": (
+        "batch.completion_ids[:, None]",
+        "batch.completion_ids.roll(1)[:, None]",
+    ),
+}
+
+
+def tries(plain_per_token_logps):
+    from types import SimpleNamespace
+
+    import torch
+
+    states = torch.tensor([[2.0, 0.5, -1.0], [0.0, 1.0, 0.5], [1.5, 1.5, -2.0], [0.3, -0.2, 0.1]])
+
+    class Model:
+        lm_head = staticmethod(lambda hidden: hidden)
+
+        def __call__(self, batch, select):
+            return states[select]
+
+    layout = SimpleNamespace(predict_index=torch.tensor([1, 2, 3]))
+    batch = SimpleNamespace(layout=layout, completion_ids=torch.tensor([1, 0, 2]))
+    for temperature in (1.0, 0.7):
+        logps, entropies = plain_per_token_logps(Model(), batch, temperature)
+        yield f"logps at temperature {temperature}", logps
+        yield f"entropies at temperature {temperature}", entropies

@@ -1,0 +1,66 @@
+TASK = """
+Turn rewards (n,) into advantages (n,), groups of num_generations in order: subtract the mean of the group, then divide
+by a standard deviation plus EPSILON, that of the "group" or of the whole "batch", or by nothing ("none"). A reward of
+NaN could not be judged: it counts in no mean and no standard deviation, and its advantage is 0.
+"""
+
+HINT = """
+to_groups makes (groups, num_generations), nanmean and repeat_interleave bring a group's mean back to its rewards.
+group_std and nanstd divide by n - 1. The mean is the group's in all three.
+"""
+
+WRONG = {
+    "you divide by n in the variance; TRL's standard deviation has n - 1": (
+        "std = {",
+        "group, n = group * ((num_generations - 1) / num_generations) ** 0.5, len(rewards)\n"
+        "rewards = rewards * ((n - 1) / n) ** 0.5\nstd = {",
+    ),
+    "EPSILON is missing: groups that differ by a hair get advantages as large as any": ("(std + EPSILON)", "std"),
+    "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
+    "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
+    "the mean is the batch's; completions are compared with their group": (
+        "to_groups(rewards, num_generations).nanmean(1).repeat_interleave(\n    num_generations\n)",
+        "rewards.nanmean()",
+    ),
+    "also with \"batch\" the mean is the group's; only the deviation is the batch's": (
+        "std = {",
+        'centred = rewards - rewards.nanmean() if scale_rewards == "batch" else centred\nstd = {',
+    ),
+    '"none" divides by nothing; you divide always': (
+        'if scale_rewards == "none":\n    return centred.nan_to_num(0.0)',
+        'scale_rewards = scale_rewards.replace("none", "group")',
+    ),
+    "a reward of NaN counts as 0 in your means; it counts in none": (
+        "centred = rewards",
+        "rewards = rewards.nan_to_num(0.0)\ncentred = rewards",
+    ),
+    "one NaN makes its whole group NaN: leave it out of the mean": (").nanmean(1)", ").mean(1)"),
+    "torch's std makes a group with one NaN NaN: leave it out, as group_std and nanstd do": (
+        "std = {",
+        "group = to_groups(rewards, num_generations).std(1).repeat_interleave(num_generations)\n"
+        "nanstd = lambda rewards: rewards.std()\nstd = {",
+    ),
+    "the advantage of a reward of NaN is 0; yours is NaN": (
+        "(centred / (std + EPSILON)).nan_to_num(0.0)",
+        "centred / (std + EPSILON)",
+    ),
+    "that is leave one out, RLOO's baseline: GRPO's mean has the completion itself in it": (
+        'if scale_rewards == "none":',
+        'centred = centred * (num_generations / (num_generations - 1))\nif scale_rewards == "none":',
+    ),
+}
+
+
+def tries(group_advantages):
+    import torch
+
+    nan, equal = float("nan"), [1.0, 1.0, 1.0, 1.0]
+    groups = {
+        "1, 1, 0, 0": [1.0, 1.0, 0.0, 0.0],
+        "two groups": [1.0, 0.0, 0.0, 0.0, 5.0, 4.0, 6.0, 7.0],
+        "rewards that differ by a hair, and equal ones": [0.5, 0.50005, 0.5, 0.50005, *equal],
+        "one that could not be judged": [nan, 1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0],
+    }
+    for what, rewards in groups.items():
+        for scale in ("group", "batch", "none"):
+            yield f"{what}; scale_rewards {scale}", group_advantages(torch.tensor(rewards), 4, scale)

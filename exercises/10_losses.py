@@ -1,0 +1,84 @@
+TASK = """
+Make the loss of per-token log-probabilities: the ratio to the policy that sampled (None: the present one), the term of
+`options.loss_type` for each token, with `beta` the KL to the reference (kl_term, corrected by correct_kl) times beta,
+and the average over what the mask leaves. LOSSES has the term of a loss_type and the name of its average in AVERAGES.
+Set `metrics`, the term's and "kl", and `loss`.
+"""
+
+HINT = """
+Present and old log-probabilities are equal at first, but only the present ones have a gradient: that is what detach is
+for. clipped returns the term and metrics; the loss is a number to minimise, and the KL is a cost too. The averages take
+per-token losses that are 0 outside the mask, the mask, and the counts of the whole step.
+"""
+
+WRONG = {
+    "without detach the ratio is 1 with no gradient: nothing is learned": (
+        "per_token_logps.detach() if",
+        "per_token_logps if",
+    ),
+    "the ratio is turned around: present over old": ("per_token_logps - old,", "old - per_token_logps,"),
+    "tokens that do not count are in the sum: multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
+    "the KL has the wrong sign: it is a cost": ("+ options.beta * kl", "- options.beta * kl"),
+    "beta is missing: the KL weighs 1": ("options.beta * kl\n", "kl\n"),
+    "the KL is to pi_old; it is to the reference": (
+        "kl_term(per_token_logps, ref_per_token_logps,",
+        "kl_term(per_token_logps, old,",
+    ),
+    "the correction of the KL by the ratio is missing (use_bias_correction_kl)": (
+        "correct_kl(kl, ratio, options)",
+        "kl",
+    ),
+    "you divide by the tokens of the step for every loss_type: that is dapo's average": (
+        "AVERAGES[average](per_token_loss * mask, mask, counts)",
+        "(per_token_loss * mask).sum() / counts.tokens",
+    ),
+    "you divide by the counts of this batch; a step may have several, and counts are the step's": (
+        "AVERAGES[average](per_token_loss * mask, mask, counts)",
+        "AVERAGES[average](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
+    ),
+    "the ratio is not clipped": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "per_token_loss, metrics = -ratio * advantages, {}",
+    ),
+    "you take the larger of the two terms; the smaller one is the cautious one": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
+        "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), {}",
+    ),
+    "clipped without the min: a token that moved the wrong way can no longer come back": (
+        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
+        "per_token_loss, metrics = -clip * advantages, {}",
+    ),
+    "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
+        "AVERAGES[average](per_token_loss * mask, mask, counts)",
+        "AVERAGES[average](per_token_loss * mask, mask, counts) * (\n    counts.max_completion_length / mask.shape[1] "
+        'if average == "dr_grpo" else 1\n)',
+    ),
+    "this is the reward's direction: the loss is its negative": (
+        "loss = AVERAGES[average](per_token_loss",
+        "loss = AVERAGES[average](-per_token_loss",
+    ),
+}
+
+
+def tries(grpo_loss):
+    import torch
+
+    from minivlmrl.losses import Counts, PolicyLoss
+
+    logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
+    old, ref = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]]), logps - 0.2
+    mask, advantages = torch.tensor([[1.0, 1, 1], [1, 1, 0]]), torch.tensor([0.8, -0.5])
+    given = {
+        "old": {"old_per_token_logps": old},
+        "old and reference": {"old_per_token_logps": old, "ref_per_token_logps": ref},
+    }
+    for what, tensors in {"on-policy": {}, **given}.items():
+        for loss_type in ("grpo", "dapo", "dr_grpo"):
+            options = PolicyLoss(loss_type, beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
+            leaf = logps.clone().requires_grad_()
+            loss, _ = grpo_loss(leaf, advantages, mask, options, **tensors, counts=Counts(4, 11, 8))
+            gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
+            yield f"{loss_type}, {what}: loss", loss.detach()
+            yield f"{loss_type}, {what}: gradient", gradient

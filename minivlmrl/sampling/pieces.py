@@ -1,0 +1,90 @@
+"""A rollout in pieces of a token budget: what one forward holds is bounded, however many rows there are.
+
+Draws go by key and a loss takes the counts of the whole step. So pieces change no completion, and no gradient but for
+the order in which numbers are added.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PiecesConfig:
+    """Micro-batches of stages that sample."""
+
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # also at most so many: a group may be divided
+
+
+def pieces(
+    lengths: Sequence[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world
+) -> list[list[tuple[int, int]]]:
+    """Divide the rows of some prompts.
+
+    With most_tokens prompts of like length come together, and a prompt whose completions are too many for one piece is
+    computed again for the next of them. All ranks get equally many pieces, as sharded models need them.
+
+    Example: lengths [(10, [5, 5]), (10, [40, 2])], 9 prompts and 40 tokens at most:
+        [(0, 0), (0, 1)], [(1, 1)], [(1, 0)]; the last has 50 tokens, as a row is never cut
+
+    Args:
+        lengths: of each prompt its tokens, and those of each of its completions.
+        most_prompts: of a piece.
+        most_tokens: of a piece, prompts once and completions; None: any number.
+        world: all its ranks call this.
+    Returns:
+        (index of the prompt, index of the completion) of each row of each piece.
+    """
+    order = list(range(len(lengths)))
+    if most_tokens is not None:
+        order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
+    limit, found, tokens = most_tokens or float("inf"), [[]], 0
+    for i in order:
+        prompt, completions = lengths[i]
+        rows = sorted(enumerate(completions), key=lambda row: row[1] if prompt + sum(completions) > limit else 0)
+        if len({i for i, _ in found[-1]}) == most_prompts or tokens + prompt + sum(completions) > limit:
+            found, tokens = [*found, []], 0
+        for number, (j, length) in enumerate(rows):
+            if number and tokens + length > limit:
+                found, tokens = [*found, []], 0
+            tokens += length + prompt * (not found[-1] or number == 0)
+            found[-1].append((i, j))
+    found = [piece for piece in found if piece]
+    for _ in range(max(world.gather_objects(len(found))) - len(found)):
+        largest = max(found, key=len)
+        at = found.index(largest)
+        found[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return found
+
+
+def row_pieces(rollout, part: range, config, world) -> Iterator[tuple[list[tuple[int, list[int]]], Tensor]]:
+    """Divide the completions of the prompts with these indices into micro-batches, by what a recipe says of these.
+
+    Yields:
+        Of each micro-batch [(index of a prompt, indices of its completions)], and (R,) which of the rollout's rows
+        these are.
+    """
+    G, prompts = config.num_generations, rollout.prompts
+    lengths = [(len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part]
+    for piece in pieces(lengths, config.micro_batch_size, config.max_tokens_per_micro_batch, world):
+        groups = groupby(((part[i], j) for i, j in piece), key=lambda row: row[0])
+        yield [(i, [j for _, j in rows]) for i, rows in groups], torch.tensor([part[i] * G + j for i, j in piece])
+
+
+def sample_in_pieces(
+    sample: Callable, model, processor, prompts: Sequence, num_generations: int, sampling, keys, *rest
+):
+    """Call sample_completions for as many prompts at a time as sampling.max_tokens_at_once allows, or one."""
+    completions: list = [None] * len(prompts)
+    lengths = [(len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts]
+    for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, rest[0]):
+        own = [i for i, _ in piece]
+        some, options = [prompts[i] for i in own], replace(sampling, max_tokens_at_once=None)
+        drawn = sample(model, processor, some, num_generations, options, [keys[i] for i in own], *rest)
+        for i, group in zip(own, drawn, strict=True):
+            completions[i] = group
+    return completions

@@ -1,0 +1,129 @@
+"""Exercises: each known mistake is recognised by its name, the book passes, a rename in the book does not matter."""
+
+import ast
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.house import READING_ORDER
+from minivlmrl.__main__ import main
+from minivlmrl.tools import exercise as tool
+from minivlmrl.tools.exercise import BOOK, FOLDER, check, load, markers, same
+
+DOCS = Path(__file__).parents[1] / "docs"
+EXERCISES = {number: load(number) for number in range(1, len(markers()) + 1)}
+MISTAKES = [(number, says) for number, exercise in EXERCISES.items() for says in exercise.own["WRONG"]]
+
+
+def test_ten_in_the_books_order():
+    places = [READING_ORDER.index(exercise.path.stem) for exercise in EXERCISES.values()]
+    assert places == sorted(places) and len(places) == len(list(FOLDER.glob("*.py"))) == 10
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_the_book_passes_and_the_hole_does_not(number):
+    exercise = EXERCISES[number]
+    passed, says = check(exercise, exercise.text(exercise.solution), "mine.py")
+    assert passed and says.endswith(f" tries as minivlmrl/{exercise.path.name} does")
+    hole = exercise.text()
+    passed, says = check(exercise, hole, "mine.py")
+    assert not passed and re.search(rf"mine.py, line \d+: NotImplementedError: exercise {number}: fill this in", says)
+    assert exercise.solution.splitlines()[0] not in hole
+
+
+@pytest.mark.parametrize("number, mistake", MISTAKES)
+def test_a_mistake_is_recognised_by_its_name(number, mistake):
+    exercise = EXERCISES[number]
+    wrong = exercise.text(exercise.wrong_answers()[mistake])
+    assert check(exercise, wrong, "mine.py") == (False, f"not yet: {mistake}")
+
+
+def test_each_exercise_knows_five_mistakes_or_more():
+    assert min(len(exercise.own["WRONG"]) for exercise in EXERCISES.values()) >= 5 and len(MISTAKES) >= 50
+
+
+class Rename(ast.NodeTransformer):
+    """Give a function, what it is called with and what it assigns other names; keywords of calls stay."""
+
+    def __init__(self, function: ast.FunctionDef):
+        stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        self.names = {argument.arg for argument in function.args.args} | stored
+        self.names -= {argument.arg for argument in function.args.kwonlyargs}  # tries give these by name
+        function.name = "new_name"
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(f"new_{node.id}", node.ctx) if node.id in self.names else node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node = self.generic_visit(node)
+        return ast.arg(f"new_{node.arg}", node.annotation) if node.arg in self.names else node
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_after_a_rename_in_the_book(number, tmp_path):
+    """All names change, lines are laid out in another way and comments go; the exercise is the same."""
+    before = EXERCISES[number]
+    module = ast.parse(before.path.read_text())
+    [function] = [node for node in module.body if getattr(node, "name", None) == before.function.name]
+    (tmp_path / before.path.name).write_text(ast.unparse(Rename(function).visit(module)))
+    after = load(number, tmp_path)
+    assert after.function.name == "new_name" and "new_" in after.solution and "# ---- your lines" in after.text()
+    right = before.answers(before.text(before.solution), "the book")
+    assert same(after.answers(after.text(after.solution), "the book"), right)
+    assert check(after, after.text(after.solution), "mine.py")[0]
+
+
+def test_a_lost_function_is_named(tmp_path):
+    shutil.copy(BOOK / "image.py", tmp_path)
+    with pytest.raises(ValueError, match=r"exercises/holes.yaml: no function of the book is named group_advantages or"):
+        load(9, tmp_path)
+    with pytest.raises(ValueError, match="there is no exercise 11: they are 1 to 10"):
+        load(11)
+
+
+def test_without_a_clone(monkeypatch, tmp_path):
+    monkeypatch.setattr(tool, "FOLDER", tmp_path / "exercises")
+    with pytest.raises(ValueError, match="exercises come with a clone of the repository, not with a wheel"):
+        load(1)
+
+
+@pytest.mark.parametrize(
+    "filled, says",
+    [
+        ("return math.sqrt(2)", "mine.py, line 31: NameError: name 'math' is not defined"),
+        ("return (", "mine.py, line 31: SyntaxError: '(' was never closed"),
+        ("return rewards", "asked: 1, 1, 0, 0; scale_rewards group\nexpected: tensor([ 0.8659,  0.8659,"),
+        (  # three mistakes at once
+            "return (rewards - rewards.mean()) / (rewards.std() + EPSILON)",
+            'perhaps: "none" divides by nothing; you divide always',
+        ),
+    ],
+)
+def test_what_is_no_known_mistake_is_shown(filled, says):
+    exercise = EXERCISES[9]
+    passed, said = check(exercise, exercise.text(filled), "mine.py")
+    assert not passed and says in said
+
+
+def test_the_page_shows_what_is_printed_today():
+    """If this fails after a change of an exercise: python docs/exercises.py."""
+    spec = importlib.util.spec_from_file_location("exercises", DOCS / "exercises.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (DOCS / "exercises.md").read_text(encoding="utf-8") == script.page()
+
+
+def test_a_readers_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file, exercise = tmp_path / "exercise_9.py", EXERCISES[9]
+    assert main(["exercise", "9", "--check"]) == 2 and "exercise_9.py: no such file" in capsys.readouterr().err
+    assert main(["exercise", "9"]) == 0 and file.read_text() == exercise.text()
+    assert main(["exercise", "9"]) == 2 and "exercise_9.py is there already" in capsys.readouterr().err
+    assert main(["exercise", "9", "--check"]) == 1 and capsys.readouterr().out == ""
+    assert main(["exercise", "9", "--solution"]) == 0 and capsys.readouterr().out == exercise.solution + "\n"
+    file.rename("mine.py")
+    Path("mine.py").write_text(exercise.text(exercise.solution))
+    assert main(["exercise", "9", "--check", "mine.py"]) == 0 and capsys.readouterr().out.startswith("pass: ")

@@ -1,0 +1,73 @@
+"""`train.py --expect`: as printed to the last bit where the environment is the same, a band elsewhere."""
+
+import json
+from argparse import Namespace
+
+import pytest
+from runs import summary
+
+from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.tools import expect, help
+
+
+@pytest.fixture
+def trained(home, run, plain, tmp_path, capsys):
+    """expected(**changes) -> exit status and lines, for a file whose one run is this one but for `changes`."""
+    arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
+    run(*arguments[2:])
+    found = expect.results(summary(tmp_path / "run"))
+    assert {"start", "after_sft"} == set(found)
+
+    def expected(*other: str, sampled: float | None = None, **changes) -> tuple[int, list[str]]:
+        line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
+        line |= {"environment": expect.environment(), "results": json.loads(json.dumps(found))} | changes
+        if sampled is not None:
+            line["results"]["after_sft"]["sampled"] = sampled
+        expect.add_run(tmp_path / "expected.json", line)
+        capsys.readouterr()
+        code = expect.report(*expect.find([*arguments, *other], tmp_path / "expected.json"))
+        return code, capsys.readouterr().out.splitlines()
+
+    return expected
+
+
+def test_here_as_printed_elsewhere_in_a_band(trained, tmp_path):
+    assert trained("--log_completions=0") == (0, ["expect: as printed, every number to the last bit"])
+    code, lines = trained(sampled=0.25)  # the environment is the same, so this is a mistake
+    assert code == 1 and lines[0] == "expect: after_sft sampled is 0.0000, not 0.2500: off by -0.2500"
+    code, lines = trained(environment="another CPU")
+    assert code == 0 and "has no run with seed 0, threads 1, environment" in lines[0]
+    assert lines[1] == "expect: after_sft sampled 0.000, in the band 0.000 to 0.000 of 1 runs"
+    # one of 4 rows with p = 0.5: two standard errors are 0.5
+    code, lines = trained(environment="another CPU", sampled=0.5)
+    assert code == 0 and lines[1] == "expect: after_sft sampled 0.000, in the band 0.000 to 1.000 of 1 runs"
+    code, lines = trained(environment="another CPU", sampled=0.9)
+    assert (
+        code == 1 and lines[1] == "expect: after_sft sampled 0.000, off by 0.600 from the band 0.600 to 1.200 of 1 runs"
+    )
+    assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
+
+
+def test_another_recipe_is_refused_before_it_trains(trained, monkeypatch, tmp_path, home):
+    trained()
+    with pytest.raises(ValueError, match=r"no run of this recipe with these options; leave --expect out$"):
+        trained("--sft.learning_rate=1e-5")
+    monkeypatch.setattr(help, "main", lambda arguments: pytest.fail("it trains"))
+    with pytest.raises(ValueError, match="no run of this recipe"):
+        help.expected_run([str(home / "recipe.yaml"), "--expect"])
+
+
+def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
+    seen = []
+    monkeypatch.setattr(help, "main", lambda arguments: seen.append(arguments) or 3)
+    monkeypatch.setattr(help, "expect", Namespace(find=lambda arguments: (arguments, []), report=lambda *_: 1))
+    assert help.expected_run(["--seed=1", "--expect"]) == 3 and seen == [["--seed=1"]]
+    monkeypatch.setattr(help, "main", lambda arguments: 0)
+    assert help.expected_run(["--expect"]) == 1
+
+
+def test_the_file_names_recipes_that_load():
+    path = recipes_folder() / expect.FILE
+    for run in json.loads(path.read_text()) if path.is_file() else []:
+        stages = load_config(recipes_folder() / run["recipe"], run["overrides"]).stages
+        assert list(run["results"]) == ["start", *(f"after_{stage}" for stage in stages)]
