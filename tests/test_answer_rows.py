@@ -51,7 +51,7 @@ def test_the_pin_changes_with_prompt_pixels_decoding_and_weights_alone(evaluate,
     for name, arguments, options in (
         ("base", [], {}), ("prompt", ["--data.prompt_template=Look. {problem}"], {}),
         ("pixels", ["--data.max_pixels=3136"], {}), ("decoding", ["--sampling.top_k=3"], {}),
-        ("rewards", ["--data.eval_rewards=[format, accuracy]"], {}),
+        ("seed", ["--seed=1"], {}), ("rewards", ["--data.eval_rewards=[format, accuracy]"], {}),
         ("rows", [], {"data": rows.parent / "other.jsonl"}),
         ("copied", [], {"model": shutil.copytree(checkpoint, tmp_path / "copy")}),
     ):  # fmt: skip

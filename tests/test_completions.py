@@ -46,7 +46,8 @@ def test_a_line_says_what_the_step_trained_on(run):
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_metrics_are_the_same_with_and_without(run, stage, capsys):
     loud = run(*EVERY_STEP, f"--stages=[{stage}]", "--show_completions=true", name="loud")
-    assert "step 2, row" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 2, row" in said and ", best  " in said and ", worst " in said
     silent = run(*EVERY_STEP, f"--stages=[{stage}]", "--log_completions=0", name="silent")
     assert (loud / "metrics.jsonl").read_bytes() == (silent / "metrics.jsonl").read_bytes()
     assert len(completions(loud)) == 3 * 4 and not (silent / "completions.jsonl").exists()

@@ -93,6 +93,15 @@ def test_a_disk_that_the_checkpoint_fills_has_what_was_measured(results, monkeyp
         (found.folder / "summary.json").unlink()
 
 
+@pytest.mark.parametrize(("stage", "more"), [("grpo", 0), ("reward_model", 1)])
+def test_the_policy_is_written_once_at_the_end(stage, more, results, monkeypatch):
+    """By its algorithm; a reward model's has another model."""
+    save, save_model = Mock(), Mock()
+    monkeypatch.setattr(file, "save_model", save_model)
+    results().write({}, trained(stage, saved=save))
+    assert save.call_count == 1 and save_model.call_count == more
+
+
 def test_without_held_out_rows_nothing_is_measured(results, monkeypatch):
     monkeypatch.setattr(file, "evaluate", None)  # calling it would fail
     found = results()

@@ -136,5 +136,6 @@ def finite(value: float) -> float | None:
 def best_and_worst(number: int, line: dict) -> str:
     """Two lines for the terminal: the completions of a group with the highest and the lowest reward."""
     judged = sorted((c for c in line["completions"] if c["reward"] is not None), key=lambda c: c["reward"])
-    shown = [judged[-1], judged[0]] if judged else []
-    return "\n".join(f"step {number}, row {line['row']}: reward {c['reward']:.3f}  {c['text']!r:.200}" for c in shown)
+    shown = {"best": judged[-1], "worst": judged[0]} if judged else {}
+    said = (f"{name:<5} {one['reward']:.3f} {one['text']!r:.200}" for name, one in shown.items())
+    return "\n".join(f"step {number}, row {line['row']}, {text}" for text in said)

@@ -81,7 +81,7 @@ class MetricsLog(AbstractContextManager):
         means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")][:3]
         shown = ["reward", *means, "completions/mean_length", "kl"] if means else ["loss", "rewards/accuracies"]
         short = {_short(name): f"{metrics[name]:.3f}" for name in shown if name in metrics}
-        self.bar.set_postfix(short, refresh=False)
+        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)  # more would leave no room for the bar
         self.bar.update()
         if self.bar.disable:  # no terminal: a line a step
             said = (f"{name}={value}" for name, value in short.items())

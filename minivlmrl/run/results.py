@@ -94,7 +94,8 @@ class Results:
             self.write_summary(seconds)
         if algorithm is not None:
             algorithm.save(self.folder)
-        save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
+        if algorithm is None or algorithm.stage == "reward_model":  # which left the policy alone
+            save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
 
     def write_summary(self, seconds: dict[str, float]):
         """Print and write the table of the run, and draw its picture."""

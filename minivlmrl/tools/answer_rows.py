@@ -77,7 +77,8 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
-    decoding = {**asdict(sampling), "num_generations": options.num_generations, "seed": config.seed}
+    decoding = {**asdict(sampling), "num_generations": options.num_generations}
+    decoding["seed"] = config.seed if temperature > 0 else None  # the likeliest answer does not depend on it
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
     out = Path(options.out or ("evaluate.jsonl" if judged else "generate.jsonl"))
     bar, lines = progress_bar("rows", len(rows), world.is_main), []
