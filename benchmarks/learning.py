@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from minivlmrl.tools import expect
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import expect  # noqa: E402
+
 RECIPES = "recipes"
 
 

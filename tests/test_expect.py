@@ -1,13 +1,12 @@
 """`train.py --expect`: as printed to the last bit where the environment is the same, a band elsewhere."""
 
 import json
-from argparse import Namespace
 
 import pytest
 from runs import summary
 
+from benchmarks import expect
 from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.tools import expect, help
 
 
 @pytest.fixture
@@ -48,22 +47,23 @@ def test_here_as_printed_elsewhere_in_a_band(trained, tmp_path):
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
 
 
-def test_another_recipe_is_refused_before_it_trains(trained, monkeypatch, tmp_path, home):
+def test_another_recipe_is_refused_before_it_trains(trained, home):
     trained()
     with pytest.raises(ValueError, match=r"no run of this recipe with these options; leave --expect out$"):
         trained("--sft.learning_rate=1e-5")
-    monkeypatch.setattr(help, "main", lambda arguments: pytest.fail("it trains"))
-    with pytest.raises(ValueError, match="no run of this recipe"):
-        help.expected_run([str(home / "recipe.yaml"), "--expect"])
+    with pytest.raises(SystemExit, match="no run of this recipe"):
+        expect.main([str(home / "recipe.yaml"), "--expect"])
 
 
 def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
     seen = []
-    monkeypatch.setattr(help, "main", lambda arguments: seen.append(arguments) or 3)
-    monkeypatch.setattr(help, "expect", Namespace(find=lambda arguments: (arguments, []), report=lambda *_: 1))
-    assert help.expected_run(["--seed=1", "--expect"]) == 3 and seen == [["--seed=1"]]
-    monkeypatch.setattr(help, "main", lambda arguments: 0)
-    assert help.expected_run(["--expect"]) == 1
+    monkeypatch.setattr(expect, "find", lambda arguments: (arguments, []))
+    monkeypatch.setattr(expect, "report", lambda *known: 1)
+    for of_run, status in ((3, "3"), (0, "1")):
+        monkeypatch.setattr(expect.train, "main", lambda words, code=of_run: seen.append(words) or code)
+        with pytest.raises(SystemExit, match=status):
+            expect.main(["--seed=1", "--expect"])
+    assert seen == [["--seed=1"]] * 2
 
 
 def test_the_file_names_recipes_that_load():

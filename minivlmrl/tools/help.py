@@ -2,13 +2,10 @@
 
 torchrun train.py --help          # all sections
 torchrun train.py --help grpo     # one section
-
-With --expect a run ends with a comparison with what the recipe is expected to reach: tools/expect.py.
 """
 
 import dataclasses
 import inspect
-import os
 import sys
 import textwrap
 import typing
@@ -17,7 +14,6 @@ import yaml
 
 from minivlmrl.hub.checker import help_of, type_text
 from minivlmrl.run.config import RunConfig
-from minivlmrl.tools import expect
 from minivlmrl.tools.process import run_rank
 from minivlmrl.train import main
 
@@ -26,14 +22,7 @@ def start(arguments: list[str]):
     """Be one rank of a training run from beginning to end of its process; with --help print its options instead."""
     if "--help" in arguments:
         return show(*[argument for argument in arguments if argument != "--help"])
-    run_rank(expected_run if "--expect" in arguments else main, arguments)
-
-
-def expected_run(arguments: list[str]) -> int:
-    """Train; then, on the first rank, say whether the result is the expected one."""
-    arguments = [argument for argument in arguments if argument != "--expect"]
-    known = expect.find(arguments)
-    return main(arguments) or (expect.report(*known) if int(os.environ.get("RANK", 0)) == 0 else 0)
+    run_rank(main, arguments)
 
 
 def show(*names: str):
@@ -43,7 +32,6 @@ def show(*names: str):
         if name not in known:
             raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
     print("usage: torchrun train.py [RECIPE] [--section.name=value ...] [--expect]\n")
-    print("With --expect the run ends with a comparison with recipes/expected.json.")
     print("Every option, as a recipe (YAML) or the command line sets it, with its default.")
     for name in names or known:
         config = known[name]

@@ -10,17 +10,31 @@ import json
 import math
 import os
 import platform
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from minivlmrl import train
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.tools.process import run_rank
 
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file
 FREE = ("seed", "num_threads", "output_dir", "overwrite", "resume", "state_minutes", "state_steps", "keep_states")
 FREE += ("log_completions", "show_completions", "keep_best", "report_to", "check_memory", "timeout")
+
+
+def main(arguments: list[str]):
+    """Be one rank of a run that ends with the comparison, which the first rank prints; ends the process."""
+    arguments = [argument for argument in arguments if argument != "--expect"]
+    try:
+        known = find(arguments)
+    except ValueError as error:
+        sys.exit(str(error))
+    first = int(os.environ.get("RANK", 0)) == 0
+    run_rank(lambda words: train.main(words) or (report(*known) if first else 0), arguments)
 
 
 def environment() -> str:

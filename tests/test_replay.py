@@ -1,0 +1,85 @@
+"""Replay: a step trained again draws the completions and gives the metrics that the run's files have, bit for bit."""
+
+import json
+
+import pytest
+
+from minivlmrl.__main__ import main
+
+LOUD = ["--rewards={letters: 1.0}", "--log_completions=1", "--data.eval_rows=1", "--num_threads=1", "--data.pairs=8"]
+MORE = ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.max_steps=7", "--ppo.num_ppo_epochs=2"]
+
+
+@pytest.fixture
+def replayed(capsys):
+    """replayed(folder, stage, step) -> exit status and lines."""
+
+    def replayed(folder, stage, step, *more):
+        capsys.readouterr()
+        code = main(["replay", str(folder), f"--stage={stage}", f"--step={step}", *more])
+        out = capsys.readouterr()
+        return code, (out.err if code == 2 else out.out).splitlines()
+
+    return replayed
+
+
+SAME = ["completions.jsonl says the same", "metrics.jsonl says the same"]
+
+
+def below(lines, title):
+    """The first three lines of a stop."""
+    [start] = [number for number, line in enumerate(lines) if line.startswith(f"{title}: ")]
+    return lines[start + 2 : start + 5]
+
+
+def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed):
+    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", "--keep_states=9", *LOUD)
+    for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
+        code, lines = replayed(folder, stage, step, "--prompt=3")
+        began = folder / "states" / state if state else "the beginning"
+        assert code == 0 and f"{stage} step {step}, trained again from {began}" in lines
+        assert lines[-2:] == (SAME if stage == "grpo" else ["", SAME[1]])
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, again = replayed(folder, "grpo", 2, "--prompt=0")
+    assert code == 0 and again != lines, "another prompt"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
+
+
+def test_several_passes_over_a_rollout(run, plain, lively, replayed):
+    """Two passes over a rollout of two steps: step 5 is in the middle of the rollout that begins with step 4."""
+    folder = run("--stages=[grpo,ppo]", "--state_steps=1", "--keep_states=9", *LOUD, *MORE)
+    code, lines = replayed(folder, "grpo", 5)
+    assert code == 0 and f"grpo step 5, trained again from {folder / 'states' / '000004'}" in lines
+    now, _, drawn = (line.split()[-5:] for line in below(lines, "Log-probabilities"))
+    assert now != drawn, "since they were drawn the policy has moved"
+    assert lines[-2:] == SAME
+    code, lines = replayed(folder, "ppo", 1)
+    assert code == 0 and "minivlmrl/algorithms/ppo.py" in "".join(lines)
+    assert lines[-2:] == SAME
+
+
+def test_what_a_run_logged_is_compared(run, plain, lively, replayed):
+    folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
+    path = folder / "completions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["completions"][1]["tokens"][0][1] += 0.001
+    path.write_text("\n".join(map(json.dumps, lines)))
+    code, said = replayed(folder, "grpo", 0)
+    assert (
+        code == 1 and said[-2].startswith("completions.jsonl says something else: another CPU") and said[-1] == SAME[1]
+    )
+    path.unlink()
+    (folder / "metrics.jsonl").write_text("")
+    assert replayed(folder, "grpo", 0)[1][-1] == "no file of the run has this step"
+
+
+def test_mistakes_are_named(run, home, plain, lively, replayed):
+    folder = run("--stages=[grpo]", "--grpo.max_steps=1", "--state_steps=1", *LOUD)
+    for arguments, words in (
+        (("sft", 0), "--stage sft: the run has grpo"),
+        (("grpo", 1), "--step 1: grpo has the steps 0 to 0"),
+        (("grpo", 0, "--prompt=4"), "--prompt 4: the step has the prompts 0 to 3"),
+        (("grpo", 0, "--seed=1"), "a run is replayed as it was; only a recipe takes --seed=1"),
+    ):
+        code, lines = replayed(folder, *arguments)
+        assert code == 2 and words in "\n".join(lines)
