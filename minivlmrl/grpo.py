@@ -3,8 +3,7 @@
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
-longest in a micro-batch. Left out: the paper's outer loop that renews the reference. RLOO, DAPO's
-dynamic sampling and the rest of the family are in algorithms/grpo_family.py.
+longest in a micro-batch. Left out: the paper's outer loop; algorithms/grpo_family.py has options.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,10 +52,11 @@ class Algorithm:
     reference = None  # see algorithms/reference.py
 
     def __init__(self, run, model: nn.Module, processor, world):
+        from minivlmrl.adapters.trained import select_trained
+
         self.run, self.config, self.world = run, getattr(run, self.stage), world
         self.policy, self.processor, self.trained = model, processor, model
-        model.requires_grad_(True)  # also what an earlier stage has frozen
-        model.visual.requires_grad_(not self.config.freeze_vision_tower)
+        select_trained(model, run.model.freeze)  # also what an earlier stage has frozen
 
     @staticmethod
     def check(run):
@@ -106,13 +106,13 @@ class GRPO(Algorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        from minivlmrl.algorithms.reference import build_reference
+        from minivlmrl.algorithms.reference import Reference
         from minivlmrl.reward_functions.reward_model_scores import build_reward_model
 
         self.steps_per_rollout = self.config.steps_per_generation
         self.on_policy = self.config.num_iterations == self.steps_per_rollout == 1
         self.reward_weights = torch.tensor(list(self.run.rewards.values()))  # (K,)
-        self.reference = build_reference(self.policy, self.config, self.config.beta)
+        self.reference = Reference(self.policy, self.config) if self.config.beta else None
         self.reward_model = build_reward_model(self.run, self.policy, self.world)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from minivlmrl import train
+from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.grpo import GRPO
 from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.reward_functions import calls, names
@@ -69,6 +70,8 @@ class Stage:
         algorithm.check(config)
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
+        config.adapter.place(self.model)
+        draw_adapters(self.model, config.seed)
         self.algorithm = algorithm(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.algorithm.config, held_out, 0
         if rows is None:

@@ -173,7 +173,7 @@ def test_a_later_stage_trains_everything_again(stage, following):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_frozen_vision_tower_stays(stage, name):
-    run: Stage = stage(name, f"--{name}.freeze_vision_tower=true")
+    run: Stage = stage(name, "--model.freeze=[vision, merger]")
     frozen = [key for key, p in run.algorithm.trained.named_parameters() if not p.requires_grad]
     towers = [key for key, _ in run.algorithm.trained.named_parameters() if "visual." in key]
     assert towers and set(towers) <= set(frozen)

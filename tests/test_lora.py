@@ -1,17 +1,13 @@
 """LoRA: the product against its definition, gradients in float64, what is chosen, and full rank against the matrix."""
 
+import copy
+
+import peft
 import pytest
 import torch
 
-from minivlmrl.adapters.lora import (
-    LoRAConfig,
-    LoRALinear,
-    adapters,
-    add_adapters,
-    merge_adapters,
-    scaling,
-    table,
-)  # fmt: skip
+from minivlmrl.adapters.lora import LoRAConfig, LoRALinear, adapters, add_adapters, merge_adapters
+from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 
@@ -20,10 +16,10 @@ import tiny
 EVERYTHING = ["language", "vision", "merger"]
 
 
-def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
+def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True, dora=False):
     """A model with adapters, whose B are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
-    add_adapters(model, LoRAConfig(r=r, alpha=8.0, target=list(target)), seed=0)
+    add_adapters(model, LoRAConfig(r=r, alpha=8.0, target=list(target), dora=dora), seed=0)
     generator = torch.Generator().manual_seed(1)
     for layer in adapters(model).values() if lively else ():
         layer.lora_B.data.normal_(0, 0.3, generator=generator)
@@ -44,7 +40,7 @@ def test_a_layer_by_its_definition():
     """W = [[1, 2]], bias 3, A = [[1, 1]], B = [[2]], scaling 8 / 1: x = [1, 1] gives 1 + 2 + 3 + 8 * 2 * 2 = 38."""
     base = torch.nn.Linear(2, 1)
     base.weight.data, base.bias.data = torch.tensor([[1.0, 2.0]]), torch.tensor([3.0])
-    layer = LoRALinear(base, 1, scaling(8.0, 1, False))
+    layer = LoRALinear(base, 1, 8.0)
     assert layer(torch.ones(1, 2)).item() == 6  # B is 0 at first
     layer.lora_A.data.fill_(1)
     layer.lora_B.data.fill_(2)
@@ -52,13 +48,34 @@ def test_a_layer_by_its_definition():
     assert layer.merged().tolist() == [[17, 18]]
 
 
+def test_dora_is_pefts():
+    """One layer in float64: what it computes, its gradients, and its merged weight."""
+    torch.manual_seed(4)
+    theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
+    base = copy.deepcopy(theirs[0])
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=2, lora_alpha=3, use_dora=True, target_modules=["0"]))
+    layer, x = LoRALinear(base, 2, 1.5, dora=True), torch.randn(4, 5, dtype=torch.float64)
+    mine = [layer.lora_A, layer.lora_B, layer.lora_magnitude]
+    other = {p.shape: p for name, p in theirs.double().named_parameters() if "lora_" in name}
+    for own in mine:
+        other[own.shape].data += 0.3 * torch.randn_like(own)
+        own.data.copy_(other[own.shape])
+    for model in (layer, theirs):
+        (model(x) ** 2).sum().backward()
+    torch.testing.assert_close(layer(x), theirs(x), rtol=1e-12, atol=1e-12)
+    for own in mine:
+        torch.testing.assert_close(own.grad, other[own.shape].grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.merged(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
 def test_scaling(rslora, expected):
-    assert scaling(16.0, 4, rslora) == expected
+    assert LoRAConfig(r=4, alpha=16.0, rslora=rslora).scaling == expected
 
 
-def test_new_adapters_change_nothing_and_are_drawn_as_pefts():
-    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False)
+@pytest.mark.parametrize("dora", [False, True])
+def test_new_adapters_change_nothing_and_are_drawn_as_pefts(dora):
+    plain, model = tiny.model(), adapted(dtype=torch.float32, lively=False, dora=dora)
     with torch.no_grad():
         assert torch.equal(plain(batch(plain)), model(batch(model)))
     for layer in adapters(model).values():
@@ -140,7 +157,7 @@ def test_on_a_bfloat16_base_the_adapter_is_in_float32():
 def test_the_table_counts():
     """r 4 on up_proj: 4 * (64 + 96) numbers in each of 3 layers."""
     lines = table(adapted([r".+\.up_proj", "merger"])).splitlines()
-    assert lines[0].startswith("adapters: ") and len(lines) == 1 + 1 + 2 + 1
+    assert lines[0].startswith("trained: ") and len(lines) == 1 + 1 + 2 + 1
     assert any("model.layers.*.mlp.up_proj" in line and "3 x r 4" in line and "1,920" in line for line in lines)
 
 

@@ -43,7 +43,6 @@ STAGE_OPTIONS = {
     "adam_beta2": (0.5, []),
     "weight_decay": (1.0, ["learning_rate=3e-2"]),
     "max_grad_norm": (0.01, ["max_grad_norm=1e9"]),
-    "freeze_vision_tower": ("true", []),
 }
 REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
@@ -135,6 +134,11 @@ OPTIONS = [  # field, another value, base
     *[("seed", 1, base) for base in BASES.values()],
     ("stages", "[sft, grpo]", SFT),
     ("model.dtype", "bfloat16", SFT),
+    ("model.freeze", "[vision]", SFT),
+    *[
+        (f"adapter.{name}", value, [*SFT, "--adapter.r=4"])
+        for name, value in {"r": 2, "alpha": 8, "target": "merger", "rslora": "true", "dora": "true"}.items()
+    ],
     ("data.demonstrations", 5, SFT),
     ("data.wrong_demonstrations", 1.0, SFT),
     ("data.pairs", 5, DPO),
@@ -206,6 +210,7 @@ OTHERS = {
         "model.path",
         "model.config",
         "model.activation_checkpointing",
+        "adapter.dropout",
         "model.compute_dtype",
     ),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
@@ -302,7 +307,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype"}
+    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype", "model.freeze"}
     others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

@@ -40,15 +40,17 @@ def lively(model):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.3, generator=generator)
+        if "magnitude" in name:
+            parameter.data *= 1.1
     return model
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
-def test_peft_loads_what_we_save(tmp_path, model_type, tied):
+def test_peft_loads_what_we_save(tmp_path, model_type, tied, dora):
     theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
-    load_adapter_of(
-        adapted(["language", "merger", r".+\.qkv"], model_type=model_type, dtype=torch.float32), ours, tmp_path
-    )
+    source = adapted(["language", "merger", r".+\.qkv"], model_type=model_type, dtype=torch.float32, dora=dora)
+    load_adapter_of(source, ours, tmp_path)
     before = worst_difference(theirs, ours, prompts())
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert before > 1e-2  # the adapter changes something
@@ -61,13 +63,14 @@ def load_adapter_of(source, model, tmp_path):
 
 
 OPTIONS = [
-    {"target_modules": "all-linear"}, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+    {"target_modules": "all-linear"}, {"target_modules": ["down_proj", "qkv"], "use_dora": True},
+    {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
     {"target_modules": ["up_proj", "o_proj", "qkv"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 32}},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
-@pytest.mark.parametrize("options", OPTIONS, ids=["all", "rslora", "patterns"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["all", "dora", "rslora", "patterns"])
 def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
     theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
     theirs = lively(peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, **options))).eval()
@@ -98,7 +101,7 @@ def saved(tmp_path):
     ("change", "says"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"use_qalora": True}, "use_qalora is True, which is not supported"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"lora_alpha": 0}, "lora_alpha is 0"),

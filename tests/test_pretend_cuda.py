@@ -151,6 +151,7 @@ SMALL = [
 GRPO = ["--stages=[grpo]"]
 SHARDED = ["--sharding.enabled=true", "--model.activation_checkpointing=true"]
 OFFLOADED = [*SHARDED, "--sharding.cpu_offload=true"]
+ADAPTER = ["--adapter.r=4", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"]
 LAYERS = "--rollout.gather_weights=false"
 JUDGED = ["--stages=[reward_model, grpo]", "--rewards={reward_model: 1}"]
 QUICK = {
@@ -179,6 +180,8 @@ SLOW = {
     "sharded, layer by layer": [*GRPO, *SHARDED, LAYERS, "--grpo.beta=0.1"],
     **{f"{stage}, offloaded": [f"--stages=[{stage}]", *OFFLOADED, LAYERS] for stage in ("sft", "dpo", "kto")},
     "reward model, grpo, offloaded": [*JUDGED, *OFFLOADED, LAYERS],
+    "adapters": ["--stages=[sft, grpo]", *ADAPTER, "--model.dtype=bfloat16", "--grpo.beta=0.1"],
+    "adapters, sharded": ["--stages=[ppo]", "--ppo.critic=separate", *ADAPTER, *SHARDED, "--model.dtype=bfloat16"],
     "ppo, offloaded": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_ppo_epochs=1", *OFFLOADED],
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ FURTHER = {
     "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],
-    "sft without the vision tower": ["--stages=[sft]", "--sft.freeze_vision_tower=true"],
+    "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
 }  # fmt: skip
 SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")]
 SHARDED = ["--sharding.enabled=true"]
@@ -165,11 +165,15 @@ FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 EIGHT_BITS = "--grpo.optimizer=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 4, 1)}
+# the policy's adapters, those of a critic, and a reference that is the base
+ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=2", "--adapter.r=4",
+           "--adapter.dora=true", "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
 QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
     "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
     **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
+    "adapters, sharded": [*ADAPTED, *SHARDED], "adapters, layer by layer": [*ADAPTED, *ONE_BY_ONE],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
 }  # fmt: skip
 
@@ -183,7 +187,7 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "adapters": ADAPTED, **COUNTS}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK, quick)
 
 
@@ -195,6 +199,16 @@ def test_two_ranks_equal_one(quick_results, way):
     alone, ranks = quick_results
     for rank in ranks:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("way", ["sharded", "layer by layer"])
+def test_two_ranks_with_adapters_equal_one(quick_results, way):
+    """PPO with a critic that has adapters of its own: on one rank over the same base, sharded over a copy of it."""
+    alone, ranks = quick_results
+    for rank in ranks:
+        assert_equal(rank[f"adapters, {way}"], alone["adapters"], 1e-11, 1e-11)
+    moved = [name for name, value in alone["adapters"].weights.items() if "lora_B" in name and value.any()]
+    assert any("critic" in name for name in moved) and any("policy" in name for name in moved)
 
 
 @pytest.mark.parametrize("count", COUNTS)

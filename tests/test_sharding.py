@@ -276,13 +276,6 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
         torch.testing.assert_close(logps, gradients(tiny.model())[0])
 
 
-def test_copies_are_frozen_where_the_original_is(alone):
-    model = sharded_model()
-    model.visual.requires_grad_(False)
-    flags = [[p.requires_grad for p in each.parameters()] for each in (model, copy_model(model))]
-    assert flags[0] == flags[1] and len(set(flags[0])) == 2
-
-
 @pytest.mark.parametrize("gather_weights", [True, False])
 def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
     model = sharded_model()

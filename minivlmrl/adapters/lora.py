@@ -1,14 +1,20 @@
 """LoRA (arXiv 2106.09685): a linear layer computes x W^T + scaling x A^T B^T, and only A and B are trained.
 
 Layers are exchanged in a model that is built already: the decoder, the sampler and the losses know nothing of it. W
-keeps its name and its place, so checkpoints, states and sharding see the base as before, and two more names.
+keeps its name, so sharding sees the base as before, and two more names (three with DoRA).
+
+    LoRAConfig.place    new layers with A = B = 0, also on the meta device, before a model is sharded
+    draw_adapters       A is drawn, by its name alone: any number of ranks draws the same
 
 Dimension letters: N tokens, r rank.
 """
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -25,43 +31,81 @@ TARGETS = {  # what a recipe calls parts of the model, as names of linear layers
 
 @dataclass
 class LoRAConfig:
-    """Which layers get an adapter, and of what size."""
+    """Which layers get an adapter (LoRA), and of what size; all weights of the base are frozen then."""
 
-    r: int = 16  # rank of the matrices
-    alpha: float = 32.0  # what an adapter adds is scaled by alpha / r
+    r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
+    alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
+    dropout: Annotated[float, "[0, 1)"] = 0.0  # of PEFT's; only 0, see docs/adapters.md
     target: list[str] = field(default_factory=lambda: ["language"])  # also vision, merger, or a regex of layers' names
     rslora: bool = False  # scaled by alpha / sqrt(r) instead (arXiv 2312.03732)
+    dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
+
+    def __post_init__(self):
+        if self.dropout:
+            why = "sampler and trainer would be two policies, and completions of other masks than the trained one"
+            raise ValueError(f"dropout is {self.dropout}, it must be 0: {why}")
+        if not self.target:
+            raise ValueError("target is [], it must name layers")
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def place(self, model: nn.Module):
+        """Exchange all linear layers that this names, on any device; draw_adapters follows."""
+        chosen = [target_layers(model, target) for target in self.target if self.r]
+        for name in {name: None for names in chosen for name in names}:
+            wrap(model, name, self.r, self.scaling, self.dora)
 
 
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter; weight and bias are the ones that it was made of.
 
-    The adapter is in float32 on a base of less, as PEFT's. With B = 0, as at first, it changes nothing.
+    The adapter is in float32 on a base of less, as PEFT's. With B = 0, as at first, it changes nothing. With DoRA the
+    rows of W + scaling B A are scaled to the lengths lora_magnitude; their own lengths count as constants.
     """
 
-    def __init__(self, base: nn.Linear, r: int, scaling: float):
+    def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
         self.in_features, self.out_features, self.scaling = base.in_features, base.out_features, scaling
         self.weight, self.bias = base.weight, base.bias
         options = {"device": base.weight.device, "dtype": torch.promote_types(base.weight.dtype, torch.float32)}
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
+        self.lora_magnitude = nn.Parameter(torch.zeros(self.out_features, **options)) if dora else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
         result = super().forward(x)
         added = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B) * self.scaling
+        if self.lora_magnitude is not None:
+            lengths = self.lora_magnitude / row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
+            product = result if self.bias is None else result - self.bias
+            added = (lengths - 1) * product + lengths * added  # exactly 0 at first
         return (result + added).to(result.dtype)
 
+    @torch.no_grad()
     def merged(self) -> Tensor:
-        """W + scaling B A, without gradient, rounded to the dtype of W."""
-        with torch.no_grad():
-            return (self.weight + self.scaling * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W; all ranks of a sharded model call this."""
+        weight, A, B = full(self.weight), full(self.lora_A), full(self.lora_B)
+        moved = weight + self.scaling * (B @ A)
+        if self.lora_magnitude is not None:
+            moved = moved * (full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling))[:, None]
+        return moved.to(weight.dtype)
 
 
-def scaling(alpha: float, r: int, rslora: bool) -> float:
-    """What B A is multiplied by."""
-    return alpha / (math.sqrt(r) if rslora else r)
+@torch.no_grad()
+def row_lengths(weight: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
+    """(out_features,): the lengths of the rows of W + scaling B A."""
+    return torch.linalg.vector_norm(weight + scaling * (B @ A), dim=1)
+
+
+def full(tensor: Tensor | LoRALinear) -> Tensor:
+    """A tensor without gradient, gathered if it is sharded; of a layer its merged weight."""
+    if isinstance(tensor, LoRALinear):
+        return tensor.merged()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
@@ -71,19 +115,104 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
-    return name.endswith((".lora_A", ".lora_B"))
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters but those of adapters, by name; a tied head is there once, as in the hub's checkpoints."""
+    return {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+
+
+def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear]:
+    """What `full` makes the weights of a plain model of, by name."""
+    return base_parameters(model) | {f"{name}.weight": layer for name, layer in adapters(model).items()}
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all adapters, in the order of the layers."""
+    return [parameter for name, parameter in model.named_parameters() if is_adapter(name)]
+
+
+def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The base of a model's adapters, which nothing trains, as a memo for deepcopy; empty without any."""
+    return {id(parameter): parameter for parameter in base_parameters(model).values()} if adapters(model) else {}
+
+
+def without_base(modules: nn.Module, policy: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of modules without the base of the policy's adapters, which a recipe's checkpoint has."""
+    base = shared_base(policy)
+    return {name: parameter for name, parameter in modules.named_parameters() if id(parameter) not in base}
+
+
+class AdapterCopy(nn.Module):
+    """The adapters of a model as they are now; see `computing`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.models = [model]  # in a list: its base is no part of this
+        self.copies = nn.ParameterList(p.detach().clone() for p in adapter_parameters(model)).requires_grad_(False)
+
+    @torch.no_grad()
+    def exchange(self):
+        """Exchange the values of these adapters and the model's."""
+        for own, theirs in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
+            value = theirs.clone()
+            theirs.copy_(own)
+            own.copy_(value)
+
+
+@contextmanager
+def computing(model: nn.Module | AdapterCopy) -> Iterator[nn.Module]:
+    """Yield a model itself, or for a copy of adapters their model, which has them instead of its own for a while.
+
+    A sharded model must not be gathered at the beginning or at the end. Values are exchanged in place, so autograd
+    refuses a backward through what was computed before.
+    """
+    if not isinstance(model, AdapterCopy):
+        yield model
+        return
+    model.exchange()
+    try:
+        yield model.models[0]
+    finally:
+        model.exchange()
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig, seed: int):
     """Put new adapters on all linear layers that the config names, and freeze the rest (ValueError: it names none)."""
-    chosen = [target_layers(model, target) for target in config.target]
-    for name in {name: None for names in chosen for name in names}:
-        layer = wrap(model, name, config.r, scaling(config.alpha, config.r, config.rslora))
+    config.place(model)
+    draw_adapters(model, seed)
+    freeze_base(model)
+
+
+def place_like(model: nn.Module, other: nn.Module):
+    """Give a model adapters where another one has some, of the same sizes."""
+    for name, layer in adapters(other).items():
+        wrap(model, name, len(layer.lora_A), layer.scaling, layer.lora_magnitude is not None)
+
+
+def draw_adapters(model: nn.Module, seed: int):
+    """Draw A as nn.Linear draws its weights (B stays 0), and measure what DoRA scales to; all ranks call this."""
+    weights = {}
+    for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)  # nn.Linear's own: kaiming_uniform with a = sqrt(5)
         numbers = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
-        with torch.no_grad():
-            layer.lora_A.copy_(torch.from_numpy(numbers))
-    freeze_base(model)
+        weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
+        weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
+        if layer.lora_magnitude is not None:
+            wide = full(layer.weight).to(layer.lora_A.dtype)
+            weights[f"{name}.lora_magnitude"] = torch.linalg.vector_norm(wide, dim=1)
+    set_parameters(model, weights)
+
+
+def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
+    """Give parameters their values, full tensors by name; of a sharded model each rank keeps its part."""
+    sharding, device = getattr(model, "sharding", None), model.lm_head.weight.device
+    parameters, own = dict(model.named_parameters()), {}
+    for name, tensor in weights.items():
+        like = parameters[name]
+        own[name] = sharding.part(tensor, like) if sharding else tensor.to(device, like.dtype)
+    model.load_state_dict(own, strict=False, assign=True)
 
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
@@ -99,9 +228,9 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     return found
 
 
-def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
+def wrap(model: nn.Module, name: str, r: int, scaling: float, dora: bool = False) -> LoRALinear:
     """Exchange the linear layer of this name for one with an adapter that adds nothing yet."""
-    layer = LoRALinear(model.get_submodule(name), r, scaling)
+    layer = LoRALinear(model.get_submodule(name), r, scaling, dora)
     _exchange(model, name, layer)
     return layer
 
@@ -123,18 +252,3 @@ def freeze_base(model: nn.Module):
     """Leave only the adapters to be trained; an optimizer takes the parameters that require gradients."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
-
-
-def table(model: nn.Module) -> str:
-    """What is trained, a line for each kind of layer: name without its number, layers, rank, parameters, share."""
-    kinds, total = {}, sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
-    for name, layer in adapters(model).items():
-        kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", name), layer.lora_A.shape[0]
-        kinds.setdefault(kind, []).append(layer.lora_A.numel() + layer.lora_B.numel())
-    rows = [(name, len(sizes), r, sum(sizes)) for (name, r), sizes in kinds.items()]
-    width = max(len(name) for name, *_ in rows)
-    lines = [
-        f"  {name:<{width}} {layers:>4} x r {r:<4}{size:>14,} {size / total:>8.3%}" for name, layers, r, size in rows
-    ]
-    trained = sum(size for *_, size in rows)
-    return "\n".join([f"adapters: {trained:,} parameters, {trained / total:.3%} of the base's {total:,}", *lines])

@@ -2,8 +2,9 @@
 
 import argparse
 
-from minivlmrl.adapters.lora import merge_adapters, table
+from minivlmrl.adapters.lora import merge_adapters
 from minivlmrl.adapters.peft_folder import load_adapter
+from minivlmrl.adapters.trained import table
 from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
@@ -84,13 +85,14 @@ class PPO(GRPO):
             if is_sharded(self.policy):
                 self.policy.sharding.shard_head(head)
             return head
+        freeze = self.run.model.freeze
         if self.config.critic_path is None:
-            critic = value_model.copy_as_value_model(self.policy)
+            critic = value_model.copy_as_value_model(self.policy, freeze)
         else:
-            sharding = self.policy.sharding if is_sharded(self.policy) else None
-            where = self.policy.lm_head.weight.dtype, self.world.device, sharding
-            critic = value_model.load_value_model(self.config.critic_path, *where)
-        critic.backbone.visual.requires_grad_(not self.config.freeze_vision_tower)
+            where = self.policy.lm_head.weight.dtype, self.world.device, getattr(self.policy, "sharding", None)
+            path, adapt = self.config.critic_path, self.run.adapter.place
+            critic = value_model.load_value_model(path, *where, adapt, freeze=freeze)
+            draw_adapters(critic.backbone, self.run.seed)
         return critic
 
     def save(self, folder: Path):

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters, computing
 from minivlmrl.batch import GroupBatch
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
@@ -23,7 +24,7 @@ class ReferenceConfig:
 
 
 class Reference:
-    """A copy of the policy without gradients; parameters that both share are frozen in the policy too.
+    """A copy of the policy, or of its adapters, without gradients; what both share is frozen in the policy too.
 
     Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
@@ -33,7 +34,9 @@ class Reference:
         shared = shared_parameters(policy, config.num_shared_layers)
         for parameter in shared:
             parameter.requires_grad_(False)
-        if is_sharded(policy):  # cannot share: a unit belongs to one model
+        if adapters(policy):  # the base is the policy's
+            twin = AdapterCopy(policy)
+        elif is_sharded(policy):  # cannot share: a unit belongs to one model
             twin = copy_model(policy, to_compute=not config.sync_ref_model)
         else:  # what deepcopy finds in its memo it takes as it is
             twin = copy.deepcopy(policy, {id(p): p for p in shared})
@@ -42,8 +45,10 @@ class Reference:
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """(R, T) log-probabilities of a batch's completions, nats."""
-        logps, _ = per_token_logps(self.model, group, temperature)
-        reshard(self.model)
+        reshard(self.policy)
+        with computing(self.model) as model:
+            logps, _ = per_token_logps(model, group, temperature)
+            reshard(model)
         return group.pad(logps)
 
     @torch.no_grad()
@@ -51,13 +56,9 @@ class Reference:
         """Move towards the policy after every ref_model_sync_steps optimizer steps."""
         if self.config.sync_ref_model and steps % self.config.ref_model_sync_steps == 0:
             reshard(self.model)
-            for own, moved in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+            moving = adapter_parameters(self.policy) or self.policy.parameters()
+            for own, moved in zip(self.model.parameters(), moving, strict=True):
                 own.lerp_(moved, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
-
-
-def build_reference(policy: nn.Module, config, weight: float) -> Reference | None:
-    """The reference of a stage; None if the KL to it weighs nothing."""
-    return Reference(policy, config) if weight else None
 
 
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:

@@ -29,8 +29,7 @@ class RewardModel(PairAlgorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.trained = copy_as_value_model(self.policy)
-        self.trained.backbone.visual.requires_grad_(not self.config.freeze_vision_tower)
+        self.trained = copy_as_value_model(self.policy, self.run.model.freeze)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}

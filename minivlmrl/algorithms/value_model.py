@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.logprobs import completion_states
@@ -19,11 +20,10 @@ HEAD_FILE = "score.safetensors"  # beside the model's own files
 class ValueModel(nn.Module):
     """Backbone and one linear unit on its last hidden states, which starts at zero."""
 
-    def __init__(self, backbone: nn.Module):
+    def __init__(self, backbone: nn.Module, freeze: Sequence[str] = ()):
         super().__init__()
         self.backbone, self.score = backbone, value_head(backbone)
-        if not backbone.config.tie_word_embeddings:
-            backbone.lm_head.requires_grad_(False)  # it predicts no tokens
+        select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
         """(M,): the number at the state before each completion token."""
@@ -55,18 +55,18 @@ def value_head(model: nn.Module) -> ValueHead:
     return head
 
 
-def load_value_model(folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding=None) -> ValueModel:
-    """Read what save_value_model wrote; arguments and errors as of load_model."""
+def load_value_model(folder: str | Path, *options, freeze: Sequence[str] = ()) -> ValueModel:
+    """Read what save_value_model wrote; options and errors as of load_model, parts that are frozen as in a recipe."""
     check_value_model_folder(folder)
     file = Path(folder) / HEAD_FILE
-    model = ValueModel(load_model(folder, dtype, device, sharding))
+    model = ValueModel(load_model(folder, *options), freeze)
     tensors = dict(read_tensors(file))
     if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
         raise ValueError(f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}")
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
-    if sharding is not None:
-        sharding.shard_head(model.score)
+    if is_sharded(model.backbone):
+        model.backbone.sharding.shard_head(model.score)
     return model
 
 
@@ -78,9 +78,9 @@ def check_value_model_folder(folder: str | Path):
         raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")
 
 
-def copy_as_value_model(policy: nn.Module) -> ValueModel:
-    """A value model that begins with a copy of the policy, sharded like it; all of it is to be trained."""
-    model = ValueModel(copy_model(policy).requires_grad_(True))
+def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueModel:
+    """A value model that begins with a copy of the policy, sharded like it; its own adapters are on the same base."""
+    model = ValueModel(copy_model(policy), freeze)
     if is_sharded(policy):
         policy.sharding.shard_head(model.score)
     return model

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minivlmrl.adapters.lora import base_parameters, full, plain_weights
+from minivlmrl.adapters.peft_folder import also_adapter
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
@@ -34,13 +36,14 @@ TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None
+    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None, adapt=None
 ) -> nn.Module:
     """Build the model of a folder or repository with its weights (ValueError: names the file or tensor that is wrong).
 
     Args:
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
+        adapt: (model on the meta device) -> puts adapters on it, whose weights are not in the folder.
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
@@ -49,6 +52,8 @@ def load_model(
             model = FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"{folder}/config.json: there is no model of these sizes ({error})") from error
+    if adapt is not None:
+        adapt(model)
     if sharding is not None:
         sharding.shard(model)
     copied = sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
@@ -64,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable) -> dict[str, Tensor]:
     """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has."""
     # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names
-    expected = dict(model.named_parameters())  # a tied head is there once, under the embedding's name
+    expected = base_parameters(model)  # a tied head is there once, under the embedding's name
     tied = model.config.tie_word_embeddings
     found: dict[str, Tensor] = {}
     for file in files:
@@ -166,7 +171,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
 def save_model(
     folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
 ):
-    """Write a folder that load_model, transformers and vLLM read; all or nothing (errors: see replacing, on all ranks).
+    """Write a folder that transformers and vLLM read, adapters merged and as PEFT's; all or nothing (see replacing).
 
     Args:
         world: all its ranks call this and the first one writes; None: this process alone.
@@ -174,8 +179,8 @@ def save_model(
         max_shard_size: bytes of one file of weights.
     """
     reshard(model)
-    weights = dict(model.named_parameters())  # a tied head is there once, as in the hub's checkpoints
-    shapes = {name: torch.empty_like(parameter, device="meta") for name, parameter in weights.items()}
+    weights, more = plain_weights(model), also_adapter(model, more)
+    shapes = {name: torch.empty_like(p, device="meta") for name, p in base_parameters(model).items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World(0, 1, torch.device("cpu"))
     with ExitStack() as held:
@@ -214,9 +219,9 @@ def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Ite
     for file, names in files.items():
         tensors = {}
         for name in names:
-            full = weights[name].full_tensor() if hasattr(weights[name], "full_tensor") else weights[name]
+            weight = full(weights[name])
             if keep:
-                tensors[name] = full.detach().cpu().contiguous()
+                tensors[name] = weight.cpu().contiguous()
         yield file, tensors
 
 

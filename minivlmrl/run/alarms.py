@@ -83,7 +83,9 @@ class Alarms:
         if untouched := self.untouched():
             several = f"{untouched[0]} and {len(untouched) - 1} others" if len(untouched) > 1 else untouched[0]
             cause = "no row had an image that the model saw: " if all("visual" in name for name in untouched) else ""
-            cure = "check the image column of your rows, or set freeze_vision_tower" if cause else "freeze them"
+            cure = (
+                "check the image column of your rows, or set model.freeze=[vision, merger]" if cause else "freeze them"
+            )
             yield "untouched", f"{cause}{several} are to be trained, and never had a gradient; {cure}"
 
     def blind(self) -> Iterator[tuple[str, float, str, float]]:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import yaml
 
+from minivlmrl.adapters.lora import LoRAConfig
+from minivlmrl.adapters.trained import Part
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.kto import KTOConfig
@@ -33,6 +35,7 @@ class ModelSection:
     config: str | None = None  # a config.json, relative to the recipe
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of parameters, gradients and AdamW
     compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None  # of layers and activations
+    freeze: list[Part] = field(default_factory=list)  # parts that no stage trains; vision is without the merger
     activation_checkpointing: bool = False  # keep only the inputs of blocks and compute the rest again in the backward
 
 
@@ -71,6 +74,7 @@ class RunConfig:
     check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another before the run ends
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataSection = field(default_factory=DataSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -108,7 +112,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         values = yaml.load(path.read_text(), Loader) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{recipe}: not YAML ({error})") from error
-    config = build(RunConfig, values, str(recipe))
+    config = _build(values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
         if not separator and _hint(key) is bool:  # --overwrite
@@ -119,7 +123,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if key == "model.config" and value:  # not beside the recipe, as what a recipe says
             value = str(Path(value).resolve())
         values = _replace(values, key.split("."), value)
-    config = build(RunConfig, values, "command line")
+    config = _build(values, "command line")
     if config.model.config:  # beside the recipe; the others below from where the command runs
         config.model.config = str((path.parent / config.model.config).resolve())
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
@@ -129,6 +133,14 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config
+
+
+def _build(values, where: str) -> RunConfig:
+    for stage, section in values.items() if isinstance(values, dict) else ():
+        if isinstance(section, dict) and "freeze_vision_tower" in section:
+            cure = "write model.freeze: [vision, merger], which holds for all stages"
+            raise ValueError(f"{where}: there is no {stage}.freeze_vision_tower any more; {cure}")
+    return build(RunConfig, values, where)
 
 
 def _hint(key: str):

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from minivlmrl.adapters.lora import draw_adapters
+from minivlmrl.adapters.trained import select_trained
 from minivlmrl.chat import content_parts
 from minivlmrl.data.turns import as_turns
 from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor, random_model
@@ -31,7 +33,7 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
         processor = load_processor(section.path, data.min_pixels, data.max_pixels)  # before the weights: it may not fit
         if config.check_memory and world.device.type == "cuda":
             check_memory(config, world.size, torch.cuda.get_device_properties(world.device).total_memory)
-        model = load_model(section.path, dtype, world.device, sharding)
+        model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
     elif data.task is None and not datasets:
         raise ValueError("model.config builds a model for an embedded task or rows to train on; set model.path")
     else:
@@ -39,8 +41,12 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
         tokenizer = get_task(data.task).tokenizer() if data.task else train_tokenizer(_texts(datasets), size)
         model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
         model = model.to(world.device, dtype)
+        config.adapter.place(model)
         if sharding is not None:
             sharding.shard(model)
+    draw_adapters(model, config.seed)
+    model.adapter_base = section.path
+    select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
     processor.image_processor.resize = data.resize or processor.image_processor.resize

@@ -31,7 +31,6 @@ class TrainingConfig:
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # of AdamW, for all weights
     max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # gradients are scaled down to this norm
-    freeze_vision_tower: bool = False  # merger included; the rest is trained
     eval_steps: Annotated[int, ">= 0"] = 0  # evaluate held-out rows every this many steps too; 0: between stages only
     save_steps: Annotated[int, ">= 0"] = 0  # steps between two checkpoints; 0: at the end of the stage only
     save_total_limit: Annotated[int, ">= 1"] | None = (

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from minivlmrl.adapters.trained import table
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
@@ -85,4 +86,6 @@ def describe_run(config, model: nn.Module, world: World):
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}")
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        print(table(model))
     print(f"output: {config.output_dir}", flush=True)

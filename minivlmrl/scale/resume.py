@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minivlmrl.adapters.lora import without_base
 from minivlmrl.grpo import Algorithm
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import flush_file, read_json
@@ -75,7 +76,7 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
-    found = dict(modules.named_parameters())  # layers that policy and reference share once
+    found = without_base(modules, algorithm.policy)  # layers that policy and reference share once
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value

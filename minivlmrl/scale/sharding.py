@@ -4,8 +4,7 @@ Each vision block and each decoder layer is a unit: its weights are gathered whe
 other weights are one more unit, the root: embeddings and head may be one tensor, and logprobs.py reads the head's.
 
 All ranks must run the same units in the same order, or they wait for ever. So they have equal numbers of prompts and of
-micro-batches. What still differs is made equal here: whether there are images (VisionInStep), and how many decode steps
-a rank needs (Joint).
+micro-batches; VisionInStep and Joint make equal whether there are images, and how many decode steps a rank runs.
 """
 
 import copy
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minivlmrl.adapters.lora import place_like, shared_base
 from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
@@ -58,8 +58,9 @@ class Sharding:
         first = int(replicas == 1)  # without replicas the mesh has one dimension
         self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
-        # inputs keep their dtypes: rotary angles stay float32, as without sharding
-        precision = fsdp.MixedPrecisionPolicy(compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+        # inputs keep their dtypes: rotary angles stay float32, as without sharding; so do adapters on a base of less
+        summed = torch.promote_types(dtype, torch.float32)
+        precision = fsdp.MixedPrecisionPolicy(compute_dtype, reduce_dtype=summed, cast_forward_inputs=False)
         offload = fsdp.CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else fsdp.OffloadPolicy()
         self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
 
@@ -201,17 +202,17 @@ class Joint:
 
 
 def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
-    """Copy a model deeply, of a sharded one each rank its part; to_compute: in the dtype that computes."""
+    """Copy a model but the base of adapters, of a sharded one each rank its part; to_compute: in that dtype."""
     if not is_sharded(model):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, shared_base(model))
     reshard(model)
     dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
     with torch.device("meta"):
         twin = type(model)(model.config).to(dtype)
+    place_like(twin, model)
     model.sharding.shard(twin)
-    assign(twin, {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()})
-    for copied, parameter in zip(twin.parameters(), model.parameters(), strict=True):
-        copied.requires_grad_(parameter.requires_grad)
+    dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
+    assign(twin, {name: p.detach().to(dtypes[name], copy=True) for name, p in model.named_parameters()})
     return twin
 
 

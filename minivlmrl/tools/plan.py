@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.adamw8bit import empty_state
+from minivlmrl.adapters.trained import part_of
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import inverse_cdf, next_tokens
@@ -168,7 +169,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
     frozen = shared_parameters(costs.model, layers)
     shared, dtype = _count(frozen), DTYPES[run.model.dtype]
-    frozen += costs.model.visual.parameters() if config.freeze_vision_tower else []
+    frozen += [p for name, p in costs.model.named_parameters() if part_of(name) in run.model.freeze]
+    freezes_vision = {"vision", "merger"} <= set(run.model.freeze)
     parameters = [p for p in costs.model.parameters() if id(p) not in set(map(id, frozen))]
     trained, state = _count(parameters), 2 * _count(parameters)
     if config.optimizer == "adamw_8bit":
@@ -212,7 +214,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if online or "reference" in always:
         forward = costs.activations(computed, micro, False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
-    options = (run.model.activation_checkpointing, config.freeze_vision_tower, layers)
+    options = (run.model.activation_checkpointing, freezes_vision, layers)
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": trained * part * (1 + summed),

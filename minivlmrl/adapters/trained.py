@@ -1,0 +1,58 @@
+"""Which parameters are trained: all, those of adapters, and of both only what no frozen part holds; as a table too."""
+
+import re
+from typing import Literal
+
+from torch import nn
+
+from minivlmrl.adapters.lora import adapters, base_parameters, is_adapter
+
+PART = {  # what a recipe calls the parts of a model, as beginnings of names
+    "vision": "visual.",  # without the merger, which is the longer name
+    "merger": "visual.merger.",
+    "language": "model.",  # without the embeddings
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
+}
+Part = Literal["vision", "merger", "language", "embeddings"]
+
+
+def part_of(name: str) -> Part:
+    """The part that a parameter of this name belongs to."""
+    return next(part for part in ("merger", "embeddings", "vision", "language") if name.startswith(PART[part]))
+
+
+def select_trained(model: nn.Module, freeze: list[Part]):
+    """Choose what an optimizer takes: adapters alone where there are some, and no parameter of frozen parts.
+
+    Of a value model its head too, and not the head that predicts tokens.
+    """
+    has_adapters, trained = bool(adapters(model)), 0
+    for name, parameter in model.named_parameters():
+        own, chosen = name.removeprefix("backbone."), is_adapter(name) >= has_adapters
+        chosen = own == "score.weight" or (name != "backbone.lm_head.weight" and part_of(own) not in freeze and chosen)
+        parameter.requires_grad_(chosen)
+        trained += parameter.requires_grad
+    if not trained:
+        left = "adapter.target names no other part" if has_adapters else "these are all parts"
+        raise ValueError(f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {left}")
+
+
+def table(model: nn.Module) -> str:
+    """What is trained, a line for each part or kind of adapted layer: name, layers, rank, parameters, share."""
+    base, layers, kinds = sum(p.numel() for p in base_parameters(model).values()), adapters(model), {}
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        kind = part_of(name)
+        if layer in layers:  # of all blocks
+            kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), len(layers[layer].lora_A)
+        if parameter.requires_grad:
+            kinds.setdefault(kind, []).append((layer, parameter.numel()))
+    trained, lines = 0, []
+    for kind, tensors in kinds.items():
+        name, rank = (kind, "") if isinstance(kind, str) else (kind[0], f" x r {kind[1]}")
+        count = sum(size for _, size in tensors)
+        trained += count
+        lines.append(
+            f"  {name:<40} {len({layer for layer, _ in tensors}):>4}{rank:<9}{count:>14,} {count / base:>8.3%}"
+        )
+    return "\n".join([f"trained: {trained:,} parameters, {trained / base:.3%} of the base's {base:,}", *lines])

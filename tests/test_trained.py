@@ -1,0 +1,174 @@
+"""What is trained: frozen parts, adapters, both, and the table of it; runs of all stages with adapters."""
+
+import json
+
+import peft
+import pytest
+import torch
+from oracle import CLASSES, worst_difference
+from safetensors.torch import load_file
+from test_lora import adapted, batch
+
+from minivlmrl.adapters.lora import adapters, is_adapter
+from minivlmrl.adapters.trained import part_of, select_trained, table
+from minivlmrl.algorithms.reference import Reference, ReferenceConfig
+from minivlmrl.algorithms.value_model import copy_as_value_model
+from minivlmrl.hub.checkpoint import load_model, load_processor
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.config import load_config
+from minivlmrl.tasks.shapes import Shapes
+
+import tiny
+from stages import STAGES, snapshot
+
+ALL = "[language, vision, merger]"
+ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("freeze", "trained"),
+    [
+        (["vision"], {"merger", "language", "embeddings"}),
+        (["vision", "merger"], {"language", "embeddings"}),
+        (["language", "embeddings"], {"vision", "merger"}),
+        (["embeddings"], {"vision", "merger", "language"}),
+    ],
+)
+def test_frozen_parts(tied, freeze, trained):
+    model = tiny.model(tied)
+    select_trained(model, freeze)
+    assert {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == trained
+    assert {part_of(name) for name, p in model.named_parameters() if not p.requires_grad} == set(freeze)
+
+
+def test_adapters_of_frozen_parts_are_frozen_too():
+    model = adapted()
+    select_trained(model, ["vision"])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all(map(is_adapter, trained)) and {part_of(name) for name in trained} == {"merger", "language"}
+    with pytest.raises(ValueError, match=r"model.freeze is \[merger\], and nothing is left to train: adapter.target"):
+        select_trained(adapted(["merger"]), ["merger"])
+
+
+def test_the_table_of_parts():
+    """The merger of a tiny model: a norm of 32, 128 x 128 + 128 and 128 x 64 + 64 numbers."""
+    model = tiny.model()
+    select_trained(model, ["vision", "language", "embeddings"])
+    first, line = table(model).splitlines()
+    assert first.startswith("trained: 24,800 parameters") and line.split()[:3] == ["merger", "3", "24,800"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--sft.freeze_vision_tower=true"], r"no sft.freeze_vision_tower any more; write model.freeze: \[vision"),
+        (["--adapter.r=4", "--adapter.dropout=0.1"], "adapter.dropout is 0.1, it must be 0: "),
+        (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
+    ],
+)
+def test_what_is_refused(folder, options, says):
+    with pytest.raises(ValueError, match=says):
+        load_config(folder / "recipe.yaml", options)
+
+
+# stages
+
+RUNS = {name: [] for name in STAGES} | {"ppo with a critic": ["--ppo.critic=separate"]}
+REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stage_trains_adapters_and_heads_alone(stage, name):
+    """The base keeps its bits; a critic or reward model has it too, not a copy."""
+    run = stage(name.split()[0], *ADAPTERS, *RUNS[name])
+    before = snapshot(run.algorithm.trained)
+    run.go(2)
+    moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
+    assert {key for key in moved if not is_adapter(key)} <= {"score.weight", "critic.weight", "critic.score.weight"}
+    assert {key for key in before if key.endswith("lora_B")} <= moved
+    base = {p.data_ptr() for key, p in run.model.named_parameters() if not is_adapter(key)}
+    others = [p for key, p in run.algorithm.trained.named_parameters() if not is_adapter(key) and "score" not in key]
+    assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
+
+
+@pytest.mark.parametrize("name", REFERENCED)
+def test_the_reference_is_the_base_and_no_copy_of_it(stage, name):
+    run = stage(name, *ADAPTERS, REFERENCED[name])
+    [first, *_], plain = run.next(), stage(name).model
+    with torch.no_grad():
+        logps = first.group.pad(per_token_logps(run.model, first.group, run.algorithm.run.sampling.temperature)[0])
+    assert torch.equal(first.ref_per_token_logps, logps)  # the difference is 0
+    assert sum(p.numel() for p in run.algorithm.reference.model.parameters()) < 0.5 * sum(
+        p.numel() for p in plain.parameters()
+    )
+    run.update()
+    run.go(1)
+    second = run.next()[0]
+    with torch.no_grad():
+        expected = per_token_logps(plain, second.group, run.algorithm.run.sampling.temperature)[0]
+    torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_later_stage_has_the_adapters_of_the_earlier_one_as_its_reference(stage):
+    """Not the base; and it may move, as a whole reference may."""
+    model = adapted(dtype=torch.float64)
+    reference = Reference(model, ReferenceConfig(sync_ref_model=True, ref_model_sync_steps=1))
+    group = batch(model)
+    before = reference.logps(group)
+    assert torch.equal(before, group.pad(per_token_logps(model, group)[0]))
+    starts = {name: layer.lora_B.detach().clone() for name, layer in adapters(model).items()}
+    for layer in adapters(model).values():
+        layer.lora_B.data += 1
+    assert torch.equal(reference.logps(group), before)
+    reference.after_step(1)
+    for layer in adapters(model).values():
+        layer.lora_B.data -= 0.4
+    expected = group.pad(per_token_logps(model, group)[0])
+    torch.testing.assert_close(reference.logps(group), expected, rtol=1e-9, atol=1e-9)
+    assert all(torch.equal(layer.lora_B.round(decimals=9), (starts[n] + 0.6).round(decimals=9))
+               for n, layer in adapters(model).items())  # fmt: skip
+
+
+def test_a_value_model_has_its_own_adapters_on_the_same_base():
+    policy = adapted(dtype=torch.float64)
+    model = copy_as_value_model(policy, ["vision"])
+    theirs = dict(policy.named_parameters())
+    for name, parameter in model.backbone.named_parameters():
+        assert (parameter is theirs[name]) != is_adapter(name) and torch.equal(parameter, theirs[name])
+        assert parameter.requires_grad == (is_adapter(name) and part_of(name) != "vision")
+    assert model.score.weight.requires_grad
+
+
+# whole runs
+
+
+def test_peft_loads_what_a_run_saves(run, plain, checkpoint, monkeypatch, capsys):
+    """Its merged folder and base plus adapter have equal logits; the base that it began with has others."""
+    adapter = ["--adapter.r=4", "--adapter.dora=true", f"--adapter.target={ALL}"]
+    folder = run(
+        "--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter, "--model.freeze=vision"
+    )
+    out = capsys.readouterr().out
+    assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
+    assert "visual.blocks" not in out
+    merged, base = load_model(folder / "checkpoint"), load_model(checkpoint)
+    monkeypatch.setattr(tiny, "IMAGE", base.config.image_token_id)
+    rows = [Shapes(1, "rows")[0].prompt(load_processor(checkpoint))]
+    theirs = CLASSES["qwen2_5_vl"].from_pretrained(checkpoint, attn_implementation="eager").eval()
+    assert worst_difference(theirs, merged, rows) > 1e-3 > 1e-5 > worst_difference(theirs, base, rows)
+    theirs = peft.PeftModel.from_pretrained(theirs, folder / "checkpoint" / "adapter")
+    assert worst_difference(theirs, merged, rows) < 1e-5
+    config = json.loads((folder / "checkpoint" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(checkpoint)
+    start = load_file(checkpoint / "model.safetensors")
+    changed = {name for name, p in load_file(folder / "checkpoint" / "model.safetensors").items()
+               if not torch.equal(p, start[name])}  # fmt: skip
+    assert changed and all(name.endswith("proj.weight") or ".merger.mlp." in name for name in changed)
+
+
+def test_a_state_of_a_run_with_adapters_has_no_base(run, plain):
+    folder = run("--stages=[sft]", *ADAPTERS, "--state_steps=3")
+    [state] = (folder / "states").glob("0*/*.safetensors")
+    names = [name.partition(":")[2] for name in load_file(state)]
+    assert names and all("lora_" in name for name in names)
