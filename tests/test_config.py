@@ -93,8 +93,8 @@ def test_an_unknown_key_is_named_with_the_valid_ones(write, content):
 
 
 def test_a_flag_needs_no_value(recipe):
-    config = load_config(recipe, ["--overwrite", "--grpo.freeze_vision_tower"])
-    assert config.overwrite is True and config.grpo.freeze_vision_tower is True
+    config = load_config(recipe, ["--overwrite", "--grpo.sync_ref_model"])
+    assert config.overwrite is True and config.grpo.sync_ref_model is True
     with pytest.raises(ValueError, match="'--seed': an override has the form"):
         load_config(recipe, ["--seed"])
 
