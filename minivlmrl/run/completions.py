@@ -72,7 +72,7 @@ class CompletionsLog:
             path.parent.mkdir(exist_ok=True)
             small = image.copy()
             small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            small.save(path, quality=90)
+            small.save(path, quality=90, lossless=max(small.size) < 128)
         return f"{IMAGES}/{path.name}"
 
 

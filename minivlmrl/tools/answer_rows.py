@@ -23,7 +23,7 @@ import torch
 from minivlmrl.generate import sample_completions
 from minivlmrl.hub.folder import write_json
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rewards import find_answer, normalize, reward_columns, score
+from minivlmrl.rewards import find_answer, judge, normalize
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.completions import finite
@@ -108,11 +108,8 @@ def answer(model, processor, rows: Sequence[Row], count: int, sampling, names: S
     prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
     completions = sample_completions(model, processor, prompts, count, sampling, keys, world)
     texts = [[processor.decode(completion.ids) for completion in group] for group in completions]
-    columns = reward_columns(rows, prompts, completions, processor)
-    flat = [text for said in texts for text in said]
-    values = torch.zeros(len(flat), 0) if not names else score(list(names), flat, columns, processor.answer)
-    values = values.view(len(rows), count, len(names))
-    lines = []
+    values = judge(names, rows, prompts, completions, processor) if names else torch.zeros(len(rows) * count, 0)
+    lines, values = [], values.view(len(rows), count, len(names))
     for row, group, said, earned in zip(rows, completions, texts, values.tolist(), strict=True):
         line = {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": []}
         for completion, text, worth in zip(group, said, earned, strict=True):

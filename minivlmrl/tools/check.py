@@ -177,21 +177,15 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
     """Completions that fit the solutions of other rows as well as their own: shuffled labels, or answers at random."""
     prompts = [row.prompt(processor) for row in rows]
     for name in online_rewards(config):
-        truth = required_columns([name])
-        if not truth:
-            continue
-
-        def mean(shift: int, name=name, truth=truth) -> float:
-            """What the completions earn with the solutions of the rows that come so much later."""
-            others = [rows[(i + shift) % len(rows)].columns for i in range(len(rows))]
-            columns = [{column: other.get(column) for column in truth} for other in others]
-            swapped = [replace(row, columns=row.columns | c) for row, c in zip(rows, columns, strict=True)]
-            return judge([name], swapped, prompts, drawn, processor).nanmean().item()
-
-        others = torch.tensor([mean(shift) for shift in range(1, len(rows))])
-        if len(others) > 1 and others.std() > 0 and (own := mean(0)) <= others.mean() + others.std():
+        truth, means = required_columns([name]), []
+        for shift in range(len(rows) if truth else 0):  # with what the row so many places later says
+            others = [{column: row.columns.get(column) for column in truth} for row in rows[shift:] + rows[:shift]]
+            swapped = [replace(row, columns=row.columns | other) for row, other in zip(rows, others, strict=True)]
+            means.append(judge([name], swapped, prompts, drawn, processor).nanmean())
+        others = torch.tensor(means[1:])
+        if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
             cure = "were the solutions shuffled? Else the model knows nothing of the task yet: train sft first"
-            yield f"reward {name} is {own:.2f}, and {others.mean():.2f} with the solutions of other rows; {cure}"
+            yield f"reward {name} is {means[0]:.2f}, and {others.mean():.2f} with the solutions of other rows; {cure}"
 
 
 def draw(config, model, rows, processor: Processor, world, names: list[str], count: int) -> tuple:
