@@ -45,13 +45,16 @@ class Entry:
     keeps_greedy: bool = False  # ... and no less greedy accuracy than before
     ratio_moves: bool = False  # some ratios leave the clip range
     most_sampled_gain: float | None = None  # at most so much: a control
-    before: str = ""  # a script of this folder, with arguments, that makes the rows
+    before: str = ""  # a script, with arguments, that makes what this needs; its path begins at this folder
 
 
 def grpo(name: str, *overrides: str, **expected) -> Entry:
     return Entry(name, "shapes.yaml", [f"--grpo.{text}" for text in overrides], **{"sampled_gain": 0.25, **expected})
 
 
+AFTER_SFT = "../train.py {root}/recipes/shapes.yaml --seed={seed} --stages=[sft] --output_dir=sft --num_threads=1"
+LORA = ["--model.config=null", "--model.path=sft/checkpoint", "--adapter.r=16", "--grpo.learning_rate=1e-3"]
+LORA += ["--adapter.target=[language, vision, merger]"]
 PLAN = [
     grpo("grpo"),
     grpo("bnpo", "loss_type=bnpo"),
@@ -65,6 +68,7 @@ PLAN = [
     grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
     Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--sft.optimizer=adamw_8bit", "--grpo.optimizer=adamw_8bit"], 0.25),
+    Entry("lora", "shapes.yaml", ["--stages=[grpo]", *LORA], 0.43, before=AFTER_SFT),
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
     Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
@@ -84,8 +88,9 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
     """One run; its summary.json, the share of clipped tokens over its last stage, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         if entry.before:
-            script, *words = shlex.split(entry.before)
-            subprocess.run([sys.executable, str(Path(__file__).parent / script), *words], cwd=folder, check=True)
+            script, *words = shlex.split(entry.before.format(root=ROOT, seed=seed))
+            making = [sys.executable, str(Path(__file__).parent / script), *words]
+            subprocess.run(making, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         recipe = str(ROOT / RECIPES / entry.recipe)
         command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
         command += [f"--num_threads={threads}", *entry.overrides, *overrides]
@@ -105,7 +110,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
 
 def judge(entry: Entry, summary: dict) -> dict:
     """The numbers of a row and whether it reached what is asked."""
-    *_, before, after = [name for name in summary if name.startswith("after_")]
+    *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
     pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
     # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
     gain = summary[after]["sampled"] - summary[before]["sampled"]
