@@ -14,7 +14,10 @@ def links(page: Path) -> list[tuple[str, Path]]:
     """(name, file) of every link of a page with code as its text."""
     text = page.read_text()
     labels = dict(LABEL.findall(text))
-    return [(name, (page.parent / (target or labels[label])).resolve()) for name, target, label in LINK.findall(text)]
+    return [
+        (name, (page.parent / (target or labels[label]).partition("#")[0]).resolve())
+        for name, target, label in LINK.findall(text)
+    ]
 
 
 @cache

@@ -57,7 +57,9 @@ def test_links_lead_somewhere(page):
         file, _, title = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), target
-        if title:
+        if re.fullmatch(r"L\d+", title):  # a line of code
+            assert re.search(r"^\s*(def|class|@)", path.read_text().splitlines()[int(title[1:]) - 1]), target
+        elif title:
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     assert all((ROOT / file).is_file() for file in re.findall(r"(?:recipes|benchmarks|tests)/\w+\.\w+", text))

@@ -1,0 +1,23 @@
+"""Write every page and picture of docs/ that code prints: python -m docs.make_pages
+
+tests/test_pages.py compares them with the files; tests/test_faq.py, test_exercise.py and test_draw.py have their own.
+"""
+
+from pathlib import Path
+
+from docs import draw, exercises, faq, walkthrough
+
+DOCS = Path(__file__).parent
+PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
+OTHERS = {"faq.md": faq.page, "exercises.md": exercises.page, **draw.PICTURES}
+
+
+def main():
+    """Write all."""
+    walkthrough.write_picture()
+    for name, page in {**PAGES, **OTHERS}.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
