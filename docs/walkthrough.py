@@ -115,8 +115,8 @@ Of all 16 prompts of the step. It reaches every module, through the merged token
 
 # Update
 AdamW moves each weight by about the learning rate, here still in its warmup. The two right answers become likelier, the
-two without the form less likely. The wrong answers in the right form are a little below the group's mean, but share their
-tokens with the right ones: most of them gain, too.
+two without the form less likely. The wrong answers in the right form are a little below the group's mean, but share
+their tokens with the right ones: most of them gain, too.
 
 ![gradient norms of the modules, and how far each completion's log-probability moves](walkthrough_update.svg)
 """
