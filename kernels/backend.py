@@ -74,3 +74,10 @@ def _compiler_obstacle() -> str | None:
     except Exception as error:  # whatever it is, the kernels would meet it too
         return f"Triton cannot compile here ({' '.join(str(error).split()):.200}): it needs gcc and python3-dev"
     return None
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor from the host; a card reads it from pinned memory by itself, so the host does not wait."""
+    if torch.device(device).type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

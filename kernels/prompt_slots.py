@@ -3,19 +3,27 @@
 Dimension letters: R rows (running completions), B prompts, K key/value heads, h query heads of each, X anything.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import attention_scores, dense_attention, gather_rows
+
+SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
 
 
 class PromptSlots:
     """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most rows."""
 
-    def __init__(self, owner: Tensor, prompts: int):  # owner: (R,) prompt of each row, ascending; prompts: B
+    def __init__(self, owner: Tensor, prompts: int, device: torch.device | str = "cpu"):
+        # owner: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked; prompts: B
         counts = owner.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
-        self.prompts, self.slots = prompts, int(counts.max())
-        row = torch.arange(len(owner), device=owner.device)
-        self.slot = owner * self.slots + row - first[owner]
+        self.prompts, self.slots, self.owner = prompts, int(counts.max()), to_device(owner, device)
+        slot = owner * self.slots + torch.arange(len(owner)) - first[owner]
+        self.slot = to_device(slot, device)
         self.full = len(owner) == prompts * self.slots  # then the slots are the rows in order
 
     def by_prompt(self, x: Tensor) -> Tensor:
@@ -28,3 +36,31 @@ class PromptSlots:
         """(B, K, slots*h, X) -> (R, K, h, X), the inverse of by_prompt."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
+
+
+def after_prompt(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots) -> Tensor:
+    """Compute the attention of completions to their own keys, causally, and to those of the prompt that they share.
+
+    On a CPU all completions of a prompt are queries of one product with its keys, which are not copied for each. With
+    more scores than SHARED_BYTES, and on a GPU, the fused kernel reads copies: there scores never get to memory.
+
+    Args:
+        q: (R, H, C, D) of completions.
+        k, v: (R, K, C, D) of completions.
+        prompt_k, prompt_v: (B, K, P, D).
+        slots: which prompt each completion has.
+    Returns:
+        (R, H, C, D).
+    """
+    repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
+    if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
+        k, v = (torch.cat([gather_rows(x, slots.owner), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
+        return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
+    q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (R, K, repeat*C, D)
+    unseen = q.new_full((C, C), -math.inf).triu(1).repeat(repeat, 1)
+    to_own = attention_scores(q, k) + unseen  # (R, K, repeat*C, C)
+    to_prompt = attention_scores(slots.by_prompt(q), prompt_k)  # (B, K, slots*repeat*C, P)
+    weights = torch.cat([to_prompt, slots.by_prompt(to_own)], dim=-1).softmax(-1).to(q.dtype)
+    to_prompt, to_own = weights.split([P, C], dim=-1)
+    out = slots.by_row(to_prompt @ prompt_v) + slots.by_row(to_own) @ v
+    return out.unflatten(2, (repeat, C)).flatten(1, 2)

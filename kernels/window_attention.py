@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, triton
-from minivlmrl.kernels.dense_attention import dense_attention
+from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
+from minivlmrl.kernels.dense_attention import dense_attention, gather_rows
 
 # Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB a thread, and three
 # passes of tf32 still spill in the backward. So float32 on a GPU goes to torch; the interpreter has no registers.
@@ -45,14 +45,14 @@ class Segments:
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         begins = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        self.cu_seqlens = begins.to(device, torch.int32)  # (segments + 1,): the begin of each, and the end of the last
+        self.cu_seqlens = to_device(begins.int(), device)  # (segments + 1,): the begin of each, and the end of the last
         # one call each: (length, tokens) of consecutive segments of one length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         self.order = self.inverse = None  # (T,) permutations of the tokens, if the segments are sorted
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
             length_of_token = begins.diff().repeat_interleave(begins.diff())  # (T,)
-            self.order = length_of_token.argsort(stable=True).to(device)
+            self.order = to_device(length_of_token.argsort(stable=True), device)
             self.inverse = self.order.argsort()
 
 
@@ -72,14 +72,6 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     """Segments of equal length, (S*L, H, D) -> the same."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first axis. x (T, ...), index any shape -> (*index.shape, ...).
-
-    An embedding look-up: its backward adds whole rows and is 17 times faster on a CPU than that of x[index].
-    """
-    return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 # Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough.

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.kernels.dense_attention import attention_scores, dense_attention
-from minivlmrl.kernels.prompt_slots import PromptSlots
-from minivlmrl.kernels.window_attention import gather_rows
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import attention_scores, dense_attention, gather_rows
+from minivlmrl.kernels.prompt_slots import PromptSlots, after_prompt
 
 # attention(layer_index, q (N, H, D), k (N, K, D), v (N, K, D)) -> (N, H, D), after the rotary
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -35,9 +35,11 @@ class Bucket:
         offset = torch.arange(max((tokens for *_, tokens in rows), default=0))  # (C,)
         prompts = torch.tensor(starts)[:, None] + torch.arange(length)
         completions = torch.where(offset < lengths[:, None], begins[:, None] + offset, 0)
-        self.prompts = prompts.to(device)  # (b, P) index in the run of each prompt token
-        self.completions = completions.to(device)  # (r, C); 0 after the end of a shorter one
-        self.owner = owner.to(device)  # (r,)
+        self.prompts = to_device(prompts, device)  # (b, P) index in the run of each prompt token
+        self.completions = to_device(
+            completions, device
+        )  # (r, C); 0 after the end of a shorter one
+        self.slots = PromptSlots(owner, len(starts), device) if rows else None
 
 
 class GroupLayout:
@@ -66,10 +68,13 @@ class GroupLayout:
                 predict += [last[-1], *range(end, end + n - 1)]
                 end += n - 1
         self.num_tokens = end  # N
-        self.last_index = torch.tensor(last, device=device)  # (B,) last token of each prompt
+        self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
         # (M,) index of the token that predicts each completion token: the one before it, which for
         # the first token of a completion is the last token of its prompt
-        self.predict_index = torch.tensor(predict, dtype=torch.long, device=device)
+        self.predict_index = to_device(torch.tensor(predict, dtype=torch.long), device)
+        longest = max(self.row_lengths, default=0)  # T
+        cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
+        self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
         self.buckets = [Bucket(length, *lists, device) for length, lists in found.items()]
         # (N,) where the buckets' results, laid end to end, have each token
         order = torch.cat([x.flatten() for b in self.buckets for x in (b.prompts, b.completions)])
@@ -116,9 +121,7 @@ class GroupAttention:
                 continue
             # completions: (r, heads, C, D), after the keys of their prompt: (r, K, P + C, D)
             qc, kc, vc = (gather_rows(x, bucket.completions).transpose(1, 2) for x in (q, k, v))
-            kc = torch.cat([gather_rows(kp, bucket.owner), kc], dim=2)
-            vc = torch.cat([gather_rows(vp, bucket.owner), vc], dim=2)
-            o = dense_attention(qc, kc, vc, is_causal=True)  # query i of C sees P + i + 1 keys
+            o = after_prompt(qc, kc, vc, kp, vp, bucket.slots)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
         return gather_rows(torch.cat(out), self.layout.inverse)
 
@@ -145,18 +148,20 @@ class DecodeAttention:
         self.bias = pad(zeros, padding_value=float("-inf"))
         self.own = [[x.new_empty(len(owner), K, capacity, D) for x in layer] for layer in keys]
         self.length = 0  # tokens in `own`
-        self.owner, self.slots = owner, PromptSlots(owner, len(lengths))
+        self.owner, self.device = owner.cpu(), owner.device
+        self.slots = PromptSlots(self.owner, len(lengths), self.device)
 
     def keep(self, rows: Tensor):
         """Keep only these rows (indices, ascending), and the prompts that one of them reads."""
-        prompts, self.owner = self.owner[rows].unique_consecutive(return_inverse=True)
+        prompts, self.owner = self.owner[rows.cpu()].unique_consecutive(return_inverse=True)
+        prompts = to_device(prompts, self.device)
         for layer in self.own:  # one after the other: never two copies of all keys
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.bias):
             self.bias = self.bias[prompts]
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
-        self.slots = PromptSlots(self.owner, len(prompts))
+        self.slots = PromptSlots(self.owner, len(prompts), self.device)
 
     def advance(self):
         """Count the new tokens, after all layers."""

@@ -32,7 +32,9 @@ class GroupBatch:
 
     def pad(self, per_token: Tensor) -> Tensor:
         """(M,) -> (R, T), T tokens of the longest completion, zeros on the right: for losses."""
-        return torch.nn.utils.rnn.pad_sequence(self.split(per_token), batch_first=True)
+        rows = len(self.layout.row_lengths), max(self.layout.row_lengths, default=0)
+        padded = per_token.new_zeros(rows[0] * rows[1])
+        return padded.index_copy(0, self.layout.row_index, per_token).view(rows)
 
     @property
     def completion_mask(self) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from minivlmrl.attention import Attention, GroupAttention
 from minivlmrl.batch import GroupBatch
-from minivlmrl.kernels.window_attention import gather_rows
+from minivlmrl.kernels.dense_attention import gather_rows
+from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.rope import apply_rotary, text_rotary
-from minivlmrl.vision import MLP, RMSNorm, VisionTransformer
+from minivlmrl.vision import MLP, VisionTransformer
 
 
 class Qwen2_5_VL(nn.Module):

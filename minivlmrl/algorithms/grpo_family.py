@@ -95,7 +95,7 @@ class Family(GRPO):
         local = [g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])]
         rows, completions, rewards, _ = zip(*local, strict=True)
         rows = [batches.row(*row) for row in rows]
-        prompts = [row.prompt(self.processor) for row in rows]
+        prompts, self.sampler = [row.prompt(self.processor) for row in rows], self.policy
         return Rollout(rows, prompts, list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
