@@ -1,7 +1,8 @@
-"""Planted faults: `check` before a run, or a sentence while it goes on, names each one and says what to do."""
+"""Planted faults: `check` before a run, a sentence while it goes on, or what ends it names each one and its cure."""
 
 import json
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,7 +86,18 @@ DURING = {
         "reward one.py:one says 1", "look at completions.jsonl", ["--rewards={one.py:one: 1}"]
     ),
 }  # fmt: skip
+ENDS = {
+    "sampler and trainer disagree": Fault(
+        "nats about a token", "rollout.max_logp_mismatch", ["--rollout.max_logp_mismatch=1e-12"]
+    ),
+    "a reward that is no number": Fault(
+        "reward one.py:nothing returned nan", "or None for 'cannot judge'", ["--rewards={one.py:nothing: 1}"]
+    ),
+}  # fmt: skip
 OWN_REWARDS = """
+def nothing(completions, **columns):
+    return [float("nan")] * len(completions)
+
 def one(completions, **columns):
     return [1.0] * len(completions)
 
@@ -130,6 +142,14 @@ def test_a_run_names_it(fault, run, plant, capsys):
     assert said.startswith("step ") and fault.cure in said
     written = [json.loads(line) for line in (folder / "warnings.jsonl").read_text().splitlines()]
     assert said in [f"step {line['step']}: {line['warning']}" for line in written]
+
+
+@pytest.mark.parametrize("fault", ENDS)
+@pytest.mark.usefixtures("plain", "lively")
+def test_it_ends_a_run(fault, run, plant):
+    fault = ENDS[fault]
+    with pytest.raises(ValueError, match=f"{re.escape(fault.sentence)}.*{re.escape(fault.cure)}"):
+        run(*plant(fault.change), LETTERS, *fault.overrides)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
