@@ -8,8 +8,11 @@ from test_logprobs import assert_equal, groups
 
 from minivlmrl.batch import pack
 from minivlmrl.generate import SamplingConfig, draw_by, generate, uniform_numbers
+from minivlmrl.grpo import GRPO
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.config import load_config
 from minivlmrl.sampling.kept_prefill import KeptPrefill, keep_prefill
+from minivlmrl.scale.ranks import World
 
 import tiny
 
@@ -63,19 +66,15 @@ def test_completions_of_one_token_need_no_run():
     assert_equal(logps, per_token_logps(model, pack(prompts, completions, model.config))[0])
 
 
-@pytest.mark.parametrize("change", [{"stage": "ppo"}, {"on_policy": False}, {"micro_batch_size": 2}, {"recompute": 1}])
-def test_it_is_kept_only_where_the_rollout_is_one_micro_batch_of_one_step(change):
-    from types import SimpleNamespace as Some
-
-    model, (prompts, _) = tiny.model(), groups(1)
-    on_device = Some(device=torch.device("cpu"))
-    run = Some(model=Some(activation_checkpointing=bool(change.get("recompute"))))
-    config = Some(micro_batch_size=change.get("micro_batch_size", 5))
-    algorithm = Some(
-        stage=change.get("stage", "grpo"), on_policy=change.get("on_policy", True), config=config, run=run,
-        policy=model, world=on_device,
-    )  # fmt: skip
-    assert keep_prefill(algorithm, prompts) is model
-    plain = Some(**vars(algorithm) | {"stage": "grpo", "on_policy": True, "config": Some(micro_batch_size=5)})
-    plain.run = Some(model=Some(activation_checkpointing=False))
-    assert isinstance(keep_prefill(plain, prompts), KeptPrefill)
+@pytest.mark.parametrize(
+    "change, kept",
+    [
+        ([], True), (["--grpo.micro_batch_size=2"], False), (["--grpo.num_iterations=2"], False),
+        (["--grpo.max_tokens_per_micro_batch=900"], False), (["--sampling.max_tokens_at_once=900"], False),
+        (["--model.activation_checkpointing=true"], False),
+    ],
+)  # fmt: skip
+def test_it_is_kept_only_where_a_rollout_is_one_micro_batch_of_one_step(change, kept):
+    run, (prompts, _) = load_config("recipes/shapes.yaml", change), groups(1)
+    algorithm = GRPO(run, tiny.model(), None, World(0, 1, torch.device("cpu")))
+    assert isinstance(keep_prefill(algorithm, prompts), KeptPrefill) == kept

@@ -26,9 +26,12 @@ def keep_prefill(algorithm, prompts: Sequence[Prompt]):
     several micro-batches would be in memory together, sharded weights and recomputed blocks would be gathered and
     computed again anyway.
     """
-    policy, trained_once = algorithm.policy, algorithm.stage == "grpo" and algorithm.on_policy
-    in_one = len(prompts) <= algorithm.config.micro_batch_size
-    if not (trained_once and in_one) or algorithm.run.model.activation_checkpointing or hasattr(policy, "sharding"):
+    policy, config, run = algorithm.policy, algorithm.config, algorithm.run
+    trained_once = algorithm.stage == "grpo" and algorithm.on_policy and not run.model.activation_checkpointing
+    budgets = run.sampling.max_tokens_at_once, config.max_tokens_per_micro_batch
+    if not trained_once or len(prompts) > config.micro_batch_size or budgets != (None, None):
+        return policy
+    if hasattr(policy, "sharding"):
         return policy
     return KeptPrefill(policy, prompts, algorithm.world.device)
 
@@ -51,7 +54,8 @@ class KeptPrefill:
         if attention is not None:  # a prefill
             attention.keys += [(k.detach(), v.detach()) for k, v in self.keys]
             return self.last.detach()
-        if self.keys is None or not torch.is_grad_enabled() or max(batch.layout.row_lengths) == 1:
+        alone = self.keys is None or not torch.is_grad_enabled() or max(batch.layout.row_lengths) == 1
+        if alone or batch.layout.prompt_lengths != self.prompts.layout.prompt_lengths:
             return self.policy(batch, select=select)
         tokens, place = completion_tokens(batch.layout, select.device)
         hidden = self.policy.model(
