@@ -5,6 +5,8 @@ machine. `python -m docs.make_pages` writes the page, and a test compares it wit
 """
 
 import contextlib
+import copy
+import html
 import io
 import itertools
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+from torch import nn
 
 from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from minivlmrl.run.config import load_config
@@ -123,11 +126,17 @@ their tokens with the right ones: most of them gain, too.
 
 
 @cache
-def stops() -> list[Stop]:
-    """Train 12 steps of SFT, sample, and follow one prompt; some seconds."""
+def begin() -> tuple[Walk, nn.Module]:
+    """Train 12 steps of SFT and sample, some seconds; also a copy of the policy, which the walk's last stops train."""
     with contextlib.redirect_stdout(io.StringIO()):
         moment = go_to(load_config(DOCS.parent / "recipes" / "shapes.yaml", OPTIONS), "grpo", 0)
-    return list(Walk(*moment, 0, PROMPT).stops())
+    return Walk(*moment, 0, PROMPT), copy.deepcopy(moment[0].policy)
+
+
+@cache
+def stops() -> list[Stop]:
+    """Follow the prompt."""
+    return list(begin()[0].stops())
 
 
 def page() -> str:
@@ -201,16 +210,24 @@ def tokens() -> str:
         x, y = 44.0, 62 + 28 * number
         picture.text(24, y + 16, str(number), 12, SOFT)
         for word, logp in zip(row, values, strict=False):
-            step = 8 + 7.2 * len(word)
-            shade = min(1.0, -logp / 4)
-            red, green, blue = (round(255 + (end - 255) * shade) for end in (221, 138, 60))
-            picture.box(x, y, step - 2, 22, f"#{red:02x}{green:02x}{blue:02x}", FAINT)
-            shown = word.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\ufffd", "?")
-            picture.text(x + step / 2 - 1, y + 15, shown, 11)
-            x += step
+            x += token(picture, x, y, word, shade(ORANGES[1], -logp / 4))
         picture.text(int(width) + 82, y + 16, f"{one['reward']:g}", 12)
         picture.text(int(width) + 160, y + 16, f"{one['advantage']:+.2f}", 12, bold=abs(one["advantage"]) > 1)
     return picture.svg()
+
+
+def shade(colour: str, share: float) -> str:
+    """A colour between white (0) and `colour` (1)."""
+    ends = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + (end - 255) * min(1.0, share)):02x}" for end in ends)
+
+
+def token(picture: Picture, x: float, y: float, word: str, colour: str) -> float:
+    """Draw a token; returns how wide it is."""
+    width = 8 + 7.2 * len(word)
+    picture.box(x, y, width - 2, 22, colour, FAINT)
+    picture.text(x + width / 2 - 1, y + 15, html.escape(word, quote=False).replace("\ufffd", "?"), 11)
+    return width
 
 
 def update() -> str:
