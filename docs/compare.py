@@ -28,23 +28,25 @@ STEP = 0.05  # length of the step that each method takes
 HEAD = """\
 # Five ways to learn from the same four answers
 
-One picture of a purple triangle, one model (that of the [walkthrough](walkthrough.md)), four answers that it has drawn. What
-does each method need to know about them, what does it compute, and which tokens does it push where? All numbers are
-printed by `python -m docs.make_pages` from the losses that training uses, and
+One picture of a purple triangle, one model (that of the [walkthrough](walkthrough.md), in float64), four answers that
+it has drawn. What does each method need to know about them, what does it compute, and which tokens does it push where?
+All numbers are printed by `python -m docs.make_pages` from the losses that training uses, and
 [test_pages.py](../tests/test_pages.py) compares the page.
 """
 READ = """\
 What to see here:
 
 - SFT knows nothing of the other three answers: they rise and fall only as far as they share tokens with the right one.
-- DPO takes a pair. Its first loss is log 2 whatever the answers are, and tokens that both answers have are pushed up and
+- DPO takes a pair. Its first loss is log 2 whatever the answers are. Tokens that both answers have are pushed up and
   down by the same amount: what is left is the difference between the two.
 - GRPO and RLOO need no reference answer, but several answers of the model's own, and rewards that differ: a group with
   equal rewards pushes nothing. GRPO divides by the group's standard deviation and gives each answer the same weight,
   however long it is; RLOO compares with the mean of the other answers, and each token gets the whole advantage.
-- PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so all that differs inside an
-  answer is the discount lambda = 0.95 a token: early tokens get less of the praise or blame. Then it whitens over all
-  tokens: what is positive or negative depends on the other answers here too.
+- PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so inside an answer only the
+  discount lambda = 0.95 a token tells tokens apart: early ones get less of the reward. Then it whitens over all tokens,
+  so here, too, an answer is compared with the others: the one that earned 0 is pushed down at every token.
+- Answer 2 rises with every method, although nobody calls it good: it shares "I see blue" with the right one. A step on
+  one answer is a step on all that look like it.
 """
 
 
@@ -143,17 +145,22 @@ def page() -> str:
     }
     parts.append(table(("method", "needs", "computes", "loss"), [(n, *what[n], values[n]) for n in what]))
     parts += ["## Which tokens move where\n", "![four answers under each method](compare.svg)\n"]
-    sums = {name: [f"{x:+.2f}" for x in (push * s.mask).sum(1).tolist()] for name, push in pushes().items()}
+    sums = {name: [signed(x) for x in (push * s.mask).sum(1).tolist()] for name, push in pushes().items()}
     head = ("method", *(f"answer {number}" for number in range(4)))
     parts += ["The push on a whole answer, the sum over its tokens of -d loss / d log-probability:\n"]
     parts.append(table(head, [(name, *row) for name, row in sums.items()]))
     parts += [
         "## What one step changes\n",
-        f"All weights move by {STEP} in all against the gradient of each loss (the same ",
+        f"One step down each loss's gradient, of length {STEP} over all weights for each",
     ]
-    parts[-1] += "length for each method, so that only the direction counts); the log-probabilities change by:\n"
-    parts.append(table(head, [(name, *(f"{x:+.2f}" for x in changes(name))) for name in what]))
+    parts += ["method, so that only directions count, changes the answers' log-probabilities by:\n"]
+    parts.append(table(head, [(name, *map(signed, changes(name))) for name in what]))
     return "\n".join([*parts, READ])
+
+
+def signed(value: float) -> str:
+    """Two digits with a sign; 0 for nothing."""
+    return f"{value:+.2f}" if abs(value) > 1e-9 else "0"
 
 
 def table(head: tuple, rows: list[tuple]) -> str:

@@ -186,7 +186,8 @@ class Walk:
     def learn(self) -> Iterator[Stop]:
         """Loss, gradient, and what the update changes."""
         norms, before, limit = {}, self.logps(), self.algorithm.config.max_grad_norm
-        share = self.algorithm.loss(self.batch)[0].item()
+        with torch.no_grad():  # a kept prefill is for the step
+            share = self.algorithm.loss(self.batch)[0].item()
         self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
         metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, self.number)
         text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
