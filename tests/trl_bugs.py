@@ -172,6 +172,34 @@ def frozen_tower(monkeypatch, trainer):
     trainer.model.model.visual.requires_grad_(False)
 
 
+def frozen_layer(monkeypatch, trainer):
+    for name, p in trainer.model.named_parameters():
+        p.requires_grad_("layers.0." not in name)
+
+
+def reference_by_policy(monkeypatch, _):
+    """As with an adapter that is not disabled: what is to be the reference is the policy."""
+    inner = GRPO._get_per_token_logps_and_entropies
+
+    def outer(self, model, *arguments, **options):
+        return inner(self, self.model, *arguments, **options)
+
+    monkeypatch.setattr(GRPO, "_get_per_token_logps_and_entropies", outer)
+
+
+def unlabelled_end(monkeypatch, trainer):
+    """The end token is the padding token, so the collator ignores it."""
+    inner = trainer.data_collator
+
+    def collate(examples):
+        batch = inner(examples)
+        for labels in batch["labels"]:
+            labels[(labels != -100).nonzero()[-1]] = -100
+        return batch
+
+    monkeypatch.setattr(trainer, "data_collator", collate)
+
+
 RATIO = "log_importance_weights = (log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)"
 HUB = "https://github.com/"
 
@@ -181,6 +209,8 @@ def missing(completions, **_):
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
+MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
+ADVANTAGES = 'advantages = inputs["advantages"]'
 SUM, PARTS = "loss = (per_token_loss * mask).sum()", "self.current_gradient_accumulation_steps"
 BUGS = [
     Bug(
@@ -505,4 +535,95 @@ BUGS = [
         ),
         "sft",
     ),
+    Bug(
+        "variance for deviation",
+        "DeepSeekMath eq. 21",
+        "advantages",
+        "variance for deviation",
+        score("(std_rewards + 1e-4)", "(std_rewards ** 2 + 1e-4)"),
+    ),
+    Bug(
+        "baseline of the batch",
+        HUB + "OpenRLHF/OpenRLHF",
+        "advantages",
+        "centred on batch",
+        score(MEANS, "torch.nanmean(rewards).expand_as(rewards)"),
+    ),
+    Bug(
+        "means tiled",
+        HUB + "StarsfieldAI/R1-V/pull/54",
+        "advantages",
+        "means of groups tiled",
+        score(MEANS, "mean_grouped_rewards.repeat(num_generations)"),
+    ),
+    Bug(
+        "groups of half the size",
+        HUB + "StarsfieldAI/R1-V/pull/49",
+        "advantages",
+        "groups: halves",
+        score("num_generations = self.num_generations if", "num_generations = self.num_generations // 2 if"),
+    ),
+    Bug(
+        "beta twice",
+        "DeepSeekMath eq. 4",
+        "loss",
+        "beta twice",
+        loss("self.beta * per_token_kl", "self.beta * self.beta * per_token_kl"),
+        at=1,
+        options={"beta": 0.3, **OFF, "use_bias_correction_kl": False},
+    ),
+    Bug(
+        "advantages whitened",
+        HUB + "hiyouga/EasyR1",
+        "loss",
+        "advantages whitened",
+        loss(
+            ADVANTAGES, f"{ADVANTAGES}\n    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)"
+        ),
+    ),
+    Bug(
+        "no clip below",
+        "PPO eq. 7",
+        "loss",
+        "no clip below",
+        loss("torch.clamp(coef_1, 1 - self.epsilon_low, 1 + ", "torch.clamp(coef_1, max=1 + "),
+        at=1,
+        options=OFF,
+    ),
+    Bug(
+        "ratio inverted",
+        "PPO eq. 6",
+        "loss",
+        "ratio inverted",
+        loss("log_ratio = per_token_logps - old_per_token_logps", "log_ratio = old_per_token_logps - per_token_logps"),
+        at=1,
+        options=OFF,
+    ),
+    Bug(
+        "padding in the mean",
+        HUB + "verl-project/verl",
+        "loss",
+        "divided by padded length",
+        loss(SUM + " / normalizer\n", f"loss = (per_token_loss * mask).mean() / {PARTS}\n"),
+    ),
+    Bug("a layer frozen", "requires_grad", "gradients", "some parameters", frozen_layer, late=True),
+    Bug(
+        "reference by the policy",
+        HUB + "huggingface/trl",
+        "logps of reference",
+        "weights of the policy",
+        reference_by_policy,
+        at=1,
+        options={"beta": 0.1, "learning_rate": 2e-2, "rows": 4},
+    ),
+    Bug(
+        "DPO hinge",
+        "SLiC, arXiv 2305.10425",
+        "loss",
+        "loss hinge",
+        dpo("-F.logsigmoid(self.beta * delta_score)", "torch.relu(1 - self.beta * delta_score)"),
+        "dpo",
+    ),
+    Bug("DPO without beta", "DPO eq. 7", "loss", "beta 1", dpo("self.beta * delta_score", "delta_score"), "dpo"),
+    Bug("SFT end masked", HUB + "huggingface/transformers", "mask", "mask: no end", unlabelled_end, "sft", late=True),
 ]

@@ -110,7 +110,8 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """What a factor may come from."""
     counts = {"micro-batches": len(d.micro_batches), "rows": len(d["input_ids"])}
     counts |= {"ranks": d.about.get("world_size", 1), "completions of a group": d.about.get("num_generations", 1)}
-    counts["steps of a rollout"] = d.about.get("steps_per_rollout", 1)
+    counts["steps of a rollout"], part = d.about.get("steps_per_rollout", 1), len(d.micro_batches[0])
+    counts |= {"rows of a micro-batch": part, "pairs of a micro-batch": 1 if d.get("pair") is None else part // 2}
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     known += [(number, f"not divided by the {number:g} {what}") for what, number in counts.items()]
     known += [(1 / number, f"divided once more by the {number:g} {what}") for what, number in counts.items()]

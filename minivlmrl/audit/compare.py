@@ -100,11 +100,6 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
     return Cell(q.family, q.name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
-def named(name: str, question: Callable[..., Tensor], *arguments, **options) -> Result:
-    """A result of one value."""
-    return {name: question(*arguments, **options)}
-
-
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference relative to the larger of 1 and |theirs|; infinite where shapes or NaNs do not match."""
     ours, theirs = ours.double(), theirs.double()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl import advantages, losses
 from minivlmrl.algorithms import baselines, grpo_family, policy_losses
-from minivlmrl.audit.compare import Cell, Question, Result, loss_cell, named
+from minivlmrl.audit.compare import Cell, Question, Result, loss_cell
 
 LEVELS = ("token", "sequence")
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
@@ -135,8 +135,8 @@ def rloo_advantages_cell(q: Question) -> Cell:
     total = (total if clip is None else total.clamp(*clip)) - beta * ((old - ref) * mask).sum(1)
     asked = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
     asked["completions"] = [[5] * int(length) for length in mask.sum(1)]
-    ours = partial(named, "advantages", baselines.leave_one_out, total, size, normalize)
-    return Cell(q.family, q.name, ours, partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked), 1e-6)
+    theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **asked)
+    return Cell(q.family, q.name, lambda: {"advantages": baselines.leave_one_out(total, size, normalize)}, theirs, 1e-6)
 
 
 def correction_cell(q: Question) -> Cell:
@@ -150,11 +150,11 @@ def correction_cell(q: Question) -> Cell:
     asked |= {"completions": [[5] * length for length in lengths], "output": q.family}
     ratio = partial(policy_losses.rollout_importance_ratio, old, sampling.double() * mask, mask, **q.options)
     theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **asked)
-    return Cell(q.family, q.name, partial(named, q.family, ratio), theirs)
+    return Cell(q.family, q.name, lambda: {q.family: ratio()}, theirs)
 
 
 def overlong_cell(q: Question) -> Cell:
     """The punishment of a completion's length, which is a number."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_family, name), *inputs), partial(trl, name, *inputs)
-    return Cell(q.family, q.name, *(partial(named, "reward", lambda of=side: torch.tensor(of())) for side in sides))
+    return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

@@ -32,7 +32,7 @@ def advantages(d: Dump, change: dict) -> Answer:
     weights = {"ones": weights * 0 + 1, "mean": weights / len(weights)}.get(change.get("weights"), weights)
     groups = {"next": group.roll(1), "interleaved": count % (N // size), "halves": count // (size / 2)}
     group = (groups | {"double": count // (2 * size)}).get(change.get("group"), group)
-    how = {name: change.get(name, value) for name, value in (("ddof", 1), ("epsilon", 1e-4), ("inside", False))}
+    how = {name: change.get(name, value) for name, value in (("ddof", 1), ("epsilon", 1e-4), ("by", "std"))}
     scale = change.get("scale", d.about.get("scale_rewards", "group"))
     unjudged = rewards.isnan().all(1) & (not change.get("missing"))
     gdpo = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
@@ -49,7 +49,7 @@ def advantages(d: Dump, change: dict) -> Answer:
     return {"advantages": (has, AFTER[change.get("after", "own")](value), unit)}
 
 
-def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, inside: bool):
+def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, by: str):
     """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in float32."""
     value, divisor, tiled = torch.zeros_like(x), torch.ones_like(x), [x[group == g].nanmean() for g in group.unique()]
     for member in (group == g for g in group.unique()):
@@ -60,7 +60,7 @@ def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsi
         value[member] = x[member] - (means | extremes).get(centre, 0.0)
         if over is not None:
             std = over.std(correction=ddof) if len(over) > ddof else x.new_tensor(torch.nan)
-            divisor[member] = (std.square() + epsilon).sqrt() if inside else std + epsilon
+            divisor[member] = {"inside": (std**2 + epsilon).sqrt(), "variance": std**2 + epsilon}.get(by, std + epsilon)
     value = x - torch.stack(tiled).repeat(len(x) // len(tiled)) if centre == "tiled" else value
     value = (value / divisor).nan_to_num(0.0, 0.0, 0.0)
     return value, value.abs().max() + 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0) + 1e-30
@@ -93,8 +93,9 @@ def mask(d: Dump, change: dict) -> Answer:
 def other_mask(d: Dump, own: Tensor, name: str | None) -> Tensor:
     """(n, S): the mask of a deviation."""
     after, first, last = d.completion.double(), own.cumsum(1) == 1, own.flip(1).cumsum(1).flip(1) == 1
-    masks = {"padding": after, "everything": torch.ones_like(own), "next row": own.roll(1, 0), "later": own.roll(1, 1)}
-    masks |= {"no end": own * ~last, "only end": own * last, "no first": own * ~first, "earlier": own.roll(-1, 1)}
+    masks = {"padding": after, "everything": torch.ones_like(own), "next row": own.roll(1, 0)}
+    masks |= {"later": own.roll(1, 1) * after, "earlier": own.roll(-1, 1)}
+    masks |= {"no end": own * ~last, "only end": own * last, "no first": own * ~first}
     return (masks | {"prompt": torch.maximum(own, d["attention_mask"].double() * (1 - after))}).get(name, own)
 
 
@@ -162,7 +163,7 @@ def changed(options, change: dict):
 def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
     """GRPO and its family for the rows `part`: the loss, and the sum of the sizes of its terms."""
     o, flip = changed(FamilyLoss(**d.about.get("loss", {})), change), -1.0 if change.get("flip") else 1.0
-    o.beta *= flip * change.get("KL", 1.0)
+    o.beta *= flip * (o.beta if change.get("KL") == "beta" else change.get("KL", 1.0))
     lp, old, ref = (x[part] for x in inputs(d, lp, own, change.get("inputs")))
     a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
     a = AFTER[change.get("advantages", "own")](a)

@@ -55,8 +55,10 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     """Log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
         return None
-    (value, _), _ = forward(d, change, d.about[folder], torch.arange(len(d["input_ids"])))
-    own, unit = d["completion_mask"].double(), THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
+    weights = d.about.get(change.get("weights")) or d.about[folder]
+    (value, _), _ = forward(d, change, weights, torch.arange(len(d["input_ids"])))
+    unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
+    own = d["completion_mask"].double() * d.completion
     return {name: (d[name].nan_to_num() * own, value * own, unit)}
 
 
@@ -75,7 +77,8 @@ def gradients(d: Dump, change: dict) -> Answer:
         for name, x in own.items():
             total[name] = total.get(name, 0) + x * share
     if "without" in change:
-        total = {name: x * (not re.search(change["without"], name)) for name, x in total.items()}
+        lacks = "|".join(f"^{re.escape(name)}$" for name in total if not has.get(name, torch.zeros(1)).any())
+        total = {name: x * (not re.search(change["without"] or lacks or "$^", name)) for name, x in total.items()}
     unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
     none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
     return {f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit) for name, zero in sorted(none.items())}
