@@ -7,8 +7,6 @@ Dimension letters: P patches of all images together, E hidden_size, H heads, D h
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,21 +55,15 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
         side = max(rows, cols)  # merged tokens a side of a window; without windows the whole frame
         if config.window_size:
             side = config.window_size // merge // config.patch_size
-        in_frame, lengths = _frame_windows(rows, cols, side)
-        frames = torch.arange(offset, offset + t * rows * cols, rows * cols)[:, None]  # (t, 1)
+        windows_a_row = -(-cols // side)
+        window = (torch.arange(rows) // side)[:, None] * windows_a_row + torch.arange(cols) // side
+        in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
+        frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
-        window_lengths += [length * merge**2 for length in lengths] * t
+        window_lengths += (window.flatten().bincount() * merge**2).tolist() * t
         frame_lengths += [h * w] * t
         offset += t * rows * cols
     return torch.cat(order), window_lengths, frame_lengths
-
-
-@lru_cache(maxsize=256)
-def _frame_windows(rows: int, cols: int, side: int) -> tuple[Tensor, list[int]]:
-    """Merged tokens of a frame in window order, (rows * cols,), and how many each window has."""
-    row_of_windows = torch.arange(rows)[:, None] // side
-    window = (row_of_windows * -(-cols // side) + torch.arange(cols) // side).flatten()
-    return window.argsort(stable=True), window.bincount().tolist()
 
 
 class VisionTransformer(nn.Module):
