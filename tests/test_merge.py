@@ -16,12 +16,13 @@ from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
-def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
+def test_merged_logits(tmp_path, monkeypatch, model_type, tied, dora):
     processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
-    save_adapter(tmp_path / "adapter", adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))
+    save_adapter(tmp_path / "adapter", adapted(EVERYTHING, model_type=model_type, dtype=torch.float32, dora=dora))
     options = {"model": "base", "adapter": "adapter", "out": "merged"}
     assert main(["merge", *(f"--{name}={tmp_path / folder}" for name, folder in options.items())]) == 0
     ours = load_model(tmp_path / "base")

@@ -9,13 +9,16 @@ from oracle import CLASSES, worst_difference
 from safetensors.torch import load_file
 from test_lora import adapted, batch
 
-from minivlmrl.adapters.lora import adapters, is_adapter
+from minivlmrl.adapters.lora import adapter_parameters, adapters, is_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
+from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.algorithms.value_model import copy_as_value_model
 from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.reward_functions import reward_model_scores
 from minivlmrl.run.config import load_config
+from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -165,6 +168,37 @@ def test_peft_loads_what_a_run_saves(run, plain, checkpoint, monkeypatch, capsys
     changed = {name for name, p in load_file(folder / "checkpoint" / "model.safetensors").items()
                if not torch.equal(p, start[name])}  # fmt: skip
     assert changed and all(name.endswith("proj.weight") or ".merger.mlp." in name for name in changed)
+
+
+def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
+    """As its folder does when it is loaded alone, with merged weights."""
+    seen, original = [], value_model.load_beside
+    monkeypatch.setattr(
+        reward_model_scores, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
+    )
+    folder = run(
+        "--stages=[reward_model, grpo]", *ADAPTERS, "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
+    )
+    [(policy, judge)] = seen
+    theirs = dict(policy.named_parameters())
+    shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
+    assert len(shared) == sum(not is_adapter(name) for name in theirs)
+    prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
+    packed = value_model.pack_to_end([prompt], [[torch.arange(4), torch.arange(3)]], policy.config, "cpu")
+    with torch.no_grad():
+        scores = judge.at_end(packed)
+        alone = value_model.load_value_model(folder / "reward_model").at_end(packed)
+    assert scores.abs().min() > 1e-3
+    torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_with_recomputed_blocks_have_the_same_gradients():
+    plain, model = adapted(dora=True), adapted(dora=True)
+    recompute_blocks(model)
+    for each in (plain, model):
+        per_token_logps(each, batch(each))[0].sum().backward()
+    for own, other in zip(adapter_parameters(model), adapter_parameters(plain), strict=True):
+        assert torch.equal(own.grad, other.grad)
 
 
 def test_a_state_of_a_run_with_adapters_has_no_base(run, plain):

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minivlmrl.adapters.lora import adapters
+from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
@@ -58,8 +60,19 @@ def value_head(model: nn.Module) -> ValueHead:
 def load_value_model(folder: str | Path, *options, freeze: Sequence[str] = ()) -> ValueModel:
     """Read what save_value_model wrote; options and errors as of load_model, parts that are frozen as in a recipe."""
     check_value_model_folder(folder)
-    file = Path(folder) / HEAD_FILE
-    model = ValueModel(load_model(folder, *options), freeze)
+    return _read_head(ValueModel(load_model(folder, *options), freeze), Path(folder) / HEAD_FILE)
+
+
+def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
+    """Read a value model that runs beside a policy; of one with adapters on the policy's base these and the head."""
+    if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
+        model = copy_as_value_model(policy)
+        load_adapter(model.backbone, Path(folder) / "adapter")
+        return _read_head(model, Path(folder) / HEAD_FILE)
+    return load_value_model(folder, policy.lm_head.weight.dtype, device, getattr(policy, "sharding", None))
+
+
+def _read_head(model: ValueModel, file: Path) -> ValueModel:
     tensors = dict(read_tensors(file))
     if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
         raise ValueError(f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}")

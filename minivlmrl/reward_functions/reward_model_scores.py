@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minivlmrl.algorithms.value_model import check_value_model_folder, load_value_model, pack_to_end
+from minivlmrl.algorithms.value_model import check_value_model_folder, load_beside, pack_to_end
 from minivlmrl.generate import Completion
 from minivlmrl.rows import Prompt
-from minivlmrl.scale.sharding import is_sharded, rollout_weights
+from minivlmrl.scale.sharding import rollout_weights
 
 FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it leaves in the run's folder
 BATCH_SIZE = 16  # prompts that are scored together
@@ -20,8 +20,7 @@ class RewardModelScores:
 
     def __init__(self, run, policy: nn.Module, world):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
-        sharding = policy.sharding if is_sharded(policy) else None
-        model = load_value_model(path, policy.lm_head.weight.dtype, world.device, sharding)
+        model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
         if model.backbone.config.vocab_size != policy.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
         self.model, self.world = model.requires_grad_(False), world
