@@ -5,10 +5,11 @@ tests/test_pages.py compares them with the files; tests/test_faq.py, test_exerci
 
 from pathlib import Path
 
-from docs import compare, draw, exercises, faq, walkthrough
+from docs import compare, draw, exercises, faq, first_hour, walkthrough
 
 DOCS = Path(__file__).parent
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES, "compare.md": compare.page, **compare.PICTURES}
+PAGES["first_hour.ipynb"] = first_hour.page
 OTHERS = {"faq.md": faq.page, "exercises.md": exercises.page, **draw.PICTURES}
 
 

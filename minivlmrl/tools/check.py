@@ -178,7 +178,7 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
     prompts = [row.prompt(processor) for row in rows]
     for name in online_rewards(config):
         truth, means = required_columns([name]), []
-        for shift in range(len(rows) if truth else 0):  # with what the row so many places later says
+        for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
             others = [{column: row.columns.get(column) for column in truth} for row in rows[shift:] + rows[:shift]]
             swapped = [replace(row, columns=row.columns | other) for row, other in zip(rows, others, strict=True)]
             means.append(judge([name], swapped, prompts, drawn, processor).nanmean())

@@ -1,0 +1,119 @@
+"""docs/first_hour.ipynb: a notebook for the first hour, made of the cells below. `python -m docs.make_pages` writes it.
+
+tests/test_first_hour.py runs its cells in order, with fewer rows and steps.
+"""
+
+import json
+import re
+from pathlib import Path
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+CELLS = """
+# The first hour
+
+A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
+answers, train it, and then train it with a reward of your own. Install once, in a terminal:
+`pip install -e '.[report]'`. The [walkthrough](walkthrough.md) has every number of one step; the [FAQ](faq.md) answers
+what others have asked.
+---
+from minivlmrl.tasks.shapes import Shapes
+
+ROWS, HELD_OUT, STEPS = 512, 64, 100  # fewer make it faster, more make it better
+
+def as_rows(pictures):  # an image, what is asked, the solution, and for SFT a demonstrated answer
+    shown = [pictures[i] for i in range(len(pictures))]
+    return [{"image": row.images[0], "completion": row.completion, **row.columns} for row in shown]
+
+
+pictures = Shapes(ROWS, "mine", wrong_labels=0.5)  # half of the demonstrations name a wrong object
+rows, held_out = as_rows(pictures), as_rows(Shapes(HELD_OUT, "eval"))
+print({name: value for name, value in rows[0].items() if name != "image"})
+rows[0]["image"].resize((168, 168))
+---
+**A prompt is tensors.** The image becomes rows of patches, the text ids; the image has an id for each 2 x 2 patches.
+---
+from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.run.config import recipes_folder
+from minivlmrl.tasks import shapes
+
+model, processor = random_model(recipes_folder() / "shapes_model.json", shapes.tokenizer(), seed=0)
+prompt = pictures[0].prompt(processor)
+for name in ("input_ids", "pixel_values", "image_grid_thw"):
+    print(f"{name:15}", tuple(getattr(prompt, name).shape), getattr(prompt, name).dtype)
+processor.tokenizer.decode(prompt.input_ids.tolist())
+---
+**A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
+---
+from minivlmrl.generate import SamplingConfig, generate
+
+[answers] = generate(model, [prompt], 4, SamplingConfig(max_new_tokens=12), processor.stop_token_ids)
+[processor.decode(answer.ids) for answer in answers]
+---
+**A loss** takes log-probabilities and advantages, and imports torch alone: this is the README's snippet. An answer's
+advantage is how much better it is than its group.
+---
+LOSS
+from minivlmrl.advantages import group_advantages
+
+print(loss.item(), group_advantages(torch.tensor([1.5, 0.5, 0.5, 0.0]), 4))
+---
+**Train.** SFT on the demonstrations teaches the form and a vague idea of the task; GRPO goes on with a reward for the
+form and the truth of the answer. `runs/first/page.html` shows curves and answers: open it in a browser.
+---
+from minivlmrl.tools.notebook import train
+
+train("shapes.yaml", rows, held_out, output_dir="runs/first", overwrite=True, grpo={"max_steps": STEPS})
+---
+**What does it say?** `completions.jsonl` has the answers of training with their rewards: the first and the last that it
+has logged. The thought and the answer may disagree: nobody asked for more.
+---
+import json
+from pathlib import Path
+
+
+def show(run):
+    groups = [json.loads(line) for line in Path(run, "completions.jsonl").read_text().splitlines()]
+    for group in (groups[0], groups[-1]):
+        print(f"step {group['step']}, solution {group['solution']}")
+        for completion in group["completions"][:4]:
+            print(f"   {completion['reward']:.1f}  {completion['text']}")
+
+
+show("runs/first")
+---
+**Your own reward** is a function of texts. This one asks that the thought names the colour that is answered. Change
+it, and see what the model makes of it. Training goes on from the checkpoint.
+---
+import re
+
+
+def agrees(completions, **columns):
+    found = [re.search(r"I see (\\w+)</think><answer>(\\w+)", text) for text in completions]
+    return [float(match is not None and match[1] == match[2]) for match in found]
+
+
+train(
+    "shapes.yaml", rows, held_out, rewards={"format": 0.5, "accuracy": 0.5, agrees: 1.0}, output_dir="runs/agrees",
+    overwrite=True, stages=["grpo"], model={"path": "runs/first/checkpoint", "config": None}, grpo={"max_steps": STEPS},
+)
+lines = [json.loads(line) for line in Path("runs/agrees/metrics.jsonl").read_text().splitlines()]
+print("thought and answer agree:", *(f"{line['rewards/agrees/mean']:.2f}" for line in (lines[0], lines[-1])))
+show("runs/agrees")
+"""
+
+
+def cells() -> list[tuple[str, str]]:
+    """(kind, text) of each cell: "markdown" and "code" by turns."""
+    [loss] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "grpo_loss" in code]
+    texts = [text.strip("\n").replace("LOSS\n", loss, 1) for text in CELLS.split("\n---\n")]
+    return [("code" if number % 2 else "markdown", text) for number, text in enumerate(texts)]
+
+
+def page() -> str:
+    """The notebook, without outputs."""
+    written = []
+    for number, (kind, text) in enumerate(cells()):
+        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
+        written.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
