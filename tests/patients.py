@@ -111,16 +111,7 @@ def dpo(folder, output, rows=8, dtype=torch.float32, **options):
         {"chosen": answer(f"a {'red ' * (i % 3)}ball"), "rejected": answer("none" * (1 + i % 2))} for i in range(rows)
     ]
     data = [{"prompt": user("What?"), "images": [picture(i)], **both} for i, both in enumerate(answers)]
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "max_length": None,
-    } | options
-    return trl.DPOTrainer(
-        model(folder, dtype), args=trl.DPOConfig(output_dir=str(output), **QUIET | options),
-        train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
-    )  # fmt: skip
+    return offline(trl.DPOTrainer, trl.DPOConfig, data, folder, output, dtype, options)
 
 
 def sft(folder, output, rows=8, dtype=torch.float32, **options):
@@ -128,13 +119,12 @@ def sft(folder, output, rows=8, dtype=torch.float32, **options):
         {"prompt": user("What?"), "completion": answer(f"a {'red ' * (i % 3)}ball"), "images": [picture(i)]}
         for i in range(rows)
     ]
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "max_length": None,
-    } | options
-    return trl.SFTTrainer(
-        model(folder, dtype), args=trl.SFTConfig(output_dir=str(output), **QUIET | options),
+    return offline(trl.SFTTrainer, trl.SFTConfig, data, folder, output, dtype, options)
+
+
+def offline(trainer, config, data, folder, output, dtype, options):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "max_length": None}
+    return trainer(
+        model(folder, dtype), args=config(output_dir=str(output), **QUIET | sizes | options),
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
     )  # fmt: skip
