@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from sizes import config_of
 from torch import Tensor
 
 from minivlmrl.batch import pack
@@ -44,23 +45,6 @@ from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Prompt
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HUB_3B = {  # Qwen/Qwen2.5-VL-3B-Instruct
-    "model_type": "qwen2_5_vl", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008,
-    "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    "vision_config": {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
-    },
-}  # fmt: skip
-TOY = {
-    "model_type": "qwen2_5_vl", "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"mrope_section": [2, 3, 3]},
-    "tie_word_embeddings": True, "image_token_id": 390, "video_token_id": 391, "vision_start_token_id": 392,
-    "vision_end_token_id": 393, "bos_token_id": 394, "eos_token_id": 395,
-    "vision_config": {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
-    },
-}  # fmt: skip
 TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm
 
 
@@ -117,7 +101,7 @@ def main():
 
 def make_case(toy: bool, peer_rows: int) -> Case:
     """A random image between random text, and random completions of text tokens."""
-    config = ModelConfig.from_dict(TOY if toy else HUB_3B)
+    config = config_of("toy" if toy else "3b")
     (height, width), text, G, C = ((10, 12), 8, 2, 6) if toy else ((50, 80), 100, 8, 256)
     generator = torch.Generator().manual_seed(0)
     merged = height * width // config.vision_config.spatial_merge_size**2

@@ -1,0 +1,200 @@
+"""What one GRPO step would cost on a card, from shapes alone: neither a GPU nor weights are needed.
+
+python benchmarks/roofline.py --model 3b --card h100 --cards 8 --top 5
+
+The real code runs on the meta device at the real sizes. Every operation is counted and put on the ceilings of a card:
+
+    GPU seconds of an operation    max(bytes / bandwidth, FLOPs / peak, 2 us)
+    host seconds                   launches x --host-us, what PyTorch's eager mode spends on one
+    seconds of a phase             the larger of the two sums; of decoding, for each token
+
+Kernels that a card has and the meta device lacks are replaced by their cost. docs/gpu.md says what is left out.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+from unittest import mock
+
+import torch
+from sizes import ADAMW, CARDS, COPIED, FLASH, FLOOR, HOOKS, HUB, LINK, MEMORY, PRODUCTS, SENT, config_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from minivlmrl import generate
+from minivlmrl.attention import DecodeAttention, GroupAttention
+from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.kernels.linear_log_softmax import TILE
+from minivlmrl.kernels.rms_norm import RMSNorm
+from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.scale.sharding import recompute_blocks
+from minivlmrl.tools.plan import Work, meta_batch
+
+FREE = {"detach", "alias", "empty", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
+READ_WHAT_THEY_GIVE = {"embedding", "index", "gather", "index_select"}
+
+
+class Count(TorchDispatchMode):
+    """Launches, bytes, FLOPs and GPU seconds of the operations in this context, by name."""
+
+    def __init__(self, card: str):
+        super().__init__()
+        self.card, self.ops = card, {}
+
+    def add(self, name: str, size: float, flops: float = 0.0, launches: int = 1, rate: float = 1.0):
+        memory, peak, _ = CARDS[self.card]
+        seconds = max(size / (memory * MEMORY), flops / (peak * PRODUCTS * rate), launches * FLOOR)
+        row = zip(self.ops.get(name, (0, 0, 0, 0)), (launches, size, flops, seconds), strict=True)
+        self.ops[name] = [before + more for before, more in row]
+
+    def total(self) -> list[float]:
+        """Launches, bytes, FLOPs, seconds, and seconds of element-wise work: norms, rotary, activations, copies."""
+        return [*map(sum, zip(*self.ops.values(), strict=True)), sum(row[3] for row in self.ops.values() if not row[2])]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if func.namespace == "minivlmrl":  # linear_log_softmax
+            self.count_head(name, *(args[0] if isinstance(args[0], list) else args)[:2])
+        elif not is_view and name not in FREE:
+            flops = flop_registry.get(func.overloadpacket, lambda *_, **__: 0.0)(*args, **(kwargs or {}), out_val=out)
+            self.add(name, 2 * size_of(out) if name in READ_WHAT_THEY_GIVE else size_of((args, kwargs, out)), flops)
+        return out
+
+    def count_head(self, name: str, hidden: Tensor, weight: Tensor):
+        """By tiles, whose logits stay in the L2 cache; the backward computes them again."""
+        (M, D), V, backward = hidden.shape, len(weight), name.endswith("backward")
+        tiles, products = math.ceil(V / (TILE // 2)) * math.ceil(M / TILE), 3 if backward else 1
+        size = products * tiles * D * (min(M, TILE) + TILE // 2) * hidden.element_size() + 10 * V * D * backward
+        self.add(name, size, products * 2.0 * M * V * D, 2 * products * tiles)
+
+
+class Kernel(torch.autograd.Function):
+    """A fused kernel of a card: its cost, and a result without numbers; its backward costs 2.5 times as much."""
+
+    @staticmethod
+    def forward(ctx, count, name, flops, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.cost = count, name, flops, size_of((inputs, inputs[0]))
+        count.add(name, ctx.cost[-1], flops, rate=FLASH)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        count, name, flops, size = ctx.cost
+        count.add(f"{name} backward", 2.5 * size, 2.5 * flops, launches=2, rate=FLASH)
+        return None, None, None, *(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+def size_of(tensors) -> int:
+    """Bytes; an expanded tensor has those of its storage."""
+    found = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+    return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in found)
+
+
+@contextlib.contextmanager
+def on_card(card: str):
+    """Count what runs here, with a card's kernels in place of those that the meta device would take."""
+    count = Count(card)
+
+    def dense_attention(q, k, v, is_causal=False):
+        (S, H, L, D), T = q.shape, k.shape[2]
+        flops = 4.0 * S * H * L * D * (T - (L - 1) / 2 if is_causal else T)
+        return Kernel.apply(count, "attention", flops, q, k, v)
+
+    def window_attention(q, k, v, segments):
+        if segments.longest > MOST_TOKENS:
+            return batched_attention(q, k, v, segments)
+        return Kernel.apply(count, "window attention", 4.0 * segments.longest * q.numel(), q, k, v)
+
+    def float32_matmul(a, b, out=None):
+        made = torch.empty(*a.shape[:-1], b.shape[-1], device="meta")
+        count.add("float32 product", size_of((a, b, made)), 2.0 * a.shape[-1] * made.numel())
+        return made
+
+    def rms_norm(self, x):
+        return Kernel.apply(count, "rms norm", 0.0, x, self.weight)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(RMSNorm, "forward", rms_norm))
+        for function in (dense_attention, window_attention, float32_matmul):
+            for name, module in list(sys.modules.items()):
+                if name.startswith("minivlmrl") and hasattr(module, function.__name__):
+                    stack.enter_context(mock.patch.object(module, function.__name__, function))
+        yield stack.enter_context(count)
+
+
+def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute=False) -> dict[str, Count]:
+    """Count the prefill of one card's prompts, a decode step, its draw; forward and backward of `micro` prompts."""
+    with torch.device("meta"):
+        model = Qwen2_5_VL(config).bfloat16()
+    lengths, R = (work.text_tokens, work.image_tokens), work.prompts * work.num_generations
+    prompts = meta_batch(config, Work(work.prompts, 0, *lengths, 0))
+    keys = GroupAttention(prompts.layout, keep_keys=True)
+    with torch.no_grad(), on_card(card) as prefill:
+        model.lm_head(model(prompts, keys, prompts.layout.last_index))
+    owner, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
+    decode = DecodeAttention(keys.keys, prompts.layout, owner, work.completion_tokens)
+    decode.length = work.completion_tokens // 2
+    with torch.no_grad(), on_card(card) as step:
+        hidden = model.model(model.model.embed_tokens(ids), ids.expand(3, -1), decode)
+        logits = generate.float32_matmul(hidden, model.lm_head.weight.T)
+    with torch.no_grad(), on_card(card) as draw:
+        generate.next_tokens(logits, 1.0, lambda probs, *_: generate.inverse_cdf(probs, ids.double()), None, ids, 0)
+    if recompute:
+        recompute_blocks(model)
+    batch = meta_batch(config, Work(micro, work.num_generations, *lengths, work.completion_tokens))
+    with on_card(card) as train:
+        per_token_logps(model, batch)[0].sum().backward()
+    return {"prefill": prefill, "decode step": step, "draw": draw, "train": train}
+
+
+def grpo_step(
+    counts: dict[str, Count], config: ModelConfig, cards: int, work: Work, micro: int = 1, host_us: float = 9.0
+) -> dict[str, float]:
+    """Seconds of each phase of a step on one of several cards, sharded and in bfloat16."""
+    card, tokens, times = counts["train"].card, work.completion_tokens, math.ceil(work.prompts / micro)
+    memory, _, link = CARDS[card]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Qwen2_5_VL(config).parameters())
+    gpu = {name: count.total()[3] for name, count in counts.items()}
+    host = {name: host_us * 1e-6 * count.total()[0] for name, count in counts.items()}
+    host["decode step"] += HOOKS * config.num_hidden_layers
+    eager = {name: max(gpu[name], host[name]) for name in gpu}
+    sent = parameters * SENT / (link * LINK) if cards > 1 else 0.0
+    updated = parameters * (COPIED * times + ADAMW / cards) / (memory * MEMORY)
+    seconds = {"prefill": eager["prefill"], "decode": tokens * (eager["decode step"] + eager["draw"])}
+    seconds["train"] = times * max(eager["train"], sent) + updated
+    return seconds | {"sum": sum(seconds.values()), "decode, as a graph": tokens * (gpu["decode step"] + gpu["draw"])}
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--card", default="h100", choices=CARDS)
+    parser.add_argument("--model", default="3b", choices=HUB)
+    parser.add_argument("--recompute", action="store_true", help="model.activation_checkpointing")
+    numbers = {"cards": 1, "prompts": 8, "generations": 8, "text": 100, "image": 1000, "completion": 256}
+    for name, number in (numbers | {"micro": 1, "host-us": 9, "top": 0}).items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    o = parser.parse_args(arguments)
+    config, lengths = config_of(o.model), (o.text, o.image, o.completion)
+    work = Work(math.ceil(o.prompts / o.cards), o.generations, *lengths)
+    counts = phases(config, o.card, work, o.micro, o.recompute)
+    print("| phase | launches | GB | TFLOP | GPU ms | host ms | element-wise |\n" + "|---" * 7 + "|")
+    for phase, count in counts.items():
+        busiest = sorted(count.ops.items(), key=lambda op: -op[1][3])[: o.top]
+        for name, (launches, size, flops, gpu, *rest) in [(phase, count.total()), *busiest]:
+            numbers = f"{size / 1e9:.1f} | {flops / 1e12:.2f} | {1e3 * gpu:.1f} | {launches * o.host_us / 1e3:.1f}"
+            print(f"| {name} | {launches} | {numbers} | {''.join(f'{x / gpu:.0%}' for x in rest)} |")
+    print(f"\n{counts['decode step'].total()[0] / config.num_hidden_layers:.1f} launches a layer of a decode step")
+    seconds = grpo_step(counts, config, o.cards, work, o.micro, o.host_us)
+    print(f"{o.model}, {o.cards} x {o.card}: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The roofline's counts against formulas written down here, at toy size."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivlmrl.tools.plan import Work
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import roofline
+from sizes import CARDS, config_of
+
+CONFIG, WORK = config_of("toy"), Work(prompts=2, num_generations=3, text_tokens=7, image_tokens=9, completion_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return roofline.phases(CONFIG, "h100", WORK)
+
+
+def test_flops_of_a_decode_step(counts):
+    """Two for each weight of layers and head and each row, and the products of a query with all keys and values."""
+    rows, D = 6, CONFIG.hidden_size
+    layer = 2 * D * D + 2 * D * CONFIG.num_key_value_heads * CONFIG.head_dim + 3 * D * CONFIG.intermediate_size
+    keys = WORK.text_tokens + WORK.image_tokens + WORK.completion_tokens // 2 + 1
+    expected = rows * (2 * (2 * layer + CONFIG.vocab_size * D) + 2 * 4 * keys * D)
+    assert counts["decode step"].total()[2] == expected
+
+
+def test_a_backward_has_twice_the_products_of_its_forward(counts):
+    """Except for the patches, which need no gradient, and for the head, whose logits are computed again."""
+    ops = counts["train"].ops
+    assert ops["linear_log_softmax_backward"][2] == 3 * ops["linear_log_softmax"][2]
+    assert ops["linear_log_softmax"][2] == 2 * 3 * WORK.completion_tokens * CONFIG.vocab_size * CONFIG.hidden_size
+    assert ops["attention backward"][2] == 2.5 * ops["attention"][2]
+    launches, _, flops, seconds, element_wise = counts["train"].total()
+    assert launches > 0 and flops > 0 and 0 < element_wise < seconds
+
+
+def test_recomputing_runs_each_block_once_more(counts):
+    recomputed = roofline.phases(CONFIG, "h100", WORK, recompute=True)["train"]
+    assert recomputed.ops["attention"][0] == 2 * counts["train"].ops["attention"][0]
+    assert recomputed.ops["linear_log_softmax"] == counts["train"].ops["linear_log_softmax"]
+
+
+def test_seconds_follow_the_larger_of_host_and_gpu(counts):
+    step = roofline.grpo_step(counts, CONFIG, 1, WORK)
+    assert step["sum"] == step["prefill"] + step["decode"] + step["train"]
+    assert step["decode"] > step["decode, as a graph"]  # at this size the host is slower
+    without_host = roofline.grpo_step(counts, CONFIG, 1, WORK, host_us=0.0)
+    assert without_host["prefill"] == counts["prefill"].total()[3] < step["prefill"]
+
+
+def test_the_slowest_of_memory_and_products_counts():
+    count = roofline.Count("l4")
+    bandwidth, peak, _ = CARDS["l4"]
+    count.add("copy", bandwidth)
+    count.add("product", 1.0, peak)
+    assert [row[3] for row in count.ops.values()] == [pytest.approx(1 / 0.84), pytest.approx(1 / 0.66)]
+
+
+def test_the_script_prints_a_table_and_a_step(capsys):
+    roofline.main(["--model=toy", "--text=7", "--image=9", "--completion=8", "--prompts=2", "--cards=2", "--top=1"])
+    output = capsys.readouterr().out
+    assert output.count("| mm |") + output.count("| addmm |") >= 1
+    assert "toy, 2 x h100: prefill" in output and "launches a layer of a decode step" in output
