@@ -156,8 +156,8 @@ class AdapterCopy(nn.Module):
     def exchange(self):
         """Exchange the values of these adapters and the model's."""
         for own, theirs in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
-            value = theirs.clone()
-            theirs.copy_(own)
+            value = theirs.detach().clone()
+            theirs.data.copy_(own)  # unseen by autograd: what a graph has saved is there again when it is used
             own.copy_(value)
 
 
@@ -165,8 +165,7 @@ class AdapterCopy(nn.Module):
 def computing(model: nn.Module | AdapterCopy) -> Iterator[nn.Module]:
     """Yield a model itself, or for a copy of adapters their model, which has them instead of its own for a while.
 
-    A sharded model must not be gathered at the beginning or at the end. Values are exchanged in place, so autograd
-    refuses a backward through what was computed before.
+    A sharded model must not be gathered at the beginning or at the end. Graphs from before may be used after.
     """
     if not isinstance(model, AdapterCopy):
         yield model
