@@ -17,6 +17,7 @@ import PIL.Image
 import torch
 
 from minivlmrl import train
+from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import Batches, DataSection
@@ -25,6 +26,7 @@ from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale import ranks
 from minivlmrl.scale.sharding import is_sharded, reshard
+from minivlmrl.tasks import shapes
 
 SECONDS = 60  # most that a collective may take, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 16, 4
@@ -58,7 +60,10 @@ class Uneven:
 def sharing(prompts_per_step: int, world: ranks.World, stage: str = "sft") -> SimpleNamespace:
     """What Batches asks of an algorithm."""
     config, run = SimpleNamespace(prompts_per_step=prompts_per_step), SimpleNamespace(seed=0, data=DataSection())
-    return SimpleNamespace(stage=stage, config=config, run=run, world=world, steps_per_rollout=1)
+    return SimpleNamespace(
+        stage=stage, config=config, run=run, world=world, steps_per_rollout=1,
+        processor=Processor(shapes.tokenizer(), ImageProcessor()),
+    )  # fmt: skip
 
 
 def uneven(stage: str) -> Uneven:

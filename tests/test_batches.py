@@ -2,9 +2,11 @@
 
 import itertools
 import signal
+import time
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
+import PIL.Image
 import pytest
 import torch
 
@@ -229,6 +231,50 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
         assert [row.columns["problem"] for row in draw] == [images[row.index] for row in draw]
         for row in draw:
             assert torch.equal(row.prompt(PROCESSOR).pixel_values, rows[row.index].prompt(PROCESSOR).pixel_values)
+
+
+class Delayed(Numbered):
+    """Rows that take longer the earlier they are drawn."""
+
+    def __init__(self, broken=None):
+        self.broken, self.read = broken, []
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index % 4))
+        self.read.append(index)
+        if index == self.broken:
+            raise ValueError("rows.jsonl:7: cat.jpg: cannot be read as an image")
+        picture = PIL.Image.linear_gradient("L").rotate(17 * index).convert("RGB")
+        return Row([{"role": "user", "content": [{"type": "image"}]}], [picture], {"number": index})
+
+
+def test_workers_keep_the_order_and_the_bits():
+    alone = [next(rows) for rows in [batches(rows=Delayed(), image_workers=0)] for _ in range(5)]
+    for workers in (1, 4):
+        together = [next(rows) for rows in [batches(rows=Delayed(), image_workers=workers)] for _ in range(5)]
+        assert [[(r.index, r.key) for r in draw] for draw in together] == [[(r.index, r.key) for r in d] for d in alone]
+        for row, other in zip(itertools.chain(*alone), itertools.chain(*together), strict=True):
+            assert torch.equal(row.made.pixel_values, other.made.pixel_values)
+
+
+def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
+    """AHEAD bounds the memory that they take."""
+    monkeypatch.setattr(batches_file, "AHEAD", 3)
+    rows = Delayed()
+    draws = batches(rows=rows, image_workers=2)
+    for number in range(1, 4):
+        expected = {row.index for row in next(draws)} | {index for index, _ in draws.places[:3]}
+        [future.result() for future in draws.ahead]
+        assert set(rows.read) >= expected and len(rows.read) == 4 * number + 3
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_what_is_wrong_with_a_row_is_raised_when_it_is_drawn(workers):
+    order = [row.index for row in next(batches(rows=Delayed(), prompts_per_step=10))]
+    draws = batches(rows=Delayed(broken=order[6]), image_workers=workers, prompts_per_step=5)
+    assert [row.index for row in next(draws)] == order[:5]
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:7: cat\.jpg: cannot be read as an image$"):
+        next(draws)
 
 
 def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):

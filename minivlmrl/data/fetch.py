@@ -28,6 +28,9 @@ MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file 
 
 Source = str | Path | bytes
 
+# Pillow warns from half of our limit on. Here, for threads that read images share one list of filters.
+warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
+
 
 @contextlib.contextmanager
 def open_image(source: Source | Image, folder: str | Path | None = None, allow_url=False) -> Iterator[Image]:
@@ -38,9 +41,7 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
         name, file = source if isinstance(source, tuple) else open_source(source, folder, allow_url)
     try:
         with contextlib.ExitStack() as stack:
-            with warnings.catch_warnings():  # Pillow warns from half of our limit on
-                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-                image = source if in_memory else stack.enter_context(PIL.Image.open(file))
+            image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
             if image.format in ("JPEG", "MPO") and not in_memory:

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +18,7 @@ from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.table import get_task
 
 MOST_SKIPPED = 100  # rows one after the other that may be unreadable
+AHEAD = 64  # rows of the next draw that threads make: 1.5 GB as patches if each has a megapixel
 # what an algorithm may ask of its rows, besides a prompt, and the columns of a file that hold it
 NEEDS = {"prompts": (), "demonstrations": ("completion",)}
 NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
@@ -54,6 +56,7 @@ class DataSection:
     resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
     video: VideoSection = field(default_factory=VideoSection)
     allow_urls: bool | Literal["private"] = False  # fetch http(s) URLs of rows; "private": of private networks too
+    image_workers: Annotated[int, "[0, 64]"] = 2  # threads that make the next step's prompts; 0: the step waits
     skip_unreadable: bool = False  # in training leave out rows with an image that cannot be read, and count them
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
@@ -137,7 +140,7 @@ def _rows(config: DataSection, path: str, columns: Sequence[str], limit=None, ro
 
 @dataclass
 class MadeRow(Row):
-    """A row whose prompt was made to see whether it can be: images are decoded once."""
+    """A row whose prompt is made already, maybe by another thread."""
 
     made: Prompt | None = None
 
@@ -150,37 +153,67 @@ class Batches(Iterator):
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
     draws depend on, "seed/stage/draw/position": any number of ranks does the same. `draws` were made before a resume.
+    Threads read the rows of the next draw and decode their images meanwhile; what is wrong with a row is raised when it
+    is drawn.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
-        size, seed = algorithm.config.prompts_per_step, algorithm.run.seed
+        data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
         self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
-        self.processor = algorithm.processor if algorithm.run.data.skip_unreadable else None
+        self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
+        self.workers = ThreadPoolExecutor(data.image_workers) if data.image_workers else None
+        self.places, self.ahead = self.draw(draws), []
 
-    def __next__(self) -> list[Row]:
+    def draw(self, number: int) -> list[tuple[int, str]]:
+        """Of each row of the next draw: its number in the dataset, and its key."""
         numbers, size = next(self.numbers), self.size
         positions = [i for k in range(self.steps) for i in self.world.share(range(k * size, (k + 1) * size))]
-        rows = [self.row(numbers[i], f"{self.key}/{self.draws}/{i}") for i in positions]
+        return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
+
+    def __next__(self) -> list[Row]:
+        places, self.places = self.places, self.draw(self.draws + 1)
+        if self.workers is None:
+            rows = [self.row(*place) for place in places]
+        else:
+            made = self.ahead + [self.workers.submit(self.make, *place) for place in places[len(self.ahead) :]]
+            self.ahead = [self.workers.submit(self.make, *place) for place in self.places[:AHEAD]]
+            try:
+                rows = [self.noted(*future.result()) for future in made]
+            except BaseException:  # the process ends: it need not wait for the other images
+                self.workers.shutdown(wait=False, cancel_futures=True)
+                raise
         self.draws += 1
         return rows
 
     def row(self, index: int, key: str) -> Row:
         """The row of a number, with the key that its random draws depend on; the next readable one if asked for."""
-        if self.processor is None:
-            return replace(self.dataset[index], index=index, key=key)
+        return self.noted(*self.make(index, key))
+
+    def make(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
+        """Make the prompt of a row or of the next readable one; what is wrong with those before it, by number."""
+        failures = {}
         for number in (number % len(self.dataset) for number in range(index, index + MOST_SKIPPED)):
             try:
                 row = replace(self.dataset[number], index=number, key=key)
-                return MadeRow(**vars(row), made=row.prompt(self.processor))
+                return MadeRow(**vars(row), made=row.prompt(self.processor)), failures
             except ValueError as error:
-                failure = error
+                if not self.skip_unreadable:
+                    raise
+                failures[number] = error
+        return None, failures
+
+    def noted(self, row: Row | None, failures: dict[int, ValueError]) -> Row:
+        """Count and name the rows that were left out for a row (ValueError: there is none)."""
+        for number, failure in failures.items():
             if number not in self.skipped:
                 self.skipped.add(number)
                 warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
-        raise ValueError(f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it")
+        if row is None:
+            raise ValueError(f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it")
+        return row
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
