@@ -263,7 +263,7 @@ def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)
     for number in range(1, 4):
-        expected = {row.index for row in next(draws)} | {index for index, _ in draws.places[:3]}
+        expected = {row.index for row in next(draws)} | {index for index, _ in draws.coming[:3]}
         [future.result() for future in draws.ahead]
         assert set(rows.read) >= expected and len(rows.read) == 4 * number + 3
 

@@ -165,7 +165,7 @@ class Batches(Iterator):
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
         self.workers = ThreadPoolExecutor(data.image_workers) if data.image_workers else None
-        self.places, self.ahead = self.draw(draws), []
+        self.coming, self.ahead = self.draw(draws), []
 
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
@@ -174,12 +174,12 @@ class Batches(Iterator):
         return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
 
     def __next__(self) -> list[Row]:
-        places, self.places = self.places, self.draw(self.draws + 1)
+        drawn, self.coming = self.coming, self.draw(self.draws + 1)
         if self.workers is None:
-            rows = [self.row(*place) for place in places]
+            rows = [self.row(*which) for which in drawn]
         else:
-            made = self.ahead + [self.workers.submit(self.make, *place) for place in places[len(self.ahead) :]]
-            self.ahead = [self.workers.submit(self.make, *place) for place in self.places[:AHEAD]]
+            made = self.ahead + [self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]]
+            self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[:AHEAD]]
             try:
                 rows = [self.noted(*future.result()) for future in made]
             except BaseException:  # the process ends: it need not wait for the other images
