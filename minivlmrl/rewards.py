@@ -21,7 +21,6 @@ GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "ans
 GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -29,9 +28,10 @@ def format(completions: list[str], **columns) -> list[float]:
     """1.0 for exactly <think>...</think><answer>...</answer>: each tag once, both filled."""
 
     def fits(completion: str) -> bool:
+        if not all(completion.count(tag) == 1 for tag in TAGS):
+            return False
         match = THINK_ANSWER.fullmatch(completion.strip())
-        once = all(completion.count(tag) == 1 for tag in TAGS)
-        return bool(match and once and match[1].strip() and match[2].strip())
+        return bool(match and match[1].strip() and match[2].strip())
 
     return [float(fits(completion)) for completion in completions]
 
@@ -54,17 +54,27 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
     Without tags what is thought is no answer: it begins after the last </think>.
     """
     if where == "tags":
-        return (ANSWER.findall(completion) or [None])[-1]
+        return last_answer(completion)
     text = completion.rpartition("</think>")[2].strip()
     if not text or "<think>" in text:
         return None
     return text.splitlines()[-1] if where == "last_line" else text
 
 
+def last_answer(text: str) -> str | None:
+    """Find what the last <answer>...</answer> says; in one pass, however often a text opens it."""
+    found, end = None, 0
+    while (start := text.find("<answer>", end)) >= 0:
+        if (end := text.find("</answer>", start)) < 0:
+            break
+        found = text[start + len("<answer>") : end]
+    return found
+
+
 def normalize(text: str) -> str:
     """'<answer> Green  square.</answer>' -> 'green square'."""
-    inside = ANSWER.findall(text)
-    return " ".join((inside[-1] if inside else text).split()).rstrip(". ").casefold()
+    inside = last_answer(text)
+    return " ".join((text if inside is None else inside).split()).rstrip(". ").casefold()
 
 
 def judge(rewards, rows, prompts, completions, processor, reward_model=None) -> Tensor:

@@ -97,7 +97,7 @@ HACKS = {
     say('["20", "10", "40", "30"]'): NOTHING,
     say("{x1} {y1} {x2} {y2}"): NOTHING,
     say("the cat"): NOTHING,
-    say("[]"): NOTHING,
+    say("[]"): (0, 0, -1, 1),  # there is no such object
     say("{}"): NOTHING,
     say("```json\n```"): NOTHING,
     say("[" * 3000): NOTHING,
@@ -203,7 +203,7 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
         (["20 10 40 19.99", OTHER], (0.74975, 0.5, 0.74975, 1)),
         (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
         (["40 30 20 10", OTHER], (0.5, 0.5, 0, 0)),
-        ([], NOTHING),
+        ([], (0, 0, -1, 1)),
     ],
 )
 def test_several_true_boxes(said, expected):
@@ -243,7 +243,7 @@ def test_solutions_in_every_form(solution):
 @pytest.mark.parametrize(
     "solution",
     [
-        "", "cat", "[]", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [], [[]], {},
+        "cat", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {},
         [40, 20, 80], [40, 20, 80, 60, 1], [80, 20, 40, 60], [40, 60, 80, 20], [40, 20, 40, 60], [40, 20, 80, 20],
         [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60], [40, 20, math.inf, 60], ["40", "20", "80", "60"],
         [None, 20, 80, 60], [True, 20, 80, 60], 7, 1.5, True, {40, 20, 80, 60}, torch.tensor([40, 20, 80, 60]),
@@ -255,6 +255,14 @@ def test_a_wrong_solution_is_named(name, solution):
     with pytest.raises(ValueError) as raised:
         score([name], [say(RIGHT)], columns(solution))
     assert str(raised.value).startswith(f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]")
+
+
+@pytest.mark.parametrize("solution", ["", "[]", [], "None", "<answer>no such object</answer>"])
+def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
+    for said in ("[]", "None.", "no such object", "```json\n[]\n```"):
+        assert rewards(say(said), solution=solution) == ALL
+    for said in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
+        assert rewards(say(said), solution=solution)[:3] == (0, 0, -1)
 
 
 def test_none_where_nothing_can_be_judged():

@@ -47,7 +47,9 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     ("None.", [], ALL),
     ("No such object", [], ALL),
     ("```json\n[]\n```", [], ALL),
+    ("[]", "", ALL),
     (js(CAT), [], NOTHING),
+    (js(CAT), "", NOTHING),
     ("", [], NOTHING),  # says nothing
     ("there is none, or a cat", [], NOTHING),
     ("", [CAT], NOTHING),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl import rewards as rewards_file
 from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.names import REWARDS, get_reward, required_columns
 from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns, score
@@ -154,6 +155,29 @@ def test_endless_repetition_is_judged_quickly(unit):
     begin = time.process_time()
     assert score(["format", "accuracy"], [completion], {"solution": ["x"]}).tolist() == [[0.0, 0.0]]
     assert time.process_time() - begin < 1
+
+
+class Counted(str):
+    """A text that counts the characters which find goes through."""
+
+    looked = 0
+
+    def find(self, sought, start=0):
+        found = super().find(sought, start)
+        Counted.looked += (len(self) if found < 0 else found) - start
+        return found
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [("<answer>", None), ("</answer>", None), ("<answer>a</answer>", "a"), ("a", None), ("<answer></answer", None)],
+)
+def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
+    """A regular expression went through the rest of the text again from each <answer>: 10 MB took days."""
+    text, Counted.looked = Counted(unit * (10**6 // len(unit))), 0
+    assert find_answer(text) == expected and Counted.looked <= 2 * len(text)
+    monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # of a text with a tag twice it would take as long
+    assert rewards_file.format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 
 # where a completion says its answer: (tags, whole, last_line)

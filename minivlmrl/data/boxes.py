@@ -123,6 +123,12 @@ def match(
     return list(zip(*(indices.tolist() for indices in linear_sum_assignment(table, maximize=True)), strict=True))
 
 
+def says_none(text: str) -> bool:
+    """Whether an answer says that there is no such object: [], None or No such object."""
+    fenced = FENCED.fullmatch(text.strip())
+    return (fenced[1] if fenced else text).strip().removesuffix(".").casefold() in ("[]", "none", "no such object")
+
+
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     """Read the boxes that a text consists of: one of these, in white space, a code fence or before a full stop.
 

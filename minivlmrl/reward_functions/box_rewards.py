@@ -25,7 +25,8 @@ def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents
 
     Args:
         answer_texts: n answers, None where a completion has none.
-        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file.
+        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file. [] and
+            "": there is no such object, and an answer has to say so, see boxes.says_none.
         image_sizes, answer_extents: width and height of the image, in pixels of the file and in units of the answer.
     Returns:
         n numbers, None where a row has no solution (None) or no image.
@@ -54,11 +55,12 @@ def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extent
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
-    """1.0 for the form of rewards.format if the answer says one box or more, all valid and inside the image."""
+    """1.0 for the form of rewards.format if the answer says boxes, all valid and inside the image, or that none is."""
     found = []
     for completion, form, extent in zip(completions, format(completions), answer_extents, strict=True):
         said = extent and answered_boxes(completion, extent)
-        fits = form == 1.0 and said and all(box.valid and box.inside() for box in said)
+        none = boxes.says_none(find_answer(completion) or "")
+        fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for box in said)
         found.append(None if extent is None else float(bool(fits)))
     return found
 
@@ -100,12 +102,12 @@ def _similarities(
     """Similarities of matched boxes, `nothing` for each box without a partner; None: nothing can be judged."""
     if solution is None or size is None or extent is None:
         return None
-    try:  # ground truth has to be right: nothing could earn a reward for it otherwise
-        truth = answered_boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
-    except TypeError:  # no JSON
-        truth = []
+    text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
+    if not text.strip() or boxes.says_none(find_answer(text) or text):
+        return [1.0 if boxes.says_none(said or "") else nothing]
+    truth = answered_boxes(text, size)  # has to be right: nothing could earn a reward otherwise
     if not truth or not all(box.valid for box in truth):
-        cure = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, or a list of such"
+        cure = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []"
         raise ValueError(f"reward {name}: solution {solution!r} is no box; {cure}")
     predicted = [box.to(size) for box in answered_boxes(said or "", extent)]
     pairs = boxes.match(predicted, truth, similarity)

@@ -1,7 +1,7 @@
 """Rewards for finding objects: boxes with labels, in the spaces of box_rewards.py.
 
 Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...]. An empty
-list, or None, says that there is no such object: right where the solution says so too.
+list, or None, says that there is no such object: right where the solution says so too, or is empty.
 """
 
 import json
@@ -63,12 +63,11 @@ def weighted_sum(
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects | None:
     """Read a list of labelled boxes, maybe in a code fence; None: it is no such list."""
-    fenced = FENCED.fullmatch(text.strip())
-    text = (fenced[1] if fenced else text).strip()
-    if text.casefold().removesuffix(".") in ("none", "no such object"):
+    if boxes.says_none(text):
         return []
+    fenced = FENCED.fullmatch(text.strip())
     try:
-        said = json.loads(text)
+        said = json.loads(fenced[1] if fenced else text)
         return [(item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in said]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
@@ -81,7 +80,7 @@ def _measure(name: str, measure: Callable[[Objects, Objects], float], *columns: 
             found.append(None)
             continue
         text = solution if isinstance(solution, str) else json.dumps(solution)
-        true = read_objects(find_answer(text) or text, size)
+        true = read_objects(find_answer(text) or text, size) if text.strip() else []
         if true is None or not all(box.valid for _, box in true):
             cure = 'it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
             raise ValueError(f"reward {name}: solution {text!r:.80} says no objects; {cure}")
