@@ -57,9 +57,7 @@ def test_a_step_by_hand(stage, loss_type):
 
 def peek(run):
     """Row numbers of the next step."""
-    numbers = next(run.batches.numbers)
-    run.batches.numbers = iter([numbers])
-    return numbers
+    return [number for number, _ in run.batches.coming]
 
 
 def answer(run, row):

@@ -26,13 +26,13 @@ from safetensors.torch import load
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
+from minivlmrl.data.mix import shuffled
 from minivlmrl.hub import checkpoint as checkpoint_file
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run import results, state_files
-from minivlmrl.run.batches import shuffled
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.state_files import find_pieces

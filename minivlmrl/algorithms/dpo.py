@@ -11,11 +11,11 @@ from tqdm import tqdm
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_answers
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
+from minivlmrl.data.mix import shuffled
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import row_mean
 from minivlmrl.rows import Dataset, Row
-from minivlmrl.run.batches import shuffled
 from minivlmrl.run.optimizer import TrainingConfig
 
 

@@ -1,12 +1,14 @@
-"""Several files of rows as one: how often each is drawn, which of its rows, and which rewards judge them."""
+"""Several files of rows as one: how often each is drawn, which of its rows, in which order, and who judges them."""
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import yaml
 
 from minivlmrl.hub.checker import Loader, naming, require
@@ -109,3 +111,14 @@ def read_mix(path: Path) -> list[FileSection]:
             file = here if here.exists() else beside
             files.append(FileSection(str(file), sampling=str(entry.get("sampling_strategy", "all"))))
     return files
+
+
+def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    """Endless lists of per_draw row numbers, in a new order every pass; the first `skip` numbers are left out."""
+    if size == 0:
+        raise ValueError("there are no rows to train on")
+    generator = torch.Generator().manual_seed(seed)
+    passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
+    numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
+    while True:
+        yield list(itertools.islice(numbers, per_draw))

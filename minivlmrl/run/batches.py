@@ -1,6 +1,5 @@
 """Which rows each stage and the evaluation get, and in which order."""
 
-import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import FileSection, mix, pick, read_mix, split
+from minivlmrl.data.mix import FileSection, mix, pick, read_mix, shuffled, split
 from minivlmrl.hub.checker import require
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
@@ -223,14 +220,3 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
         near = f"{low} or {low + ranks}" if low else ranks
         name = f"{stage}.prompts_per_step is {prompts_per_step}"
         raise ValueError(f"{name}, which {ranks} ranks cannot share equally: take {near}")
-
-
-def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_draw row numbers, in a new order every pass; the first `skip` numbers are left out."""
-    if size == 0:
-        raise ValueError("there are no rows to train on")
-    generator = torch.Generator().manual_seed(seed)
-    passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
-    numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)
-    while True:
-        yield list(itertools.islice(numbers, per_draw))
