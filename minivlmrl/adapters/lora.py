@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ class LoRAConfig:
     target: list[str] = field(default_factory=lambda: ["language"])  # also vision, merger, or a regex of layers' names
     rslora: bool = False  # scaled by alpha / sqrt(r) instead (arXiv 2312.03732)
     dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
+    quantize: Literal["nf4"] | None = None  # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
 
     def __post_init__(self):
         if self.dropout:
@@ -46,6 +47,8 @@ class LoRAConfig:
             raise ValueError(f"dropout is {self.dropout}, it must be 0: {why}")
         if not self.target:
             raise ValueError("target is [], it must name layers")
+        if self.quantize and not self.r:
+            raise ValueError(f"quantize is {self.quantize!r}, it must be null without adapters: set adapter.r")
 
     @property
     def scaling(self) -> float:
@@ -135,7 +138,8 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
     """The base of a model's adapters, which nothing trains, as a memo for deepcopy; empty without any."""
-    return {id(parameter): parameter for parameter in base_parameters(model).values()} if adapters(model) else {}
+    base = [*base_parameters(model).values(), *model.buffers()] if adapters(model) else []
+    return {id(tensor): tensor for tensor in base}
 
 
 def without_base(modules: nn.Module, policy: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 import argparse
 
 from minivlmrl.adapters.lora import merge_adapters
+from minivlmrl.adapters.nf4 import quantize_base
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
 from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
@@ -14,9 +15,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", required=True, help="the base: a Hugging Face folder or the id of a repository")
     parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
     parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--quantize", choices=["nf4"], help="as adapter.quantize of the run: its base, unpacked again")
     options = parser.parse_args(arguments)
     model = load_model(options.model)
     load_adapter(model, options.adapter)
+    if options.quantize:
+        quantize_base(model)
     print(table(model))
     merge_adapters(model)
     save_model(options.out, model, load_processor(options.model))

@@ -39,7 +39,9 @@ def select_trained(model: nn.Module, freeze: list[Part]):
 
 def table(model: nn.Module) -> str:
     """What is trained, a line for each part or kind of adapted layer: name, layers, rank, parameters, share."""
-    base, layers, kinds = sum(p.numel() for p in base_parameters(model).values()), adapters(model), {}
+    layers, kinds = adapters(model), {}
+    base = sum(p.numel() for name, p in base_parameters(model).items() if name.removesuffix(".weight") not in layers)
+    base += sum(layer.in_features * layer.out_features for layer in layers.values())  # also if they are packed
     for name, parameter in model.named_parameters():
         layer = name.rpartition(".")[0]
         kind = part_of(name)

@@ -180,7 +180,7 @@ def save_model(
     """
     reshard(model)
     weights, more = plain_weights(model), also_adapter(model, more)
-    shapes = {name: torch.empty_like(p, device="meta") for name, p in base_parameters(model).items()}
+    shapes = {name: torch.empty_like(getattr(w, "weight", w), device="meta") for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World(0, 1, torch.device("cpu"))
     with ExitStack() as held:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minivlmrl.adapters.lora import draw_adapters
+from minivlmrl.adapters.nf4 import quantize_base
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.chat import content_parts
 from minivlmrl.data.turns import as_turns
@@ -44,6 +45,8 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
         config.adapter.place(model)
         if sharding is not None:
             sharding.shard(model)
+    if config.adapter.quantize:
+        quantize_base(model)
     draw_adapters(model, config.seed)
     model.adapter_base = section.path
     select_trained(model, section.freeze)

@@ -1,0 +1,83 @@
+"""Weights under adapters in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
+
+A weight is cut into blocks of 64 values. A block has a scale, its largest absolute value, and each value is the index
+of the nearest of 16 numbers, which are quantiles of a normal distribution. The scales, less their mean, are kept in 8
+bits each (adamw8bit.py): 4.13 bits a value in all. Products are those of the weight that these numbers mean, which is
+there only while a layer computes, in the backward once more.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivlmrl.adapters.adamw8bit import dequantize, dynamic_code, quantize
+from minivlmrl.adapters.lora import LoRALinear, adapters
+
+BLOCK = 64  # values with one scale
+NF4 = (  # the appendix of the paper, in float32
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def pack(weight: Tensor) -> dict[str, Tensor]:
+    """Two indices a byte, the first in the upper half; indices and scales of the blocks' scales, and their mean."""
+    numbers = torch.tensor(NF4, device=weight.device)
+    blocks = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    shares = blocks * (1 / scales.clamp(min=1e-38))[:, None]
+    nearest = torch.bucketize(shares, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8).flatten()
+    offset = scales.mean()
+    indices, scale_scales = quantize((scales - offset)[None], dynamic_code(True).to(weight.device))
+    packed = nearest[::2] << 4 | nearest[1::2]
+    return {"packed": packed, "scale_indices": indices[0], "scale_scales": scale_scales[0], "offset": offset}
+
+
+def unpack(packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor) -> Tensor:
+    """The (n,) float32 values that pack's result means, n filled up to whole blocks."""
+    numbers = torch.tensor(NF4, device=packed.device)
+    pairs = torch.stack([numbers.repeat_interleave(16), numbers.repeat(16)], 1)  # (256, 2) of each byte
+    scales = dequantize(scale_indices[None], scale_scales[None], dynamic_code(True).to(packed.device))[0] + offset
+    return (pairs[packed.int()].view(-1, BLOCK) * scales[:, None]).flatten()
+
+
+class NF4Product(torch.autograd.Function):
+    """x W^T that remembers neither x, as W is not trained, nor W in full."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: "NF4Linear") -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer.weight, None
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer whose weight is packed; see quantize_base."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(out_features, in_features) in the dtype that it was packed from."""
+        packed = (self.packed, self.scale_indices, self.scale_scales, self.offset)
+        values = unpack(*packed)[: self.out_features * self.in_features]
+        return values.view(self.out_features, self.in_features).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = NF4Product.apply(x, self)
+        return product if self.bias is None else product + self.bias
+
+
+class NF4LoRALinear(LoRALinear, NF4Linear):
+    """The same with an adapter."""
+
+
+def quantize_base(model: nn.Module):
+    """Pack the weights under a model's adapters, on any device, one after the other."""
+    for layer in adapters(model).values():
+        layer.dtype = layer.weight.dtype
+        for name, tensor in pack(layer._parameters.pop("weight")).items():
+            layer.register_buffer(name, tensor)
+        layer.__class__ = NF4LoRALinear
