@@ -1,8 +1,7 @@
 """AdamW whose two moments take 8 bits a value instead of 32 (arXiv 2110.02861).
 
 A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in float32, its scale, and
-for each value the index of the nearest of 256 numbers between -1 and 1, which lie closer together near 0. The update
-itself is computed in float32.
+for each value the index of the nearest of 256 numbers between -1 and 1, which lie closer together near 0.
 
 No block crosses a row, and ranks share a weight by rows: any number of them computes the same codes. bitsandbytes cuts
 the flat tensor instead, which is the same where 256 divides a row.
@@ -65,8 +64,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    if parameter not in self.state:
-                        self.state[parameter] = empty_state(parameter)
+                    self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
                     self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict):
@@ -78,13 +76,12 @@ class AdamW8bit(torch.optim.Optimizer):
         size = max(1, PIECE // weight.shape[1])
         for rows in (slice(start, start + size) for start in range(0, len(weight), size)):
             piece = {name: value[rows] for name, value in state.items() if name != "step"}
-            g, new = gradient[rows].to(dtype), weight[rows].to(dtype)
+            g, new = gradient[rows].to(dtype), weight[rows].to(dtype, copy=True)
             m = self._read(piece, "exp_avg").to(dtype).mul_(beta1).add_(g, alpha=1 - beta1)
             v = self._read(piece, "exp_avg_sq").to(dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
             denominator = (v.sqrt() / math.sqrt(1 - beta2**number)).add_(group["eps"])
-            new = new * (1 - lr * group["weight_decay"])
-            if "rounded_off" in piece:
-                new += piece["rounded_off"]
+            new.mul_(1 - lr * group["weight_decay"])
+            new += piece.get("rounded_off", 0)
             new.addcdiv_(m, denominator, value=-lr / (1 - beta1**number))
             weight[rows] = new.to(weight.dtype)
             if "rounded_off" in piece:
@@ -93,9 +90,8 @@ class AdamW8bit(torch.optim.Optimizer):
             self._write(piece, "exp_avg_sq", v)
 
     def _read(self, piece: dict[str, Tensor], name: str) -> Tensor:
-        if f"{name}_scale" not in piece:
-            return piece[name]
-        return dequantize(piece[name], piece[f"{name}_scale"], self.codes[name])
+        scale = piece.get(f"{name}_scale")
+        return piece[name] if scale is None else dequantize(piece[name], scale, self.codes[name])
 
     def _write(self, piece: dict[str, Tensor], name: str, moment: Tensor):
         if f"{name}_scale" in piece:
@@ -112,11 +108,11 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
         state["rounded_off"] = torch.zeros_like(parameter)
+    small = parameter.dim() == 1 or parameter.numel() < SMALLEST
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if small else torch.uint8
     for name in SIGNED:
-        if parameter.dim() == 1 or parameter.numel() < SMALLEST:
-            state[name] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        else:
-            state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+        state[name] = torch.zeros_like(parameter, dtype=dtype)
+        if not small:
             state[f"{name}_scale"] = torch.zeros_like(parameter.flatten(1)[:, ::BLOCK], dtype=torch.float32)
     return state
 

@@ -47,8 +47,6 @@ class LoRAConfig:
             raise ValueError(f"dropout is {self.dropout}, it must be 0: {why}")
         if not self.target:
             raise ValueError("target is [], it must name layers")
-        if self.quantize and not self.r:
-            raise ValueError(f"quantize is {self.quantize!r}, it must be null without adapters: set adapter.r")
 
     @property
     def scaling(self) -> float:
@@ -138,8 +136,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
     """The base of a model's adapters, which nothing trains, as a memo for deepcopy; empty without any."""
-    base = [*base_parameters(model).values(), *model.buffers()] if adapters(model) else []
-    return {id(tensor): tensor for tensor in base}
+    return {id(x): x for x in (*base_parameters(model).values(), *model.buffers())} if adapters(model) else {}
 
 
 def without_base(modules: nn.Module, policy: nn.Module) -> dict[str, nn.Parameter]:

@@ -61,9 +61,8 @@ class NF4Linear(nn.Linear):
     @property
     def weight(self) -> Tensor:
         """(out_features, in_features) in the dtype that it was packed from."""
-        packed = (self.packed, self.scale_indices, self.scale_scales, self.offset)
-        values = unpack(*packed)[: self.out_features * self.in_features]
-        return values.view(self.out_features, self.in_features).to(self.dtype)
+        values = unpack(self.packed, self.scale_indices, self.scale_scales, self.offset)
+        return values[: self.shape.numel()].view(self.shape).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         product = NF4Product.apply(x, self)
@@ -77,7 +76,7 @@ class NF4LoRALinear(LoRALinear, NF4Linear):
 def quantize_base(model: nn.Module):
     """Pack the weights under a model's adapters, on any device, one after the other."""
     for layer in adapters(model).values():
-        layer.dtype = layer.weight.dtype
+        layer.dtype, layer.shape = layer.weight.dtype, layer.weight.shape
         for name, tensor in pack(layer._parameters.pop("weight")).items():
             layer.register_buffer(name, tensor)
         layer.__class__ = NF4LoRALinear

@@ -92,11 +92,9 @@ class RunConfig:
     def __post_init__(self):
         if self.overwrite and self.resume is None:
             self.resume = "never"
-        if self.adapter.quantize and self.uses_fsdp:
-            cure = "set model.dtype: bfloat16 instead of model.compute_dtype, and no sharding"
-            raise ValueError(
-                f"adapter.quantize is {self.adapter.quantize!r}, and packed weights cannot be sharded: {cure}"
-            )
+        if self.adapter.quantize and (self.uses_fsdp or not self.adapter.r):
+            cure = "it needs adapter.r, and model.dtype: bfloat16 instead of model.compute_dtype and sharding"
+            raise ValueError(f"adapter.quantize is {self.adapter.quantize!r}: {cure}")
 
     @property
     def uses_fsdp(self) -> bool:
