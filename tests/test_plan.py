@@ -12,7 +12,8 @@ from minivlmrl import attention
 from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, generate, inverse_cdf, next_tokens
+from minivlmrl.generate import Completion, SamplingConfig, generate, inverse_cdf, next_tokens
+from minivlmrl.grpo import Rollout
 from minivlmrl.hub.checkpoint import DTYPES, initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
@@ -21,10 +22,13 @@ from minivlmrl.rows import Prompt
 from minivlmrl.run.config import ModelSection, RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.scale.sharding import ShardingSection
+from minivlmrl.sampling.pieces import row_pieces
+from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 from minivlmrl.tools.plan import (
+    BFLOAT16,
     GB,
     IMAGE_TOKENS,
+    LORA,
     STAGES,
     TEXT_TOKENS,
     Costs,
@@ -39,6 +43,7 @@ from minivlmrl.tools.plan import (
 )
 
 import tiny
+from stages import ONE
 
 WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
@@ -91,6 +96,50 @@ def test_weights_gradients_and_optimizer(config, optimizer, dtype):
     near(phases["train"]["optimizer"], sum(x.nbytes for s in optimizer.state.values() for x in s.values()))
 
 
+FORMS = {
+    "all weights": [],
+    "8-bit AdamW": ["--grpo.optimizer=adamw_8bit"],
+    "8-bit AdamW on bfloat16": ["--grpo.optimizer=adamw_8bit", *BFLOAT16],
+    "LoRA": LORA,
+    "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
+    "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
+    "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_peak_of_a_step(form, home):
+    """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
+    config = ModelConfig.from_dict(CONFIGS["wider"])
+    sizes = ["--grpo.num_generations=3", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=2"]
+    sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", "--stages=[grpo]"]
+    run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
+    planned = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    _, prompt = real(config, WORK)
+    model = Costs(config).build(run).to_empty(device="cpu")
+    initialize(model, torch.Generator().manual_seed(0))
+    held = [*model.parameters(), *model.buffers()]
+    if run.model.activation_checkpointing:
+        recompute_blocks(model)
+    drawn = Completion(torch.randint(0, 400, (WORK.completion_tokens,)), torch.zeros(WORK.completion_tokens), False)
+    rollout = Rollout([], [prompt] * 2, [[drawn] * 3] * 2, None)
+    optimizer = build_optimizer(model, run.grpo)
+    ids = [(i, own) for piece, _ in row_pieces(rollout, range(2), run.grpo, ONE) for i, own in piece][:2]
+    if "divided" not in form:
+        assert ids == [(0, [0, 1, 2]), (1, [0, 1, 2])]
+    else:
+        ids = ids[:1]
+    batch = pack([prompt] * len(ids), [[drawn.ids] * len(own) for _, own in ids], model.config)
+    per_token_logps(model, batch)[0].sum().backward()
+    held += [p.grad for p in model.parameters() if p.grad is not None]
+    with LiveBytes([*held, batch.pixel_values]) as live:  # of a second micro-batch
+        per_token_logps(model, batch)[0].sum().backward()
+    optimizer.step()
+    moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    measured = sum(x.nbytes for x in held) + moments + live.most + batch.pixel_values.nbytes
+    near(sum(size for name, size in planned.items() if name != "logits"), measured)
+
+
 def attention_batch(model, prompts):
     completion = torch.randint(0, 400, (WORK.completion_tokens,))
     return pack(prompts, [[completion] * WORK.num_generations] * len(prompts), model.config)
@@ -105,13 +154,13 @@ def test_forward_and_backward(config, monkeypatch):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with LiveBytes([*model.parameters(), batch.pixel_values]) as live:
         per_token_logps(model, batch)[0].sum().backward()
-    near(Costs(config).activations(torch.float32, WORK, True), live.most + batch.pixel_values.nbytes)
+    near(Costs(config).activations(run_config(), WORK, True), live.most + batch.pixel_values.nbytes)
 
 
 def test_recomputing_keeps_less(config):
-    costs = Costs(config)
-    assert costs.activations(torch.float32, WORK, True, True) < costs.activations(torch.float32, WORK, True)
-    assert costs.activations(torch.float32, WORK, False) < costs.activations(torch.float32, WORK, True)
+    costs, run = Costs(config), run_config(model=ModelSection(activation_checkpointing=True))
+    assert costs.activations(run, WORK, True) < costs.activations(run_config(), WORK, True)
+    assert costs.activations(run_config(), WORK, False) < costs.activations(run_config(), WORK, True)
 
 
 def test_keys_and_values(config, monkeypatch):

@@ -15,20 +15,21 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.adamw8bit import empty_state
-from minivlmrl.adapters.trained import part_of
+from minivlmrl.adapters.lora import adapter_parameters
+from minivlmrl.adapters.nf4 import quantize_base
+from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import inverse_cdf, next_tokens
@@ -52,6 +53,20 @@ STAGES = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2, "grpo": None, "ppo": 
 # options that save memory, cheapest first
 SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
 SAVINGS += ["model.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
+CARDS = (24, 48, 80)  # GB
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
+OFFLOAD = ["--sharding.enabled=true", "--sharding.cpu_offload=true"]
+# ways to train a model on one card, and the options of each
+WAYS = {
+    "all weights, float32": [],
+    "8-bit AdamW": ["--{stage}.optimizer=adamw_8bit"],
+    "8-bit AdamW on bfloat16": ["--{stage}.optimizer=adamw_8bit", *BFLOAT16],
+    "LoRA on float32": LORA,
+    "LoRA on bfloat16": [*LORA, *BFLOAT16],
+    "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
+    "all weights, offloaded": [*OFFLOAD, "--rollout.gather_weights=false"],
+}
 
 
 @dataclass(frozen=True)
@@ -107,22 +122,35 @@ class Costs:
         with torch.device("meta"):
             self.config, self.model = config, FAMILIES[config.model_type].model(config)
         self.parameters = _count(self.model.parameters())
-        self.vision = _count(self.model.visual.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
         sizes = [_count(block.parameters()) for block in family_of(self.model).blocks(self.model)]
         # of a sharded model one block runs while the next arrives
         self.gathered = self.parameters - sum(sizes) + 2 * max(sizes)
-        self.activations = cache(self._activations)
+        self.known = {}
 
-    def _activations(
-        self, dtype: torch.dtype, work: Work, train: bool, recompute=False, freeze_vision=False, shared_layers=0
-    ) -> int:
-        """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
-        model, batch = copy.deepcopy(self.model).to(dtype), meta_batch(self.config, work)
-        model.visual.requires_grad_(not freeze_vision)
-        for parameter in shared_parameters(model, shared_layers):
+    def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
+        """The model of a run on the meta device, which knows what is trained; `layers` are shared with a reference."""
+        model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
+        run.adapter.place(model)
+        if run.adapter.quantize:
+            quantize_base(model)
+        select_trained(model, run.model.freeze)
+        for parameter in shared_parameters(model, layers):
             parameter.requires_grad_(False)
-        if recompute:
+        return model
+
+    def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
+        """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
+        key = repr((run.model, run.adapter, run.uses_fsdp, work, train, layers))
+        if key not in self.known:
+            self.known[key] = self._activations(run, work, train, layers)
+        return self.known[key]
+
+    def _activations(self, run: RunConfig, work: Work, train: bool, layers: int) -> int:
+        model, batch = self.build(run, layers), meta_batch(self.config, work)
+        if run.model.compute_dtype:
+            model = model.to(DTYPES[run.model.compute_dtype])
+        if run.model.activation_checkpointing:
             recompute_blocks(model)
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
@@ -130,7 +158,7 @@ class Costs:
         # the memory of a fused kernel, which keeps no scores: the meta device would write the formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0])
-        with torch.set_grad_enabled(train), fused, LiveBytes(list(model.parameters())) as live:
+        with torch.set_grad_enabled(train), fused, LiveBytes([*model.parameters(), *model.buffers()]) as live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
             else:
@@ -161,64 +189,78 @@ def _count(parameters) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def _bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def within(work: Work, budget: int | None, cut: bool = False) -> Work:
+    """What of some prompts is computed at once with a budget of tokens; cut: a prompt's completions may be divided."""
+    prompt, row = work.text_tokens + work.image_tokens, max(work.completion_tokens, 1)
+    if budget is None:
+        return work
+    prompts = min(work.prompts, max(budget // (prompt + work.num_generations * row), 1))
+    generations = max((budget - prompt) // row, 1) if cut else work.num_generations
+    return replace(work, prompts=prompts, num_generations=min(work.num_generations, generations))
+
+
 def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int) -> dict[str, dict]:
     """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights": ...}, ...}."""
     config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
-    frozen = shared_parameters(costs.model, layers)
-    shared, dtype = _count(frozen), DTYPES[run.model.dtype]
-    frozen += [p for name, p in costs.model.named_parameters() if part_of(name) in run.model.freeze]
-    freezes_vision = {"vision", "merger"} <= set(run.model.freeze)
-    parameters = [p for p in costs.model.parameters() if id(p) not in set(map(id, frozen))]
-    trained, state = _count(parameters), 2 * _count(parameters)
+    model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    state = {"adamw": 2 * _bytes(trained)}
     if config.optimizer == "adamw_8bit":
-        kept = [x for p in parameters for x in empty_state(p.to(dtype)).values()]
-        state = sum(x.nbytes for x in kept) / dtype.itemsize
+        state["adamw_8bit"] = _bytes(x for p in trained for x in empty_state(p).values())
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
     reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
-    numbers = {  # held all the time
-        "weights": costs.parameters,
-        "optimizer": state,
+    whole, backbone = _bytes([*model.parameters(), *model.buffers()]), costs.backbone * dtype.itemsize
+    copied = critic = _bytes(adapter_parameters(model))  # what a second model adds to a base with adapters
+    if not run.adapter.r:  # with FSDP models share nothing
+        copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
+        critic = backbone
+        if fsdp and not getattr(config, "sync_ref_model", False):
+            copied *= computed.itemsize / dtype.itemsize
+    held = {  # all the time
+        "weights": whole,
+        "optimizer": state[config.optimizer],
         # weights, gradients and the two of AdamW
-        "value model": (4 + summed) * costs.backbone * (stage == "ppo" and run.ppo.critic == "separate"),
-        # with FSDP models share nothing
-        "reference": (costs.parameters - (0 if fsdp else shared)) * reference.get(stage, False),
-        "policy": costs.parameters * (stage == "reward_model"),  # in addition to the copy that is trained
-        "reward model": costs.backbone * (online and "reward_model" in run.rewards),
+        "value model": (4 + summed) * critic * (stage == "ppo" and run.ppo.critic == "separate"),
+        "reference": copied * reference.get(stage, False),
+        # in addition to the copy that is trained
+        "policy": (copied if run.adapter.r else whole) * (stage == "reward_model"),
+        "reward model": backbone * (online and "reward_model" in run.rewards),
     }
-    shards = gpus // sharding.replicas if sharding.enabled else 1
-    part = 0 if sharding.cpu_offload else dtype.itemsize / shards  # bytes here for each number
-    always = {name: count * part for name, count in numbers.items() if count}
-    if "reference" in always and not config.sync_ref_model:
-        always["reference"] *= computed.itemsize / dtype.itemsize
+    part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)  # that is here
+    always = {name: size * part for name, size in held.items() if size}
 
     gathered = costs.gathered * computed.itemsize if fsdp else 0
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
     micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
-    rows = micro.prompts * G * micro.completion_tokens
+    micro = within(micro, getattr(config, "max_tokens_per_micro_batch", None), cut=True)
+    rows = micro.prompts * micro.num_generations * micro.completion_tokens
     logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
-        prompts = math.ceil(config.prompts_per_step * steps / gpus)
-        whole = fsdp and run.rollout.gather_weights
+        drawn = Work(math.ceil(config.prompts_per_step * steps / gpus), G, *lengths)
+        drawn = within(drawn, run.sampling.max_tokens_at_once)
+        everything = fsdp and run.rollout.gather_weights
         phases["rollout"] = {
-            "gathered": costs.parameters * computed.itemsize if whole else gathered,
-            "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
-            "prompts' forward": costs.activations(computed, Work(prompts, 0, *lengths), False),
-            "logits": costs.one_draw(computed, run.sampling, prompts * G),
+            "gathered": costs.parameters * computed.itemsize if everything else gathered,
+            "keys and values": costs.keys_and_values(computed, drawn),
+            "prompts' forward": costs.activations(run, replace(drawn, num_generations=0), False),
+            "logits": costs.one_draw(computed, run.sampling, drawn.prompts * G),
         }
     if online or "reference" in always:
-        forward = costs.activations(computed, micro, False)
-        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
-    options = (run.model.activation_checkpointing, freezes_vision, layers)
+        phases["score"] = {"gathered": gathered, "forward": costs.activations(run, micro, False), "logits": logits}
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
-        "gradients": trained * part * (1 + summed),
-        "forward and backward": costs.activations(computed, micro, True, *options),
+        "gradients": _bytes(trained) * part * (1 + summed),
+        "forward and backward": costs.activations(run, micro, True, layers),
         "logits": logits,
     }
     return {name: always | items for name, items in phases.items()}
@@ -251,6 +293,17 @@ def table(phases: dict[str, dict], memory: float) -> str:
     return "\n".join(lines)
 
 
+def ways(needed: Callable[[list[str]], float], stage: str) -> str:
+    """A Markdown table: GB of each of WAYS, on which cards it fits, and with which options."""
+    lines = ["| what is trained | GB | fits | options |", "|---|---|---|---|"]
+    for name, options in WAYS.items():
+        options = [option.format(stage=stage) for option in options]
+        size = needed(options) / GB
+        fits = ", ".join(str(card) for card in CARDS if size <= card) or "none"
+        lines.append(f"| {name} | {size:.1f} | {fits} | {' '.join(f'`{option}`' for option in options)} |")
+    return "\n".join(lines)
+
+
 def check_memory(run: RunConfig, gpus: int, memory: int):
     """Refuse a run with a stage that does not fit a GPU with this many bytes (ValueError).
 
@@ -276,6 +329,7 @@ def main(arguments: list[str]):
     parser.add_argument(
         "--image_tokens", type=int, default=IMAGE_TOKENS, help="of a prompt's image: (height/28) x (width/28)"
     )
+    parser.add_argument("--ways", action="store_true", help=f"a table of ways to train, and which fit {CARDS} GB")
     given, rest = parser.parse_known_args(arguments)
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
     path = Path(given.model)
@@ -292,6 +346,9 @@ def main(arguments: list[str]):
             run = load_config(recipe, [*rest, *overrides])
             return plan(run, stage, costs, given.gpus, given.text_tokens, given.image_tokens)
 
+        if given.ways:
+            print(f"\n{stage}\n" + ways(lambda overrides: most(phases(overrides)), stage))
+            continue
         print(f"\n{stage}\n" + table(phases([]), memory))
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
