@@ -218,7 +218,12 @@ OTHERS = {
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *(f"{stage}.{name}" for stage in STAGES for name in ("data", "max_epochs")),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
-    *("sampling.max_tokens_at_once", "grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
+    *(
+        "adapter.quantize",
+        "sampling.max_tokens_at_once",
+        "grpo.max_tokens_per_micro_batch",
+        "ppo.max_tokens_per_micro_batch",
+    ),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "show_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
 }
@@ -309,6 +314,7 @@ def test_every_choice_is_in_the_table():
                 choices(name)
                 literal.add(name)
     others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype", "model.freeze"}
+    others |= {"adapter.quantize"}
     others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

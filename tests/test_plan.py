@@ -8,6 +8,7 @@ import pytest
 import torch
 from hub_configs import real_config
 
+from benchmarks.what_fits import BFLOAT16, LORA
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
 from minivlmrl.batch import pack
@@ -25,10 +26,8 @@ from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import row_pieces
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 from minivlmrl.tools.plan import (
-    BFLOAT16,
     GB,
     IMAGE_TOKENS,
-    LORA,
     STAGES,
     TEXT_TOKENS,
     Costs,

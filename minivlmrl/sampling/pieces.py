@@ -4,6 +4,7 @@ Draws go by key and a loss takes the counts of the whole step. So pieces change 
 the order in which numbers are added.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,7 +22,7 @@ class PiecesConfig:
 
 
 def pieces(
-    lengths: Sequence[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world
+    lengths: Sequence[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world=None
 ) -> list[list[tuple[int, int]]]:
     """Divide the rows of some prompts.
 
@@ -35,7 +36,7 @@ def pieces(
         lengths: of each prompt its tokens, and those of each of its completions.
         most_prompts: of a piece.
         most_tokens: of a piece, prompts once and completions; None: any number.
-        world: all its ranks call this.
+        world: all its ranks call this; None: this process alone.
     Returns:
         (index of the prompt, index of the completion) of each row of each piece.
     """
@@ -54,11 +55,19 @@ def pieces(
             tokens += length + prompt * (not found[-1] or number == 0)
             found[-1].append((i, j))
     found = [piece for piece in found if piece]
-    for _ in range(max(world.gather_objects(len(found))) - len(found)):
+    most = max(world.gather_objects(len(found))) if world else 0
+    while len(found) < most:
         largest = max(found, key=len)
         at = found.index(largest)
         found[at : at + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return found
+
+
+def largest_piece(prompts: int, prompt: int, completions: list[int], most_tokens: int | None) -> tuple[int, int]:
+    """Of prompts of one length with completions of these lengths: how many are in a piece, with how many of each."""
+    piece = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
+    some = len({i for i, _ in piece})
+    return some, math.ceil(len(piece) / some)
 
 
 def row_pieces(rollout, part: range, config, world) -> Iterator[tuple[list[tuple[int, list[int]]], Tensor]]:

@@ -15,7 +15,7 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
@@ -42,6 +42,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
+from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.train import find_algorithm
 
@@ -53,20 +54,6 @@ STAGES = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2, "grpo": None, "ppo": 
 # options that save memory, cheapest first
 SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
 SAVINGS += ["model.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
-CARDS = (24, 48, 80)  # GB
-BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
-LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
-OFFLOAD = ["--sharding.enabled=true", "--sharding.cpu_offload=true"]
-# ways to train a model on one card, and the options of each
-WAYS = {
-    "all weights, float32": [],
-    "8-bit AdamW": ["--{stage}.optimizer=adamw_8bit"],
-    "8-bit AdamW on bfloat16": ["--{stage}.optimizer=adamw_8bit", *BFLOAT16],
-    "LoRA on float32": LORA,
-    "LoRA on bfloat16": [*LORA, *BFLOAT16],
-    "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
-    "all weights, offloaded": [*OFFLOAD, "--rollout.gather_weights=false"],
-}
 
 
 @dataclass(frozen=True)
@@ -141,12 +128,9 @@ class Costs:
 
     def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
         """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
-        key = repr((run.model, run.adapter, run.uses_fsdp, work, train, layers))
-        if key not in self.known:
-            self.known[key] = self._activations(run, work, train, layers)
-        return self.known[key]
-
-    def _activations(self, run: RunConfig, work: Work, train: bool, layers: int) -> int:
+        key = repr((run.model, run.adapter, work, train, layers))
+        if key in self.known:
+            return self.known[key]
         model, batch = self.build(run, layers), meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
@@ -165,7 +149,8 @@ class Costs:
                 logps, _ = per_token_logps(model, batch)
                 if train:
                     logps.sum().backward()
-        return live.most + batch.pixel_values.nbytes
+        self.known[key] = live.most + batch.pixel_values.nbytes
+        return self.known[key]
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
         """Bytes of a rollout's cache: a prompt's once, and those of each completion."""
@@ -193,16 +178,6 @@ def _bytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def within(work: Work, budget: int | None, cut: bool = False) -> Work:
-    """What of some prompts is computed at once with a budget of tokens; cut: a prompt's completions may be divided."""
-    prompt, row = work.text_tokens + work.image_tokens, max(work.completion_tokens, 1)
-    if budget is None:
-        return work
-    prompts = min(work.prompts, max(budget // (prompt + work.num_generations * row), 1))
-    generations = max((budget - prompt) // row, 1) if cut else work.num_generations
-    return replace(work, prompts=prompts, num_generations=min(work.num_generations, generations))
-
-
 def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int) -> dict[str, dict]:
     """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights": ...}, ...}."""
     config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
@@ -211,28 +186,24 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
-    state = {"adamw": 2 * _bytes(trained)}
+    state = 2 * _bytes(trained)
     if config.optimizer == "adamw_8bit":
-        state["adamw_8bit"] = _bytes(x for p in trained for x in empty_state(p).values())
+        state = _bytes(x for p in trained for x in empty_state(p).values())
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
     reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
     whole, backbone = _bytes([*model.parameters(), *model.buffers()]), costs.backbone * dtype.itemsize
-    copied = critic = _bytes(adapter_parameters(model))  # what a second model adds to a base with adapters
-    if not run.adapter.r:  # with FSDP models share nothing
-        copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
-        critic = backbone
-        if fsdp and not getattr(config, "sync_ref_model", False):
-            copied *= computed.itemsize / dtype.itemsize
+    adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
+    copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))  # with FSDP models share nothing
+    copied *= 1 if getattr(config, "sync_ref_model", False) else computed.itemsize / dtype.itemsize
     held = {  # all the time
         "weights": whole,
-        "optimizer": state[config.optimizer],
+        "optimizer": state,
         # weights, gradients and the two of AdamW
-        "value model": (4 + summed) * critic * (stage == "ppo" and run.ppo.critic == "separate"),
-        "reference": copied * reference.get(stage, False),
-        # in addition to the copy that is trained
-        "policy": (copied if run.adapter.r else whole) * (stage == "reward_model"),
+        "value model": (4 + summed) * (adapted or backbone) * (stage == "ppo" and run.ppo.critic == "separate"),
+        "reference": (adapted or copied) * reference.get(stage, False),
+        "policy": (adapted or whole) * (stage == "reward_model"),  # in addition to the copy that is trained
         "reward model": backbone * (online and "reward_model" in run.rewards),
     }
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)  # that is here
@@ -240,20 +211,21 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
 
     gathered = costs.gathered * computed.itemsize if fsdp else 0
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
-    micro = Work(min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus)), G, *lengths)
-    micro = within(micro, getattr(config, "max_tokens_per_micro_batch", None), cut=True)
+    prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
+    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+    micro = Work(*largest_piece(prompts, prompt, [lengths[2]] * G, budget), *lengths)
     rows = micro.prompts * micro.num_generations * micro.completion_tokens
     logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
-        drawn = Work(math.ceil(config.prompts_per_step * steps / gpus), G, *lengths)
-        drawn = within(drawn, run.sampling.max_tokens_at_once)
+        prompts = math.ceil(config.prompts_per_step * steps / gpus)
+        prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once)
         everything = fsdp and run.rollout.gather_weights
         phases["rollout"] = {
             "gathered": costs.parameters * computed.itemsize if everything else gathered,
-            "keys and values": costs.keys_and_values(computed, drawn),
-            "prompts' forward": costs.activations(run, replace(drawn, num_generations=0), False),
-            "logits": costs.one_draw(computed, run.sampling, drawn.prompts * G),
+            "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
+            "prompts' forward": costs.activations(run, Work(prompts, 0, *lengths), False),
+            "logits": costs.one_draw(computed, run.sampling, prompts * G),
         }
     if online or "reference" in always:
         phases["score"] = {"gathered": gathered, "forward": costs.activations(run, micro, False), "logits": logits}
@@ -293,22 +265,8 @@ def table(phases: dict[str, dict], memory: float) -> str:
     return "\n".join(lines)
 
 
-def ways(needed: Callable[[list[str]], float], stage: str) -> str:
-    """A Markdown table: GB of each of WAYS, on which cards it fits, and with which options."""
-    lines = ["| what is trained | GB | fits | options |", "|---|---|---|---|"]
-    for name, options in WAYS.items():
-        options = [option.format(stage=stage) for option in options]
-        size = needed(options) / GB
-        fits = ", ".join(str(card) for card in CARDS if size <= card) or "none"
-        lines.append(f"| {name} | {size:.1f} | {fits} | {' '.join(f'`{option}`' for option in options)} |")
-    return "\n".join(lines)
-
-
 def check_memory(run: RunConfig, gpus: int, memory: int):
-    """Refuse a run with a stage that does not fit a GPU with this many bytes (ValueError).
-
-    Prompts are taken as `plan` takes them, with images of at most data.max_pixels.
-    """
+    """Refuse a run (ValueError) that does not fit GPUs of these bytes, for prompts with images of data.max_pixels."""
     costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
     image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // 28**2)
     for stage in run.stages:
@@ -326,10 +284,7 @@ def main(arguments: list[str]):
     parser.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
     parser.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt, without its image")
-    parser.add_argument(
-        "--image_tokens", type=int, default=IMAGE_TOKENS, help="of a prompt's image: (height/28) x (width/28)"
-    )
-    parser.add_argument("--ways", action="store_true", help=f"a table of ways to train, and which fit {CARDS} GB")
+    parser.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="of its image: height/28 x width/28")
     given, rest = parser.parse_known_args(arguments)
     recipe = rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
     path = Path(given.model)
@@ -346,9 +301,6 @@ def main(arguments: list[str]):
             run = load_config(recipe, [*rest, *overrides])
             return plan(run, stage, costs, given.gpus, given.text_tokens, given.image_tokens)
 
-        if given.ways:
-            print(f"\n{stage}\n" + ways(lambda overrides: most(phases(overrides)), stage))
-            continue
         print(f"\n{stage}\n" + table(phases([]), memory))
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
