@@ -107,8 +107,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_peak_of_a_step(form, home):
+def test_the_peak_of_a_step(form, home, monkeypatch):
     """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
+    monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
     config = ModelConfig.from_dict(CONFIGS["wider"])
     sizes = ["--grpo.num_generations=3", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", "--stages=[grpo]"]
