@@ -220,9 +220,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
         prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once)
-        everything = fsdp and run.rollout.gather_weights
         phases["rollout"] = {
-            "gathered": costs.parameters * computed.itemsize if everything else gathered,
+            "gathered": costs.parameters * computed.itemsize if fsdp and run.rollout.gather_weights else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
             "prompts' forward": costs.activations(run, Work(prompts, 0, *lengths), False),
             "logits": costs.one_draw(computed, run.sampling, prompts * G),
