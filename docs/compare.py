@@ -16,6 +16,7 @@ from docs.walkthrough import begin, shade, token
 from minivlmrl.advantages import combine, group_advantages
 from minivlmrl.algorithms.baselines import gae, leave_one_out, token_rewards, whiten
 from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
+from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.sft_loss import sft_loss
@@ -42,9 +43,9 @@ What to see here:
 - GRPO and RLOO need no reference answer, but several answers of the model's own, and rewards that differ: a group with
   equal rewards pushes nothing. GRPO divides by the group's standard deviation and gives each answer the same weight,
   however long it is; RLOO compares with the mean of the other answers, and each token gets the whole advantage.
-- PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so inside an answer only the
-  discount lambda = 0.95 a token tells tokens apart: early ones get less of the reward. Then it whitens over all tokens,
-  so here, too, an answer is compared with the others: the one that earned 0 is pushed down at every token.
+- PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so inside an answer only
+  the discount lambda = {lam} a token tells tokens apart: early ones get less of the reward. Then it whitens over all
+  tokens, so here, too, an answer is compared with the others: the one that earned 0 is pushed down at every token.
 - Answer 2 rises with every method, although nobody calls it good: it shares "I see blue" with the right one. A step on
   one answer is a step on all that look like it.
 """
@@ -155,7 +156,7 @@ def page() -> str:
     ]
     parts += ["method, so that only directions count, changes the answers' log-probabilities by:\n"]
     parts.append(table(head, [(name, *map(signed, changes(name))) for name in what]))
-    return "\n".join([*parts, READ])
+    return "\n".join([*parts, READ.format(lam=PPOConfig.lam)])
 
 
 def signed(value: float) -> str:

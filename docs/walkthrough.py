@@ -18,6 +18,7 @@ import PIL.Image
 from torch import nn
 
 from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
+from minivlmrl.advantages import EPSILON
 from minivlmrl.run.config import load_config
 from minivlmrl.tools.replay import Stop, Walk, go_to, link
 
@@ -57,12 +58,12 @@ from files.
 <img src='walkthrough.png' width='168' alt='a purple triangle'>
 
 # Resize
-The tower needs sides that are multiples of a merged token, here 14 pixels, and the area decides what a picture costs.
-This one fits already.
+The tower needs sides that are multiples of a merged token, here {factor} pixels, and the area decides what a
+picture costs. This one fits already.
 
 # Patches
-A patch is one row of 294 numbers: 3 channels x 2 frames (a still picture is shown twice) x 7 x 7 pixels, normalised
-by mean and deviation. The four patches that will become one token come together.
+A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still picture is shown twice) x {side} x {side}
+pixels, normalised by mean and deviation. The four patches that will become one token come together.
 
 # Windows
 Attention over all patches of a large picture would be too dear, so most blocks attend inside windows. The tower sorts
@@ -75,7 +76,7 @@ Four patches side by side go through a small MLP. What comes out has the decoder
 word's embedding.
 
 # Prompt
-The template lays out the messages. The image is 16 placeholders, one for each merged token.
+The template lays out the messages. The image is {merged} placeholders, one for each merged token.
 
 # Positions
 Text counts up on all three axes together. The image has one time, and its rows and columns count from there, so
@@ -83,14 +84,14 @@ tokens that are neighbours in the picture are neighbours in position. Text goes 
 
 # Run
 The prompt is computed once for all eight completions. A completion's last token is predicted but predicts nothing, so
-it is not in the run.
+it is not in the run: {length} + {M} - 8 = {N} tokens.
 
 # Logits
-The state before a token makes 512 logits; the token's logit less the logsumexp of all is its log-probability. The
+The state before a token makes {vocab} logits; the token's logit less the logsumexp of all is its log-probability. The
 first completion's tokens: the form is nearly certain by now, the colour is not.
 
 # Log-probabilities
-The same for all M tokens, without ever holding M x 512 logits. They equal those of the sampler, which has computed
+The same for all M tokens, without ever holding M x {vocab} logits. They equal those of the sampler, which has computed
 them token by token with kept keys. Rows are only padded for the loss.
 
 ![the eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
@@ -99,11 +100,11 @@ them token by token with kept keys. Rows are only padded for the loss.
 Rewards judge text. A byte-level token that is half a character shows as a replacement mark.
 
 # Rewards
-1.0 for the form with weight 0.5, and 1.0 for the right answer with weight 1.0.
+1 for the form with weight {form:g}, and 1 for the right answer with weight {truth:g}.
 
 # Advantages
-(reward - mean) / (standard deviation + 0.0001) of these eight. The two right answers are 1.5 deviations above the
-group: no critic is needed to know that they are good.
+(reward - mean) / (standard deviation + {epsilon:g}) of these eight. The two right answers are {best:.2g} deviations
+above the group: no critic is needed to know that they are good.
 
 # Ratio
 How much likelier a token is now than when it was drawn. In the first step after a rollout the policy has not moved,
@@ -111,10 +112,11 @@ so all are 1 and nothing is clipped. In later passes over the rollout they diffe
 
 # Loss
 With ratios of 1 and advantages that add up to 0 the value is 0, whatever the model: it is no measure of progress. Its
-gradient is -advantage x the gradient of the log-probability.
+gradient is -advantage x the gradient of the log-probability. The KL to the reference, the policy after SFT, is 0 in the
+first step, too.
 
 # Gradient
-Of all 16 prompts of the step. It reaches every module, through the merged tokens also the vision tower.
+Of all {prompts} prompts of the step. It reaches every module, through the merged tokens also the vision tower.
 
 # Update
 AdamW moves each weight by about the learning rate, here still in its warmup. The two right answers become likelier, the
@@ -142,12 +144,25 @@ def stops() -> list[Stop]:
 def page() -> str:
     """The page."""
     _, *titles_and_texts = re.split(r"^# (.+)\n", WHY, flags=re.MULTILINE)
+    titles_and_texts = [text.format(**numbers()) for text in titles_and_texts]
     why, parts = dict(zip(titles_and_texts[::2], map(str.strip, titles_and_texts[1::2]), strict=True)), [HEAD]
     for number, stop in enumerate(stops(), start=1):
         where = link(stop.code, "[`{name}`](../{path}#L{line})")
         parts.append(f"## {number}. {stop.title}\n\n{where}\n\n{why[stop.title]}\n")
         parts.append("\n".join(["```text", *stop.lines, "```", ""]))
     return "\n".join(parts)
+
+
+def numbers() -> dict[str, float]:
+    """The numbers that the texts name."""
+    walk, settings = begin()[0], begin()[0].algorithm.processor.image_processor
+    said, ids = data("Rewards")["completions"], walk.prompt.input_ids
+    form, truth = walk.algorithm.run.rewards.values()
+    sizes = {"factor": settings.factor, "patch_dim": settings.patch_dim, "side": settings.patch_size}
+    counts = {"merged": len(data("Windows")["order"]), "vocab": walk.policy.config.vocab_size, "length": len(ids)}
+    counts |= {"M": len(walk.group.completion_ids), "N": len(walk.group.input_ids)}
+    rewards = {"form": form, "truth": truth, "epsilon": EPSILON, "best": max(one["advantage"] for one in said)}
+    return sizes | counts | rewards | {"prompts": walk.algorithm.config.prompts_per_step}
 
 
 def data(title: str) -> dict:
