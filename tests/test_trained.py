@@ -65,7 +65,7 @@ def test_the_table_of_parts():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--sft.freeze_vision_tower=true"], r"no sft.freeze_vision_tower any more; write model.freeze: \[vision"),
+        (["--sft.freeze_vision_tower=true"], r"unknown key sft.freeze_vision_tower; write model.freeze: \[vision"),
         (["--adapter.r=4", "--adapter.dropout=0.1"], "adapter.dropout is 0.1, it must be 0: "),
         (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
     ],

@@ -115,7 +115,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         values = yaml.load(path.read_text(), Loader) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{recipe}: not YAML ({error})") from error
-    config = _build(values, str(recipe))
+    config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
         if not separator and _hint(key) is bool:  # --overwrite
@@ -126,7 +126,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if key == "model.config" and value:  # not beside the recipe, as what a recipe says
             value = str(Path(value).resolve())
         values = _replace(values, key.split("."), value)
-    config = _build(values, "command line")
+    config = build(RunConfig, values, "command line")
     if config.model.config:  # beside the recipe; the others below from where the command runs
         config.model.config = str((path.parent / config.model.config).resolve())
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
@@ -136,14 +136,6 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config
-
-
-def _build(values, where: str) -> RunConfig:
-    for stage, section in values.items() if isinstance(values, dict) else ():
-        if isinstance(section, dict) and "freeze_vision_tower" in section:
-            cure = "write model.freeze: [vision, merger], which holds for all stages"
-            raise ValueError(f"{where}: there is no {stage}.freeze_vision_tower any more; {cure}")
-    return build(RunConfig, values, where)
 
 
 def _hint(key: str):

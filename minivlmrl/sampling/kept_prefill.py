@@ -31,8 +31,7 @@ def keep_prefill(algorithm, prompts: Sequence[Prompt]):
     budgets = run.sampling.max_tokens_at_once, config.max_tokens_per_micro_batch
     if not trained_once or len(prompts) > config.micro_batch_size or budgets != (None, None):
         return policy
-    swaps = run.adapter.r and algorithm.reference is not None  # adapters in place, which a backward would not allow
-    if hasattr(policy, "sharding") or swaps:
+    if hasattr(policy, "sharding"):
         return policy
     return KeptPrefill(policy, prompts, algorithm.world.device)
 
