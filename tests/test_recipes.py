@@ -1,6 +1,8 @@
 """Recipes of the repository in small runs: localisation, and referring expressions on real photographs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import PIL.Image
@@ -188,3 +190,20 @@ def test_the_settings_are_vlm_r1s():
     grpo = recipe["grpo"]
     assert (grpo["num_generations"], grpo["beta"], grpo["learning_rate"], grpo["max_steps"]) == (8, 0.04, 1e-6, 480)
     assert "{problem}" in recipe["data"]["prompt_template"] and recipe["data"]["box_space"] == "resized"
+
+
+def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
+    """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "digits.py", "digits"], check=True)
+    files = {name: (tmp_path / "digits" / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "train")}
+    assert (len(files["eval"]), len(files["train"])) == (297, 1500) and not set(files["eval"]) & set(files["train"])
+    lines = (tmp_path / "digits" / "demonstrations.jsonl").read_text().splitlines()
+    shown = [json.loads(line) for line in lines]
+    wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
+    assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
+    folder = run(*[option for option in SMALL if "demonstrations" not in option], recipe=ROOT / "recipes/digits.yaml")
+    lines = metrics(folder)
+    assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
+    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert load_model(folder / "checkpoint").config.vocab_size == 512
