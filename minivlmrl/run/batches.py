@@ -150,8 +150,7 @@ class Batches(Iterator):
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
     draws depend on, "seed/stage/draw/position": any number of ranks does the same. `draws` were made before a resume.
-    Threads read the rows of the next draw and decode their images meanwhile; what is wrong with a row is raised when it
-    is drawn.
+    Threads make the prompts of the next draw meanwhile; what is wrong with a row is raised when it is drawn.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
@@ -161,7 +160,7 @@ class Batches(Iterator):
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
-        self.workers = ThreadPoolExecutor(data.image_workers) if data.image_workers else None
+        self.workers, self.most = ThreadPoolExecutor(max(1, data.image_workers)), AHEAD if data.image_workers else 0
         self.coming, self.ahead = self.draw(draws), []
 
     def draw(self, number: int) -> list[tuple[int, str]]:
@@ -172,16 +171,13 @@ class Batches(Iterator):
 
     def __next__(self) -> list[Row]:
         drawn, self.coming = self.coming, self.draw(self.draws + 1)
-        if self.workers is None:
-            rows = [self.row(*which) for which in drawn]
-        else:
-            made = self.ahead + [self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]]
-            self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[:AHEAD]]
-            try:
-                rows = [self.noted(*future.result()) for future in made]
-            except BaseException:  # the process ends: it need not wait for the other images
-                self.workers.shutdown(wait=False, cancel_futures=True)
-                raise
+        made = self.ahead + [self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]]
+        self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[: self.most]]
+        try:
+            rows = [self.noted(*future.result()) for future in made]
+        except BaseException:  # the process ends: it need not wait for the other images
+            self.workers.shutdown(wait=False, cancel_futures=True)
+            raise
         self.draws += 1
         return rows
 
