@@ -5,27 +5,27 @@ the row's own total. A token of probability 0 is never drawn.
 """
 
 HINT = """
-probs.double() * UNITS, as int64, has exact cumulative sums. torch.searchsorted with right=True finds the first entry
+probs * UNITS, as int64, has exact cumulative sums. torch.searchsorted with right=True finds the first entry
 that is greater than the target. Why is the target's total the last cumulative sum and not UNITS? Because rounding, or a
 filter, leaves a little less than 1.
 """
 
 WRONG = {
     "you take the likeliest token: that is greedy, not a draw": (
-        "units = probs.double().mul_(UNITS).long().cumsum(-1)",
+        "units = (probs * UNITS).long().cumsum(-1)",
         "return probs.argmax(-1)\nunits = None",
     ),
     "a token of probability 0 can be drawn: exceed the number, do not just reach it": ("right=True", "right=False"),
     "the row's total is a little less than 1: take the number as a share of it": ("units[:, -1]", "UNITS"),
     "where nothing exceeds the number, argmax says 0: the row's total is less than 1, take a share of it": (
-        "units = probs.double().mul_(UNITS).long().cumsum(-1)",
+        "units = (probs * UNITS).long().cumsum(-1)",
         "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
     ),
     "you draw from the other end: the first token begins at 0": ("uniform *", "(1 - uniform) *"),
     "that is the token after": ("[:, 0].clamp(", "[:, 0].add(1).clamp("),
     "each row has a number of its own": ("uniform * units", "uniform[:1] * units"),
     "sums in float32 lose what is rarer than 1e-7: count in int64": (
-        "probs.double().mul_(UNITS).long().cumsum(-1)",
+        "(probs * UNITS).long().cumsum(-1)",
         "probs.cumsum(-1).double().mul_(UNITS).long()",
     ),
 }

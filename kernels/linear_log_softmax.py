@@ -159,7 +159,8 @@ def _backward_op(
     """Gradients of hidden and weight, empty where they are not needed."""
     hidden, weight, ids = inputs
     by_tiles = backend_for(hidden) == "triton"
-    index = has_gradient(g, e).nonzero()[:, 0]
+    # on a GPU the host would wait for the number of these rows; its kernels skip the others themselves
+    index = ids if hidden.is_cuda else has_gradient(g, e).nonzero()[:, 0]
     rows = slice(None) if len(index) == len(ids) else index  # no copies where all rows have a gradient
     h, kept, upstream = hidden[rows], take_rows(saved, rows), take_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=_sum_dtype(h)) if needed[0] else None

@@ -134,7 +134,7 @@ class DecodeAttention:
     Args:
         keys: per layer k, v (N, K, D) of the packed prompts, from GroupAttention(keep_keys=True).
         layout: the layout of that prefill (prompts only).
-        owner: (R,) prompt of each completion, ascending.
+        owner: (R,) prompt of each completion, ascending, on the host, as `rows` of `keep`.
         capacity: most new tokens that a completion can get.
     """
 
@@ -148,13 +148,13 @@ class DecodeAttention:
         self.bias = pad(zeros, padding_value=float("-inf"))
         self.own = [[x.new_empty(len(owner), K, capacity, D) for x in layer] for layer in keys]
         self.length = 0  # tokens in `own`
-        self.owner, self.device = owner.cpu(), owner.device
+        self.owner, self.device = owner, keys[0][0].device
         self.slots = PromptSlots(self.owner, len(lengths), self.device)
 
-    def keep(self, rows: Tensor):
-        """Keep only these rows (indices, ascending), and the prompts that one of them reads."""
-        prompts, self.owner = self.owner[rows.cpu()].unique_consecutive(return_inverse=True)
-        prompts = to_device(prompts, self.device)
+    def keep(self, rows: Tensor) -> Tensor:
+        """Keep only these rows (indices, ascending) and their prompts; returns rows, on the GPU."""
+        prompts, self.owner = self.owner[rows].unique_consecutive(return_inverse=True)
+        rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
         for layer in self.own:  # one after the other: never two copies of all keys
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.bias):
@@ -162,6 +162,7 @@ class DecodeAttention:
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
         self.slots = PromptSlots(self.owner, len(prompts), self.device)
+        return rows
 
     def advance(self):
         """Count the new tokens, after all layers."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.attention import GroupLayout
+from minivlmrl.kernels.backend import to_device
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Prompt
 
@@ -72,15 +73,15 @@ def pack(
         placeholders = torch.tensor([config.image_token_id, config.video_token_id])
         vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
         start += len(prompt.input_ids) + sum(len(completion) - 1 for completion in group)
-    scored = [completion.to(device) for group in completions for completion in group]
-    nothing = torch.zeros(0, dtype=torch.long, device=device)  # for a batch without completions
+    scored = [completion.cpu() for group in completions for completion in group]
+    nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
-        input_ids=torch.cat(ids).to(device),
-        position_ids=torch.cat(positions, dim=1).to(device),
-        pixel_values=torch.cat([prompt.pixel_values for prompt in prompts]).to(device),
+        input_ids=to_device(torch.cat(ids), device),
+        position_ids=to_device(torch.cat(positions, dim=1), device),
+        pixel_values=to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device),
         image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in prompts]),
-        vision_index=torch.cat(vision_index).to(device),
-        completion_ids=torch.cat([nothing, *scored]),
+        vision_index=to_device(torch.cat(vision_index), device),
+        completion_ids=to_device(torch.cat([nothing, *scored]), device),
         layout=layout,
     )
 

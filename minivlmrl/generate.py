@@ -17,9 +17,11 @@ from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.batch import GroupBatch, pack
+from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.rows import Processor, Prompt
 
+ASK_EVERY = 16  # steps until a card is asked which rows have ended; what these draw is left out
 UNITS = 2**52  # to a probability of 1: their sums stay below 2^53, where float64 is exact
 
 
@@ -56,10 +58,10 @@ def sample_completions(
     if sampling.max_tokens_at_once is not None:
         options = prompts, num_generations, sampling, keys, world, gather_weights
         return sample_in_pieces(sample_completions, model, processor, *options)
-    draw = draw_by(uniform_numbers(keys, num_generations, sampling.max_new_tokens))
+    numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
     watch = watch_stop_strings(sampling, processor.tokenizer, prompts, num_generations)
     with rollout_weights(model, world, gather_weights) as joint:
-        stop = processor.stop_token_ids
+        stop, draw = processor.stop_token_ids, draw_by(numbers, world.device)
         return generate(model, prompts, num_generations, sampling, stop, draw, watch, joint)
 
 
@@ -80,31 +82,35 @@ def generate(
         joint: see scale/sharding.rollout_weights.
     """
     device = joint.world.device if joint else model.lm_head.weight.device  # may be offloaded
-    owner = torch.arange(len(prompts), device=device).repeat_interleave(num_generations)  # (R,)
-    limits = torch.full_like(owner, sampling.max_new_tokens)  # (R,)
-    stop = stop_tokens(sampling, stop_token_ids, model).to(device)
+    owner = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,), on the host
+    running = to_device(torch.arange(len(owner)), device)
+    limits, most = torch.full_like(running, sampling.max_new_tokens), sampling.max_new_tokens
+    stop = to_device(stop_tokens(sampling, stop_token_ids, model), device)
     batch, filters = pack(prompts, [[] for _ in prompts], model.config, device), None
     if sampling.filtered:
         from minivlmrl.sampling.filters import Filters
 
-        filters = Filters(sampling, batch, owner, stop)
-        limits = filters.limits
-    logits, decode, position = prefill(model, batch, owner, int(limits.max()))
+        filters = Filters(sampling, batch, to_device(owner, device), stop)
+        limits, most = filters.limits, int(filters.limits.max())
+    logits, decode, position = prefill(model, batch, owner, most)
 
-    tokens = torch.zeros(len(owner), int(limits.max()), dtype=torch.long, device=device)
-    logps, lengths = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(owner)
-    stopped, running = torch.zeros_like(owner, dtype=torch.bool), torch.arange(len(owner)).to(owner)
-    for step in range(tokens.shape[1]):
+    tokens = torch.zeros(len(owner), most, dtype=torch.long, device=device)
+    logps, lengths = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(running)
+    stopped, alive = torch.zeros_like(running, dtype=torch.bool), limits > 0
+    every = ASK_EVERY if device.type == "cuda" and watch is None else 1
+    for step in range(most):
         ids, scored = next_tokens(logits, sampling.temperature, draw, filters, running, step)
-        tokens[running, step], logps[running, step], lengths[running] = ids, scored, step + 1
+        tokens[running, step], logps[running, step] = ids, scored
+        lengths[running] += alive
         ends = torch.isin(ids, stop) | (watch is not None and watch(running, ids))
-        stopped[running] = ends
-        going_on = (~ends & (limits[running] > step + 1)).nonzero()[:, 0]
-        running, ids = running[going_on], ids[going_on]
-        if len(running) == 0:
+        stopped[running] |= alive & ends
+        alive = alive & ~ends & (limits[running] > step + 1)
+        going_on = alive.cpu().nonzero()[:, 0] if step % every == every - 1 else running
+        if len(going_on) == 0 or step + 1 == most:
             break
-        if len(going_on) < len(ends):
-            decode.keep(going_on)  # the others leave
+        if len(going_on) < len(running):
+            going_on = decode.keep(going_on)  # the others leave
+            running, ids, alive = running[going_on], ids[going_on], alive[going_on]
         if joint is not None:
             joint.step()
         position_ids = (position[running] + step).expand(3, -1)
@@ -128,10 +134,10 @@ def prefill(
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
     decode = DecodeAttention(attention.keys, batch.layout, owner, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
-    logits = float32_matmul(hidden, model.lm_head.weight.T)[owner]
+    logits = float32_matmul(hidden, model.lm_head.weight.T)[decode.slots.owner]
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    return logits, decode, torch.stack(ends)[owner]
+    return logits, decode, torch.stack(ends)[decode.slots.owner]
 
 
 def next_tokens(
@@ -140,8 +146,7 @@ def next_tokens(
     """A token of each running row, ids (r,), and its log-probability (r,): no filter changes it."""
     logits = logits.float()
     scores = logits if temperature in (0, 1) else logits / temperature
-    total = scores.logsumexp(-1)  # (r,)
-    plain = scores
+    plain, total = scores, scores.logsumexp(-1)
     if filters is not None:
         scores = filters(logits, rows, step)
     if temperature == 0:
@@ -156,17 +161,17 @@ def next_tokens(
 
 
 def stop_tokens(sampling: SamplingConfig, stop_token_ids: Sequence[int], model) -> Tensor:
-    """(S,) int64 on the model's device."""
+    """(S,) int64, on the host."""
     stop = list(stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids)
     last = model.config.vocab_size - 1
     if max(stop, default=0) > last:
         raise ValueError(f"stop_token_ids has {max(stop)}, but the model's tokens end at {last}")
-    return torch.tensor(stop, dtype=torch.long, device=model.lm_head.weight.device)
+    return torch.tensor(stop, dtype=torch.long)
 
 
-def draw_by(uniforms: Tensor) -> Callable:
+def draw_by(uniforms: Tensor, device="cpu") -> Callable:
     """A `draw` for generate, from (B, G, max_new_tokens) numbers in [0, 1)."""
-    numbers = uniforms.flatten(0, 1)  # (R, max_new_tokens)
+    numbers = to_device(uniforms.flatten(0, 1), device)  # (R, max_new_tokens)
     return lambda probs, rows, step: inverse_cdf(probs, numbers.to(probs.device)[rows, step])
 
 

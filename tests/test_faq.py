@@ -218,7 +218,7 @@ def test_temperature():
     logits, rows = torch.tensor([[2.0, 1.0, 0.0]]), torch.arange(1)
     ids, drawn = next_tokens(logits, 0.7, lambda probs, rows, step: probs.argmax(-1), None, rows, step=0)
     ratios = {T: ((logits / T).log_softmax(-1)[rows, ids] - drawn).exp().item() for T in (0.7, 1.0)}
-    assert ratios == {0.7: 1.0, 1.0: pytest.approx(0.8629, abs=1e-4)}
+    assert ratios == {0.7: pytest.approx(1.0), 1.0: pytest.approx(0.8629, abs=1e-4)}
 
 
 def test_the_end_token():

@@ -1,7 +1,9 @@
 """What a card would refuse or wait for, found without one: see pretend_cuda.py."""
 
+import contextlib
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -282,14 +284,31 @@ def test_waits_keep_to_their_budgets(tmp_path):
         for part, lines in found.items() for line, n in lines.items() if n > budgets[part].get(line, 0)
     }  # fmt: skip
     assert more == {}
+    limits = {"16 decode steps": 1, "pack": 0, "forward": 0, "backward": 0}
+    assert {part: found[part] for part, most in limits.items() if sum(found[part].values()) > most} == {}
+
+
+def test_rows_that_end_between_two_questions_draw_what_they_would():
+    """A card is asked every 16 steps which rows have ended; what these draw until then is left out."""
+    stop, sampling, found = list(range(60)), SamplingConfig(max_new_tokens=40), []
+    for device in ("cpu", CUDA):
+        with PretendCuda() if device is CUDA else contextlib.nullcontext(), torch.inference_mode():
+            model = tiny.model() if device == "cpu" else pretend(tiny.model())
+            draw = draw_by(uniform_numbers(list("abcd"), 3, 40), device)
+            found.append(generate(model, prompts(4), 3, sampling, stop, draw))
+    pairs = list(zip(*(chain(*groups) for groups in found), strict=True))
+    assert len({len(ours.ids) for ours, _ in pairs}) > 4 and all(ours.stopped for ours, _ in pairs)
+    for ours, on_card in pairs:
+        assert torch.equal(ours.ids, on_card.ids) and ours.stopped == on_card.stopped
+        torch.testing.assert_close(ours.logps, on_card.logps)
 
 
 def test_kernels_of_a_decode_step():
-    """An eager decode step is as slow as its launches: about 2,000 for the 36 layers of a 3B model."""
+    """An eager decode step is as slow as its launches: about 1,700 for the 36 layers of a 3B model."""
     model, launches = tiny.model(dtype=torch.bfloat16), []
     with PretendCuda() as gpu, torch.inference_mode():
         for tokens in (2, 3):
             gpu.launches.clear()
             generate(pretend(model), prompts(1), 4, SamplingConfig(max_new_tokens=tokens), ())
             launches.append(gpu.launches.total())
-    assert launches[1] - launches[0] <= 58 * model.config.num_hidden_layers + 60
+    assert launches[1] - launches[0] <= 36 * model.config.num_hidden_layers + 50
