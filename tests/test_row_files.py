@@ -101,12 +101,15 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
             FileDataset(tmp_path / name)
 
 
-def test_a_csv_row_with_too_many_cells_is_named(tmp_path):
+def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text("problem,label,margin\na,TRUE,1.5\nb,c,d,e\n")
     rows = open_rows(tmp_path / "rows.csv")
     assert rows[0] == {"problem": "a", "label": True, "margin": 1.5}
     with pytest.raises(ValueError, match=r"rows\.csv:3: has 4 cells, the first line 3 names; quote a cell that has"):
         FileDataset(tmp_path / "rows.csv")
+    (tmp_path / "deep.csv").write_text(f'problem,images\na,"{DEEP}"\n')
+    with pytest.raises(ValueError, match=r"deep\.csv:2: column 'images': not JSON that can be read: .* too deep"):
+        FileDataset(tmp_path / "deep.csv")
 
 
 def test_a_file_that_changes_during_the_run_is_named(tmp_path):

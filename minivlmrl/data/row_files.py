@@ -30,9 +30,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         raise ValueError(f"{path}: no such file")
     if path.suffix in (".parquet", ".arrow"):
         return Arrow([path])
-    kinds = {".csv": Cells, ".tsv": Cells}
-    if path.suffix in kinds:
-        return kinds[path.suffix](path)
+    if path.suffix in (".csv", ".tsv"):
+        return Cells(path)
     with path.open("rb") as file:
         start = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"").strip(b"\xef\xbb\xbf \t\r\n")
     return Values(path) if start[:1] == b"[" or start == b"{" else Lines(path)
@@ -172,14 +171,13 @@ class Cells(Lines):
     def parse(self, text):
         cells = next(csv.reader(io.StringIO(text, newline=""), self.dialect))
         if len(cells) > len(self.names):
-            raise ValueError(
-                f"has {len(cells)} cells, the first line {len(self.names)} names; quote a cell that has a comma"
-            )
+            cure = "quote a cell that has a comma"
+            raise ValueError(f"has {len(cells)} cells, the first line {len(self.names)} names; {cure}")
         columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
         for name, cell in columns.items():
             if name in CELLS and cell[0] in "[{":
                 with naming(f"column {name!r}"):
-                    columns[name] = json.loads(cell)
+                    columns[name] = read_json(json.loads, cell)
             elif name in ("label", "margin") and re.fullmatch(r"(?i)true|false|-?\d*\.?\d+", cell):
                 columns[name] = json.loads(cell.lower())
         return columns
