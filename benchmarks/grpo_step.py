@@ -51,7 +51,9 @@ CHAT_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja
 QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image
 CASES = ((56, 16), (112, 8), (224, 4))  # pixels a side of an image, prompts in a step
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
-BETA, LEARNING_RATE, ADAM_BETA2 = 0.02, 3e-4, 0.99
+COMMON = {
+    "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
+}  # fmt: skip
 WARMUP = 2  # steps of each side that are not counted
 TOLERANCE = 1e-4  # nats
 
@@ -137,7 +139,9 @@ def measure(size: int, prompts: int, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model", model, processor)
         turns = TakeTurns(our_side(model, processor, rows))
-        trainer = trl_side(Path(folder) / "model", rows, WARMUP + steps, turns)
+        path = Path(folder) / "model"
+        theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        trainer = trl_side(theirs, path, rows, WARMUP + steps, turns)
         trainer.remove_callback(transformers.PrinterCallback)
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
@@ -160,24 +164,27 @@ def make_rows(size: int, count: int) -> list[Row]:
     return rows
 
 
-def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row]) -> Ours:
-    grpo = GRPOSection(
-        prompts_per_step=len(rows), micro_batch_size=len(rows), num_generations=NUM_GENERATIONS, loss_type="grpo",
-        beta=BETA, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=ADAM_BETA2,
-    )  # fmt: skip
-    rewards = {"__main__:distinct_characters": 1.0}
-    run = RunConfig(sampling=SamplingOptions(max_new_tokens=NEW_TOKENS), rewards=rewards, grpo=grpo)
+def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section) -> Ours:
+    """Options of the recipe's section grpo may be given."""
+    common = {"prompts_per_step": len(rows), "micro_batch_size": len(rows), "lr_scheduler_type": "constant"}
+    grpo = GRPOSection(**common | COMMON | section)
+    rewards = {f"{__name__}:distinct_characters": 1.0}
+    run = RunConfig(sampling=SamplingOptions(max_new_tokens=new_tokens), rewards=rewards, grpo=grpo)
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPO(run, model, endless, World(0, 1, torch.device("cpu"))), rows)
+    return Ours(GRPO(run, model, endless, World(0, 1, model.lm_head.weight.device)), rows)
 
 
-def trl_side(folder: Path, rows: list[Row], steps: int, callback: TakeTurns) -> trl.GRPOTrainer:
+def trl_side(
+    model: transformers.PreTrainedModel, folder: Path, rows: list[Row], steps: int, callback, new_tokens=NEW_TOKENS,
+    **options,
+) -> trl.GRPOTrainer:  # fmt: skip
+    """Options of GRPOConfig may be given; tokenizer and image settings are in the folder."""
+    batch = {"per_device_train_batch_size": len(rows) * NUM_GENERATIONS, "bf16": False, "gradient_checkpointing": False}
     config = trl.GRPOConfig(
-        output_dir=str(folder), max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=len(rows) * NUM_GENERATIONS, num_generations=NUM_GENERATIONS, loss_type="grpo",
-        beta=BETA, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", adam_beta2=ADAM_BETA2,
-        max_completion_length=NEW_TOKENS, generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        output_dir=str(folder), max_steps=steps, use_cpu=model.device.type == "cpu", lr_scheduler_type="constant",
+        max_completion_length=new_tokens, generation_kwargs={"min_new_tokens": new_tokens},
         logging_steps=steps + 1, report_to="none", save_strategy="no", disable_tqdm=True,
+        **batch | COMMON | options,
     )  # fmt: skip
     chats = [{"prompt": [{"role": "user", "content": QUESTION}], "image": row.images[0]} for row in rows]
 
@@ -185,8 +192,8 @@ def trl_side(folder: Path, rows: list[Row], steps: int, callback: TakeTurns) -> 
         return distinct_characters([message["content"] for (message,) in completions])
 
     return trl.GRPOTrainer(
-        transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32), judge, config,
-        train_dataset=datasets.Dataset.from_list(chats), processing_class=trl_processor(folder), callbacks=[callback],
+        model, judge, config, train_dataset=datasets.Dataset.from_list(chats),
+        processing_class=trl_processor(folder), callbacks=[callback],
     )  # fmt: skip
 
 

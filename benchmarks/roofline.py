@@ -2,8 +2,7 @@
 
 python benchmarks/roofline.py --model 3b --card h100 --cards 8 --top 5
 
-The real code runs on the meta device at the real sizes. Every operation is counted and put on the ceilings of a card:
-
+The real code runs on the meta device. Every operation is counted and put on the ceilings of a card:
     GPU seconds of an operation    max(bytes / bandwidth, FLOPs / peak, 2 us)
     host seconds                   launches x --host-us, what PyTorch's eager mode spends on one
     seconds of a phase             the larger of the two sums; of decoding, for each token
@@ -155,19 +154,20 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
 
 
 def grpo_step(
-    counts: dict[str, Count], config: ModelConfig, cards: int, work: Work, micro: int = 1, host_us: float = 9.0
+    counts: dict[str, Count], config: ModelConfig, cards: int, work: Work, micro: int = 1, host_us=9.0, fsdp=True
 ) -> dict[str, float]:
-    """Seconds of each phase of a step on one of several cards, sharded and in bfloat16."""
+    """Seconds of each phase of a step on one of several cards; without FSDP everything is in bfloat16."""
     card, tokens, times = counts["train"].card, work.completion_tokens, math.ceil(work.prompts / micro)
     memory, _, link = CARDS[card]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen2_5_VL(config).parameters())
     gpu = {name: count.total()[3] for name, count in counts.items()}
     host = {name: host_us * 1e-6 * count.total()[0] for name, count in counts.items()}
-    host["decode step"] += HOOKS * config.num_hidden_layers
+    hooks, copied, adamw = (HOOKS, COPIED, ADAMW) if fsdp else (0, 0, ADAMW / 2)
+    host["decode step"] += hooks * config.num_hidden_layers
     eager = {name: max(gpu[name], host[name]) for name in gpu}
     sent = parameters * SENT / (link * LINK) if cards > 1 else 0.0
-    updated = parameters * (COPIED * times + ADAMW / cards) / (memory * MEMORY)
+    updated = parameters * (copied * times + adamw / cards) / (memory * MEMORY)
     seconds = {"prefill": eager["prefill"], "decode": tokens * (eager["decode step"] + eager["draw"])}
     seconds["train"] = times * max(eager["train"], sent) + updated
     return seconds | {"sum": sum(seconds.values()), "decode, as a graph": tokens * (gpu["decode step"] + gpu["draw"])}

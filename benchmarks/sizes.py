@@ -42,3 +42,8 @@ ADAMW = 28  # bytes a parameter: weight, gradient and two moments are read, thre
 def config_of(size: str) -> ModelConfig:
     """Read one of HUB."""
     return ModelConfig.from_dict(HUB[size])
+
+
+def card_named(name: str) -> str:
+    """Find the entry of CARDS for a name such as "NVIDIA H100 80GB HBM3"; h100 for others."""
+    return next((card for card in CARDS if card in name.lower()), "h100")

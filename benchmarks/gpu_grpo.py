@@ -1,0 +1,121 @@
+"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU: this project's, or TRL's.
+
+python benchmarks/gpu_grpo.py ours --json FILE    # beside what roofline.py and `python -m minivlmrl plan` predict
+python benchmarks/gpu_grpo.py trl                 # the two do not fit one card together: each has its process
+python benchmarks/gpu_grpo.py ours --toy          # at toy size in float32, on a CPU too: that it runs
+
+Random weights of the real size, since nothing can be downloaded; all in bfloat16, AdamW too, on both sides. A step has
+8 prompts with an image of 1,024 tokens and 8 completions of exactly 256 tokens for each; a prompt with its completions
+is a micro-batch here, 4 rows are one there. No reference (beta 0). grpo_step.py has the reward, and compares what both
+sides compute.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import roofline
+import torch
+import transformers
+from gpu_step import CARD, build, card, synchronize, versions
+from grpo_step import NUM_GENERATIONS, make_rows, our_side, trl_side
+from sizes import HUB, card_named
+
+from minivlmrl.hub.checkpoint import random_model, save_model
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.tasks import shapes
+from minivlmrl.tools.plan import RESERVE, Costs, Work, most, plan
+
+WARMUP = 1  # steps that are not counted
+PEER_ROWS = 4  # of TRL's forward and backward: 8 rows with an image each may not fit 80 GB
+
+
+class Seconds(transformers.TrainerCallback):
+    """Times TRL's steps, from generation to update."""
+
+    def __init__(self):
+        self.spent = []
+
+    def on_step_begin(self, *args, **kwargs):
+        synchronize()
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        synchronize()
+        self.spent.append(time.perf_counter() - self.begin)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("side", choices=("ours", "trl"))
+    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    o = parser.parse_args()
+    if CARD.type == "cpu" and not o.toy:
+        sys.exit("no GPU here: --toy runs everything at toy size")
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = measure(o.side, o.toy, o.steps, Path(folder))
+    print(f"{o.side}: " + ", ".join(f"{name} {x:.3f}" for name, x in numbers.items() if isinstance(x, float)))
+    print("predicted: " + ", ".join(f"{name} {x:.3f} s" for name, x in numbers.get("predicted_seconds", {}).items()))
+    if o.json:
+        o.json.write_text(json.dumps(numbers | {"card": card(), "versions": versions()}, indent=1) + "\n")
+
+
+def measure(side: str, toy: bool, steps: int, folder: Path) -> dict:
+    """Seconds of each step and their median, and on a GPU the peak memory."""
+    pixels, prompts, new_tokens = (56, 2, 4) if toy else (896, 8, 256)
+    dtype, rows = torch.float32 if toy else torch.bfloat16, make_rows(pixels, prompts)
+    (folder / "config.json").write_text(json.dumps(HUB["toy"]))
+    small, processor = random_model(folder / "config.json", shapes.tokenizer(), seed=0)  # for its tokenizer's ids
+    control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
+    config = ModelConfig.from_dict(HUB["toy" if toy else "3b"] | control)
+    ours, theirs = build(config, dtype)  # one set of parameters
+    options = {"beta": 0.0, "learning_rate": 1e-6}
+    if CARD.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if side == "ours":
+        trainer = our_side(ours, processor, rows, new_tokens, micro_batch_size=1, **options)
+        spent = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
+    else:
+        save_model(folder / "model", small, processor)
+        options["per_device_train_batch_size"], callback = PEER_ROWS, Seconds()
+        options["gradient_accumulation_steps"] = prompts * NUM_GENERATIONS // PEER_ROWS
+        trl_side(theirs, folder / "model", rows, WARMUP + steps, callback, new_tokens, **options).train()
+        spent = callback.spent
+    numbers = {"side": side, "seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
+    if CARD.type == "cuda":
+        numbers["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    if side == "ours":
+        run, tokens = trainer.algorithm.run, len(processor(rows[0].messages, rows[0].images).input_ids)
+        run.model.dtype = str(dtype).removeprefix("torch.")
+        numbers |= predictions(run, config, tokens, (pixels // 28) ** 2)
+    return numbers
+
+
+def seconds_of(step) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def predictions(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> dict:
+    """What the roofline says of the step's phases, and the plan of its memory (without its reserve)."""
+    lengths = prompt_tokens - image_tokens, image_tokens
+    work = Work(run.grpo.prompts_per_step, NUM_GENERATIONS, *lengths, run.sampling.max_new_tokens)
+    counts = roofline.phases(config, card_named(card()), work)
+    memory = plan(run, "grpo", Costs(config), 1, *lengths)
+    return {
+        "predicted_seconds": roofline.grpo_step(counts, config, 1, work, fsdp=False),
+        "planned_gb": (most(memory) - RESERVE) / 1e9,
+    }
+
+
+if __name__ == "__main__":
+    main()

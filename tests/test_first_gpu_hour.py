@@ -1,0 +1,50 @@
+"""The page of the first hour on a GPU, without one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import first_gpu_hour
+from first_gpu_hour import PARTS, Part
+
+
+def write(monkeypatch, tmp_path, *arguments):
+    monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(tmp_path), *arguments])
+    failed = first_gpu_hour.main()
+    return failed, (tmp_path / "gpu.md").read_text()
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch, tmp_path):
+    sleeper = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    parts = {
+        "bad": Part("Bad", 1, ["-c", "print('so far'); raise OSError('no card')"], []),
+        "slow": Part("Slow", 0.02, ["-c", sleeper], []),
+        "good": Part("Good", 1, ["-c", "import sys; print(sys.argv[1:])", "{out}"], ["--toy"]),
+    }
+    monkeypatch.setattr(first_gpu_hour, "PARTS", parts)
+    failed, page = write(monkeypatch, tmp_path, "--toy")
+    assert failed == 2
+    _, bad, slow, good = page.split("\n## ")
+    assert "**failed**" in bad and "so far" in bad and "OSError: no card" in bad
+    assert "**failed**" in slow and "begun" in slow and "stopped after 0.02 minutes" in slow
+    assert "failed" not in good and f"['{tmp_path}', '--toy']" in good
+
+
+def test_the_parts_take_40_minutes_and_exist():
+    assert sum(part.minutes for part in PARTS.values()) <= 40
+    files = [word for part in PARTS.values() for word in part.command if word.endswith(".py")]
+    assert [file for file in files if not (first_gpu_hour.ROOT / file).is_file()] == []
+
+
+@pytest.mark.slow
+def test_every_part_runs_at_toy_size(monkeypatch, tmp_path):
+    """All but vLLM, which is not installed here: that is reported."""
+    failed, page = write(monkeypatch, tmp_path, "--toy")
+    assert failed == 1 and "vLLM is not installed" in page
+    sections = page.split("\n## ")[1:]
+    assert [section.splitlines()[0] for section in sections] == [part.title for part in PARTS.values()]
+    assert [section.splitlines()[0] for section in sections if "**failed**" in section] == [PARTS["vllm"].title]
+    assert "predicted: prefill" in page and "planned_gb" in page and "trl: seconds" in page
+    assert page.count("| 64 | ") == 2
