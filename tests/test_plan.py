@@ -267,7 +267,7 @@ def test_recipes_fit_the_cards_that_their_heads_name():
     costs, recipes = Costs(ModelConfig.from_dict(real_config("Qwen2.5-VL-3B"))), []
     for path in sorted(Path("recipes").glob("*.yaml")):
         head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
-        if "3B" not in head:
+        if "80 GB: " not in head:
             continue
         recipes.append(path.stem)
         by_plan, on_small = (
@@ -280,6 +280,24 @@ def test_recipes_fit_the_cards_that_their_heads_name():
             needed = most(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
             assert round(needed) == expected <= card, (path, options)
     assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "other", "options"),
+    [
+        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
+        ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
+    ],
+)
+def test_recipes_of_one_card_fit_it(name, model, other, options):
+    path, costs = Path("recipes") / f"{name}.yaml", Costs(ModelConfig.from_dict(real_config(model)))
+    head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
+    found = [most(plan(load_config(path, o), "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB for o in ([], options)]
+    assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
+    assert f"{other} GB" in head and model.partition("VL-")[2] in head
 
 
 def test_a_run_that_does_not_fit_is_refused(checkpoint, home):

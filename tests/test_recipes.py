@@ -15,6 +15,7 @@ from minivlmrl import generate as generate_file
 from minivlmrl import train
 from minivlmrl.generate import Completion
 from minivlmrl.hub.checkpoint import load_model, random_model, save_model
+from minivlmrl.run.config import load_config
 from minivlmrl.tasks import localisation
 from minivlmrl.tasks.localisation import Localisation, constant_box
 from minivlmrl.tools import report
@@ -207,3 +208,27 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
     assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     load_model(folder / "checkpoint")
+
+
+def test_the_settings_of_the_recipes_of_one_card():
+    """VLM-R1's script with adapters, and CLS-RL's without thinking."""
+    rec, lora, cls = (
+        load_config(ROOT / "recipes" / f"{name}.yaml")
+        for name in ("rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b")
+    )
+    for run in (rec, lora):
+        assert (run.adapter.r, run.adapter.alpha, run.adapter.target) == (64, 128, ["language"])
+        assert run.grpo.learning_rate == 1e-5 and run.model.dtype == "bfloat16"
+    assert lora.adapter.quantize == "nf4" and rec.grpo.beta == 0.04
+    assert (cls.grpo.num_generations, cls.grpo.prompts_per_step, cls.grpo.max_epochs) == (4, 16, 50)
+    assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.max_pixels == 401408
+
+
+@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b"])
+def test_a_step_of_the_recipes_of_one_card(run, plain, own, rows, name):
+    small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
+    small.append("--sampling.max_new_tokens=4")
+    files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--grpo.max_epochs=null"]
+    files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
+    [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
+    assert line["stage"] == "grpo" and line["completions/mean_length"] <= 4
