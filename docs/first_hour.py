@@ -62,7 +62,10 @@ form and the truth of the answer. `runs/first/page.html` shows curves and answer
 ---
 from minivlmrl.tools.notebook import train
 
-train("shapes.yaml", rows, held_out, output_dir="runs/first", overwrite=True, grpo={"max_steps": STEPS})
+train("shapes.yaml", rows, held_out, output_dir="runs/sft", overwrite=True, stages=["sft"])
+start = {"path": "runs/sft/checkpoint", "config": None}
+steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "overwrite": True}
+train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
 ---
 **What does it say?** `completions.jsonl` has the answers of training with their rewards: the first and the last that it
 has logged. The thought and the answer may disagree: nobody asked for more.
@@ -81,8 +84,8 @@ def show(run):
 
 show("runs/first")
 ---
-**Your own reward** is a function of texts. This one asks that the thought names the colour that is answered. Change
-it, and see what the model makes of it. Training goes on from the checkpoint.
+**Your own reward** is a function of texts. This one only asks that the thought names the colour that is answered, and
+training begins once more after SFT: the model learns what you reward, not what you meant. Change it, and see.
 ---
 import re
 
@@ -92,12 +95,11 @@ def agrees(completions, **columns):
     return [float(match is not None and match[1] == match[2]) for match in found]
 
 
-train(
-    "shapes.yaml", rows, held_out, rewards={"format": 0.5, "accuracy": 0.5, agrees: 1.0}, output_dir="runs/agrees",
-    overwrite=True, stages=["grpo"], model={"path": "runs/first/checkpoint", "config": None}, grpo={"max_steps": STEPS},
-)
+rewards = {"format": 0.5, agrees: 1.0}
+summary = train("shapes.yaml", rows, held_out, rewards=rewards, output_dir="runs/agrees", model=start, **steps)
 lines = [json.loads(line) for line in Path("runs/agrees/metrics.jsonl").read_text().splitlines()]
 print("thought and answer agree:", *(f"{line['rewards/agrees/mean']:.2f}" for line in (lines[0], lines[-1])))
+print("the answer is right:     ", *(f"{summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
 show("runs/agrees")
 """
 

@@ -8,7 +8,7 @@ from docs import first_hour
 from minivlmrl.reward_functions.names import REWARDS
 
 NOTEBOOK = Path(first_hour.__file__).with_suffix(".ipynb")
-SMALL = {"ROWS": 16, "HELD_OUT": 4, "STEPS": 2}
+SMALL = {"ROWS": 16, "HELD_OUT": 4, "STEPS": 1}
 
 
 def test_it_has_at_most_fifteen_cells():
@@ -27,7 +27,7 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys, plain):
             exec(compile(code, str(NOTEBOOK), "exec"), names)
     printed = capsys.readouterr().out
     assert "loss" in names and "thought and answer agree: 0.00 0.00" in printed
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "agrees"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "agrees"}
     assert names["agrees"](["<think>I see red</think><answer>red square</answer>", "red"]) == [1.0, 0.0]
     del REWARDS["agrees"]
 
@@ -39,6 +39,6 @@ def small(code: str) -> ast.Module:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"({', '.join(SMALL)})":
             node.value = ast.parse(str(tuple(SMALL.values())), mode="eval").body
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "train":
-            more = 'dict(sft={"max_steps": 1}, sampling={"max_new_tokens": 4}, num_threads=1, log_completions=1)'
+            more = 'dict(sft={"max_steps": 1, "prompts_per_step": 4}, sampling={"max_new_tokens": 4}, num_threads=1, log_completions=1)'
             node.keywords += ast.parse(more, mode="eval").body.keywords
     return ast.fix_missing_locations(module)
