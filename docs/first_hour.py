@@ -67,8 +67,8 @@ start = {"path": "runs/sft/checkpoint", "config": None}
 steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "overwrite": True}
 train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
 ---
-**What does it say?** `completions.jsonl` has the answers of training with their rewards: the first and the last that it
-has logged. The thought and the answer may disagree: nobody asked for more.
+**What does it say?** `completions.jsonl` has answers of training with the sum of their weighted rewards: here of the
+first and the last step that it has logged.
 ---
 import json
 from pathlib import Path
@@ -84,23 +84,19 @@ def show(run):
 
 show("runs/first")
 ---
-**Your own reward** is a function of texts. This one only asks that the thought names the colour that is answered, and
-training begins once more after SFT: the model learns what you reward, not what you meant. Change it, and see.
+**Your own reward** is a function of texts. This one likes triangles, whatever the picture shows. Training begins once
+more after SFT: the model learns what you reward, not what you meant. Change it, and see.
 ---
-import re
+def triangles(completions, **columns):
+    return [float("triangle</answer>" in text) for text in completions]
 
 
-def agrees(completions, **columns):
-    found = [re.search(r"I see (\\w+)</think><answer>(\\w+)", text) for text in completions]
-    return [float(match is not None and match[1] == match[2]) for match in found]
-
-
-rewards = {"format": 0.5, agrees: 1.0}
-summary = train("shapes.yaml", rows, held_out, rewards=rewards, output_dir="runs/agrees", model=start, **steps)
-lines = [json.loads(line) for line in Path("runs/agrees/metrics.jsonl").read_text().splitlines()]
-print("thought and answer agree:", *(f"{line['rewards/agrees/mean']:.2f}" for line in (lines[0], lines[-1])))
-print("the answer is right:     ", *(f"{summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
-show("runs/agrees")
+rewards = {"format": 0.5, triangles: 1.0}
+summary = train("shapes.yaml", rows, held_out, rewards=rewards, output_dir="runs/triangles", model=start, **steps)
+lines = [json.loads(line) for line in Path("runs/triangles/metrics.jsonl").read_text().splitlines()]
+print("triangles answered:", *(f"{line['rewards/triangles/mean']:.2f}" for line in (lines[0], lines[-1])))
+print("right answers:     ", *(f"{summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
+show("runs/triangles")
 """
 
 

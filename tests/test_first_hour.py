@@ -26,10 +26,10 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys, plain):
             code = small("".join(cell["source"]))
             exec(compile(code, str(NOTEBOOK), "exec"), names)
     printed = capsys.readouterr().out
-    assert "loss" in names and "thought and answer agree: 0.00 0.00" in printed
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "agrees"}
-    assert names["agrees"](["<think>I see red</think><answer>red square</answer>", "red"]) == [1.0, 0.0]
-    del REWARDS["agrees"]
+    assert "loss" in names and "triangles answered: 0.00 0.00\nright answers:      0.00 0.00" in printed
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "triangles"}
+    assert names["triangles"](["<think>I see red</think><answer>red triangle</answer>", "red"]) == [1.0, 0.0]
+    del REWARDS["triangles"]
 
 
 def small(code: str) -> ast.Module:
@@ -39,6 +39,9 @@ def small(code: str) -> ast.Module:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"({', '.join(SMALL)})":
             node.value = ast.parse(str(tuple(SMALL.values())), mode="eval").body
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "train":
-            more = 'dict(sft={"max_steps": 1, "prompts_per_step": 4}, sampling={"max_new_tokens": 4}, num_threads=1, log_completions=1)'
-            node.keywords += ast.parse(more, mode="eval").body.keywords
+            more = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}}
+            more = ", ".join(
+                f"{name}={value}" for name, value in (more | {"num_threads": 1, "log_completions": 1}).items()
+            )
+            node.keywords += ast.parse(f"dict({more})", mode="eval").body.keywords
     return ast.fix_missing_locations(module)
