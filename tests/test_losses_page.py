@@ -17,6 +17,7 @@ from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft
 from minivlmrl.audit.parity import families
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import TrainingConfig
+from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.train import ALGORITHMS
 
 PAGES = [ROOT / "docs" / name for name in ("policy_gradients.md", "preferences.md", "ppo.md")]
@@ -34,7 +35,8 @@ FUNCTIONS += [preference_losses.dpo_loss, preference_losses.kto_loss, preference
 FUNCTIONS += [sft_loss.sft_loss, ppo_loss.ppo_loss]
 TABLES = [losses.LOSSES, losses.AVERAGES, policy_losses.AVERAGES, policy_losses.CORRECTION_MODES]
 TABLES += [preference_losses.DPO_LOSSES]
-SHARED = {field.name for field in dataclasses.fields(TrainingConfig)}  # of all stages, no part of a loss
+# of stages in general, no part of a loss
+SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
 
 
 def choices(hint) -> set[str]:
