@@ -17,7 +17,7 @@ from runs import checkpoint, home, own, plain, rows, run  # noqa: F401 (fixtures
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import folder, lively, samples, script, stage  # noqa: F401 (fixtures)
 
-DESELECTED = []
+SLOW_FILES = {}  # of slow tests that are left out: {"tests/test_exact.py::test_x": "test_exact.py"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +29,25 @@ def one_thread():
 
 def pytest_deselected(items):
     """Remember the slow tests that pyproject.toml's `-m "not slow"` leaves out."""
-    DESELECTED.extend(item for item in items if item.get_closest_marker("slow"))
+    SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist sends them to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow"] = SLOW_FILES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    SLOW_FILES.update(getattr(node, "workeroutput", {}).get("slow", {}))
 
 
 def pytest_terminal_summary(terminalreporter):
     """Say what was not run, and how to run it."""
-    if DESELECTED:
-        files = sorted({item.path.name for item in DESELECTED})
-        terminalreporter.write_line(
-            f"not run: {len(DESELECTED)} slow tests in {', '.join(files)}; run them with: pytest -m slow"
-        )
+    if SLOW_FILES:
+        files = ", ".join(sorted(set(SLOW_FILES.values())))
+        terminalreporter.write_line(f"not run: {len(SLOW_FILES)} slow tests in {files}; run them with: pytest -m slow")
 
 
 @pytest.fixture
