@@ -130,7 +130,7 @@ class GRPO(Algorithm):
 
         rows, run = next(batches), self.run
         prompts = [row.prompt(self.processor) for row in rows]
-        self.sampler = keep_prefill(self, prompts)
+        self.sampler = keep_prefill(self, prompts)  # training may go on from the same prompts
         completions = sample_completions(
             self.sampler, self.processor, prompts, self.config.num_generations, run.sampling,
             [row.key for row in rows], self.world, run.rollout.gather_weights,
