@@ -208,11 +208,12 @@ def reference_follows(put):
 @bug(GITHUB + "huggingface/trl/issues/3679")
 def stale_sampler(put):  # all completions are the first policy's
     sample, first = inner[grpo, "sample_completions"], []
-    put(
-        grpo,
-        "sample_completions",
-        lambda m, *rest: sample((first or first.append(copy.deepcopy(m)) or first)[0], *rest),
-    )
+
+    def stale(model, *rest):
+        first or first.append(copy.deepcopy(getattr(model, "policy", model)))  # of a KeptPrefill
+        return sample(first[0], *rest)
+
+    put(grpo, "sample_completions", stale)
 
 
 @bug(GITHUB + "NVIDIA-NeMo/RL/pull/171")
