@@ -12,8 +12,9 @@ CELLS = """
 # The first hour
 
 A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
-answers, train it, and then train it with a reward of your own. Install once, in a terminal:
-`pip install -e '.[report]'`. The [walkthrough](walkthrough.md) has every number of one step; the [FAQ](faq.md) answers
+answers, train it, and then train it with a reward of your own. Install once, in a clone, in a terminal:
+`pip install -c constraints.txt -e '.[report]' notebook`, then `jupyter notebook docs/first_hour.ipynb`.
+The [walkthrough](walkthrough.md) has every number of one step; the [FAQ](faq.md) answers
 what others have asked.
 ---
 from minivlmrl.tasks.shapes import Shapes

@@ -2,6 +2,7 @@ TASK = """
 Lay out one message for the model as a list of pieces: <|im_start|>, the role and a line feed, the parts in order,
 <|im_end|>, a line feed. A picture is <|vision_start|>, IMAGE, <|vision_end|>; a video has VIDEO between them. If `seen`
 is a Counter, pictures and videos are numbered from 1, each kind by itself: "Picture 1: ", "Video 1: ".
+content_parts(message) lists the parts; part_kind(part) is "image", "video" or "text", and part["text"] is the text.
 """
 
 HINT = """

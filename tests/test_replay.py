@@ -12,11 +12,11 @@ MORE = ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.max_
 
 @pytest.fixture
 def replayed(capsys):
-    """replayed(folder, stage, step) -> exit status and lines."""
+    """replayed(folder, stage or None, step) -> exit status and lines."""
 
     def replayed(folder, stage, step, *more):
         capsys.readouterr()
-        code = main(["replay", str(folder), f"--stage={stage}", f"--step={step}", *more])
+        code = main(["replay", str(folder), *([f"--stage={stage}"] if stage else []), f"--step={step}", *more])
         out = capsys.readouterr()
         return code, (out.err if code == 2 else out.out).splitlines()
 
@@ -42,6 +42,7 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, again = replayed(folder, "grpo", 2, "--prompt=0")
     assert code == 0 and again != lines, "another prompt"
+    assert replayed(folder, None, 2, "--prompt=0") == (0, again), "the last stage by default"
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
 
 
@@ -70,7 +71,7 @@ def test_what_a_run_logged_is_compared(run, plain, lively, replayed):
     )
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    assert replayed(folder, "grpo", 0)[1][-1] == "no file of the run has this step"
+    assert replayed(folder, "grpo", 0)[1][-1] == "nothing to compare with: no file of a run has this step"
 
 
 def test_mistakes_are_named(run, home, plain, lively, replayed):

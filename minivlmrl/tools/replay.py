@@ -267,7 +267,7 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {overrides[0]}")
     recipe, own = (folder / "config.yaml", [f"--output_dir={folder}"]) if folder.is_dir() else (folder, [])
     config = load_config(recipe, [*own, *overrides])
-    algorithm, optimizer, step, rows = go_to(config, options.stage or [*config.stages, "none"][-1], number)
+    algorithm, optimizer, step, rows = go_to(config, options.stage or ["none", *config.stages][-1], number)
     for stop in Walk(algorithm, optimizer, step, rows, number, options.prompt).stops():
         said = (inspect.getdoc(stop.code) or "").partition("\n")[0]
         print(f"{stop.title}: {link(stop.code)}", said, *(f"    {line}" for line in stop.lines), "", sep="\n")
@@ -275,5 +275,5 @@ def main(arguments: list[str]) -> int:
     same = compare(folder, algorithm, step, number, stop.data["metrics"])
     other = "something else: another CPU, number of threads or ranks, or version of torch?"
     said = [f"{name} says {'the same' if equal else other}" for name, equal in same.items()]
-    print(*said or ["no file of the run has this step"], sep="\n")
+    print(*said or ["nothing to compare with: no file of a run has this step"], sep="\n")
     return int(not all(same.values()))
