@@ -56,26 +56,15 @@ def find_algorithm(stage: str, config) -> type[Algorithm]:
 
 def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
-    from minivlmrl.reward_functions.names import required_columns
-    from minivlmrl.run.batches import check_shares, load_datasets
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
-    from minivlmrl.run.model import build_model
     from minivlmrl.run.results import Results, check_outputs
-    from minivlmrl.run.start import describe_run, fit_rows, try_rewards
+    from minivlmrl.run.start import prepare
     from minivlmrl.run.trackers import Trackers
     from minivlmrl.scale.resume import States
 
     check_outputs(config)
-    for stage in config.stages:
-        check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
-    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
-    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config, needs, *judged)
-    try_rewards(config, needs, datasets)
-    model, processor = build_model(config, world, datasets)
-    describe_run(config, model, world)
-    datasets = fit_rows(config, datasets, processor, world)
+    model, processor, datasets = prepare(config, algorithms, world)
     states = States(config, world, signals)
     progress = states.to_resume()
     others = CompletionsLog(config, world, progress), Trackers(config, world, progress)

@@ -86,7 +86,7 @@ def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
 def test_what_is_no_number_is_left_out_and_names_have_no_spaces():
     said = []
     trackers = Trackers(SimpleNamespace(report_to=[]), World(0, 1, torch.device("cpu")), SimpleNamespace(steps=4))
-    trackers.trackers = [SimpleNamespace(log=lambda *arguments: said.append(arguments))]
+    trackers.trackers = [(lambda *arguments: said.append(arguments), None)]
     trackers.step({"reward": None, "loss": 1.5})
     trackers.evaluation({"iou greedy": 0.5})
     assert said == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]

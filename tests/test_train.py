@@ -374,7 +374,7 @@ def test_files_of_stages_train_random_weights(run, plain, rows):
 
 def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", lambda *_: World(0, 3, torch.device("cpu")))
-    monkeypatch.setattr("minivlmrl.run.batches.load_datasets", None)  # calling it would fail
+    monkeypatch.setattr("minivlmrl.run.start.load_datasets", None)  # calling it would fail
     monkeypatch.setattr("minivlmrl.hub.folder.locked", lambda *_: nullcontext())
     with pytest.raises(
         ValueError, match=r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"

@@ -68,9 +68,7 @@ class Alarms:
                 cure = "say the form in data.prompt_template or data.system_prompt, train sft first, or drop the reward"
                 yield name, f"no completion has the form that reward {name} asks for; {cure}"
         if "reward" in last and self.always("entropy", lambda nats: nats < 1e-3):
-            cure = (
-                "lower the learning rate, add beta (a KL to the reference), or start again from an earlier checkpoint"
-            )
+            cure = "lower the learning rate, add beta (a KL to the reference), or go back to an earlier checkpoint"
             yield "certain", f"the policy is certain of every token (entropy below 0.001 nats); {cure}"
         uniform = math.log(self.algorithm.policy.config.vocab_size)
         became = "reward" in last and self.first.get("entropy", uniform) < 0.5 * uniform
@@ -83,9 +81,7 @@ class Alarms:
         if untouched := self.untouched():
             several = f"{untouched[0]} and {len(untouched) - 1} others" if len(untouched) > 1 else untouched[0]
             cause = "no row had an image that the model saw: " if all("visual" in name for name in untouched) else ""
-            cure = (
-                "check the image column of your rows, or set model.freeze=[vision, merger]" if cause else "freeze them"
-            )
+            cure = "check the image column, or set model.freeze=[vision, merger]" if cause else "freeze them"
             yield "untouched", f"{cause}{several} are to be trained, and never had a gradient; {cure}"
 
     def blind(self) -> Iterator[tuple[str, float, str, float]]:

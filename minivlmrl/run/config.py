@@ -24,6 +24,7 @@ from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
+Weight = Annotated[float, "(-inf, inf)"]
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
 
 
@@ -60,9 +61,7 @@ class RunConfig:
     output_dir: str = "runs/default"  # the run's folder
     overwrite: bool = False  # begin anew in a folder that holds a finished run, and remove its states
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
-    num_threads: Annotated[int, "[1, 4096]"] | None = (
-        None  # CPU threads of this process; None: cores of the machine / its ranks
-    )
+    num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads of a rank; None: the machine's / its ranks
     state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state after this many minutes and at the end of a stage
     state_steps: Annotated[int, ">= 0"] = 0  # also every this many optimizer steps; both 0: only after a signal
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
@@ -79,9 +78,7 @@ class RunConfig:
     sharding: ShardingSection = field(default_factory=ShardingSection)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
-    rewards: dict[str, Annotated[float, "(-inf, inf)"]] = field(
-        default_factory=lambda: {"format": 0.5, "accuracy": 1.0}
-    )  # name -> weight
+    rewards: dict[str, Weight] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)

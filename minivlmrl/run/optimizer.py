@@ -33,9 +33,7 @@ class TrainingConfig:
     max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # gradients are scaled down to this norm
     eval_steps: Annotated[int, ">= 0"] = 0  # evaluate held-out rows every this many steps too; 0: between stages only
     save_steps: Annotated[int, ">= 0"] = 0  # steps between two checkpoints; 0: at the end of the stage only
-    save_total_limit: Annotated[int, ">= 1"] | None = (
-        None  # keep the last so many, in checkpoints/; None: one is replaced
-    )
+    save_total_limit: Annotated[int, ">= 1"] | None = None  # keep so many, in checkpoints/; None: replace one
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:

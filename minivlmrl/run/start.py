@@ -18,6 +18,8 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import judge
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
+from minivlmrl.run.batches import check_shares, load_datasets
+from minivlmrl.run.model import build_model
 from minivlmrl.scale.ranks import World
 
 INVENTED = "<think>invented</think><answer>to try the rewards</answer>"
@@ -28,6 +30,19 @@ class Inventor(Processor):
 
     def decode(self, ids: torch.Tensor) -> str:
         return INVENTED
+
+
+def prepare(config, algorithms: dict[str, type], world: World) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
+    """Model, processor, and the rows of each stage and of "eval"; refuse what would fail later (ValueError)."""
+    for stage in config.stages:
+        check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
+    needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
+    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
+    datasets = load_datasets(config, needs, *judged)
+    try_rewards(config, needs, datasets)
+    model, processor = build_model(config, world, datasets)
+    describe_run(config, model, world)
+    return model, processor, fit_rows(config, datasets, processor, world)
 
 
 def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):

@@ -5,48 +5,43 @@ The x axis is optimizer steps done, over all stages. Names of evaluations begin 
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from minivlmrl.scale.ranks import World
 
 
-class TensorBoard:
-    """Writes the folder tensorboard/ of the run; a resumed run hides what an earlier attempt wrote of later steps."""
+def tensorboard(config, steps: int) -> tuple[Callable, Callable]:
+    """Write the folder tensorboard/ of the run; a resumed run hides what an earlier attempt wrote of later steps.
 
-    def __init__(self, config, steps: int):
-        from torch.utils.tensorboard import SummaryWriter
+    Returns:
+        log(values, steps) and close(), as every tracker.
+    """
+    from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(config.output_dir) / "tensorboard"
-        if not steps:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.writer = SummaryWriter(str(folder), purge_step=steps + 1)
+    folder = Path(config.output_dir) / "tensorboard"
+    if not steps:
+        shutil.rmtree(folder, ignore_errors=True)
+    writer = SummaryWriter(str(folder), purge_step=steps + 1)
 
-    def log(self, values: dict[str, float], steps: int):
+    def log(values: dict[str, float], steps: int):
         for name, value in values.items():
-            self.writer.add_scalar(name, value, steps)
+            writer.add_scalar(name, value, steps)
 
-    def close(self):
-        self.writer.close()
-
-
-class WandB:
-    """Sends to the project minivlmrl, or with WANDB_MODE=offline writes wandb/; a resumed run is another one there."""
-
-    def __init__(self, config, steps: int):
-        import wandb
-
-        folder = Path(config.output_dir)
-        self.run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
-
-    def log(self, values: dict[str, float], steps: int):
-        self.run.log(values, step=steps)
-
-    def close(self):
-        self.run.finish()
+    return log, writer.close
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}  # by the name of package and extra
+def weights_and_biases(config, steps: int) -> tuple[Callable, Callable]:
+    """Send to the project minivlmrl, or with WANDB_MODE=offline write wandb/; a resumed run is another one there."""
+    import wandb
+
+    folder = Path(config.output_dir)
+    run = wandb.init(project="minivlmrl", name=folder.name, dir=str(folder), config=asdict(config))
+    return lambda values, steps: run.log(values, step=steps), run.finish
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}  # by the name of package and extra
 
 
 class Trackers:
@@ -66,12 +61,12 @@ class Trackers:
         self.log(curves(values))
 
     def log(self, values: dict[str, float]):
-        for tracker in self.trackers:
-            tracker.log(values, self.steps)
+        for log, _ in self.trackers:
+            log(values, self.steps)
 
     def close(self):
-        for tracker in self.trackers:
-            tracker.close()
+        for _, close in self.trackers:
+            close()
 
 
 def curves(evaluation: dict[str, float]) -> dict[str, float]:

@@ -67,10 +67,8 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
         raise ValueError("--num_generations and --rows must be 1 or more")
     files = {"model.path": options.model, "data.train_file": options.data, "data.eval_file": options.data}
     fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
-    config = load_config(
-        options.recipe, [*overrides, *(f"--{key}={json.dumps(value)}" for key, value in fixed.items())]
-    )
-    temperature = options.temperature
+    overrides += [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
+    config, temperature = load_config(options.recipe, overrides), options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling, names = replace(config.sampling, temperature=temperature), config.data.eval_rewards if judged else []

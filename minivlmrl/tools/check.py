@@ -21,10 +21,8 @@ from minivlmrl.generate import Completion, sample_completions
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, judge
 from minivlmrl.rows import Processor, Row
-from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
-from minivlmrl.run.model import build_model
-from minivlmrl.run.start import describe_run, fit_rows, try_rewards
+from minivlmrl.run.start import prepare
 from minivlmrl.scale import ranks
 from minivlmrl.train import find_algorithm
 
@@ -51,17 +49,12 @@ def check(config) -> Iterator[str]:
     stages = {stage: find_algorithm(stage, config) for stage in config.stages}
     for algorithm in stages.values():
         algorithm.check(config)
-    needs = {stage: algorithm.needs for stage, algorithm in stages.items()}
-    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config, needs, *judged)
-    try_rewards(config, needs, datasets)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    model, processor = build_model(config, world, datasets)  # refuses what does not fit the GPU
-    describe_run(config, model, world)
-    datasets = fit_rows(config, datasets, processor, world)
+    model, processor, datasets = prepare(config, stages, world)  # refuses what does not fit the GPU
     yield from check_settings(config)
-    yield from check_demonstrations(config, datasets, needs, processor)
-    asked = next((rows for stage, rows in datasets.items() if needs.get(stage) == "prompts"), None)
+    rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
+    yield from check_demonstrations(config, rows_of.get("demonstrations"), processor)
+    asked = rows_of.get("prompts")
     if asked is not None:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_lengths(config, model, rows, processor)
@@ -83,9 +76,8 @@ def check_settings(config) -> Iterator[str]:
         yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
 
 
-def check_demonstrations(config, datasets, needs: dict[str, str], processor: Processor) -> Iterator[str]:
+def check_demonstrations(config, rows: Sequence[Row] | None, processor: Processor) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
-    rows = next((rows for stage, rows in datasets.items() if needs.get(stage) == "demonstrations"), None)
     if rows is None or not {"grpo", "ppo"} & set(config.stages):
         return
     some = spread(rows)

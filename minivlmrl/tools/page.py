@@ -48,14 +48,13 @@ def collect(folder: Path) -> dict:
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
+    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS)}  # the last of each stage
     before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}  # steps of earlier stages
     evaluations = [(line.pop("stage"), line.pop("step"), curves(line)) for line in read_lines(folder / EVALUATIONS)]
     return {
         "name": folder.resolve().name,
         "metrics": metrics,
-        "timings": list(
-            {line["stage"]: line for line in read_lines(folder / TIMINGS)}.values()
-        ),  # the last of each stage
+        "timings": list(timings.values()),
         "warnings": read_lines(folder / WARNINGS),
         "evaluations": [{"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations],
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,

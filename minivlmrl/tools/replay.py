@@ -24,14 +24,12 @@ from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, 
 from minivlmrl.advantages import group_advantages
 from minivlmrl.batch import pack
 from minivlmrl.grpo import GRPO
-from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Processor
-from minivlmrl.run.batches import Batches, load_datasets
+from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
-from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients
-from minivlmrl.run.start import fit_rows
+from minivlmrl.run.start import prepare
 from minivlmrl.scale import ranks
 from minivlmrl.scale.resume import Progress, States
 
@@ -51,11 +49,8 @@ def go_to(config, stage: str, number: int) -> tuple:
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     world, wanted = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp), config.stages.index(stage)
-    algorithms = [train.find_algorithm(name, config) for name in config.stages]
-    judged = required_columns(config.rewards), required_columns(config.data.eval_rewards)
-    datasets = load_datasets(config, {a.stage: a.needs for a in algorithms}, *judged)
-    model, processor = build_model(config, world, datasets)
-    datasets = fit_rows(config, datasets, processor, world)
+    algorithms = {name: train.find_algorithm(name, config) for name in config.stages}
+    model, processor, datasets = prepare(config, algorithms, world)
     lengths = [getattr(config, name).max_steps for name in config.stages]
     if not 0 <= number < lengths[wanted]:
         raise ValueError(f"--step {number}: {stage} has the steps 0 to {lengths[wanted] - 1}")
@@ -67,7 +62,7 @@ def go_to(config, stage: str, number: int) -> tuple:
         raise ValueError(f"{states.resumed}: the section data or the rows have changed since; put them back")
     print(f"{stage} step {number}, trained again from {states.resumed or 'the beginning'}")
     for index in range(progress.stage, wanted + 1):
-        algorithm = algorithms[index](config, model, processor, world)
+        algorithm = algorithms[config.stages[index]](config, model, processor, world)
         batches = Batches(datasets[algorithm.stage], algorithm, progress.draws)
         optimizer = build_optimizer(algorithm.trained, algorithm.config)
         if not states.restore(algorithm, optimizer):
