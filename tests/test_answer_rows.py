@@ -16,8 +16,9 @@ SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 def evaluate(checkpoint, rows, tmp_path, monkeypatch):
     """Evaluate the untrained checkpoint on eight rows; returns lines and summary."""
     monkeypatch.chdir(tmp_path)
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")  # beside no config.yaml of a run
 
-    def evaluate(*arguments, tool=answer_rows.main, model=checkpoint, data=rows):
+    def evaluate(*arguments, tool=answer_rows.main, model=bare, data=rows):
         tool(["--model", str(model), "--data", str(data), "--out", "out.jsonl", *SMALL, *arguments])
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         return lines, json.loads((tmp_path / "out.summary.json").read_text())
@@ -35,6 +36,15 @@ def test_results_scored_again_give_the_same_mean(evaluate, capsys):
     assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
     assert {"pass@1", "pass@2", "majority", "format"} <= summary.keys()
     assert f"pin                         {summary['pin']['all']}" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
+    """A run's checkpoint has the adapter in its weights: the pin of the same weights is the same."""
+    plain = evaluate("--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null")[1]["pin"]
+    (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
+    for folder in ("checkpoint", "best/checkpoint"):
+        assert plain == evaluate("--rows=2", model=shutil.copytree(checkpoint, tmp_path / folder))[1]["pin"]
+        assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
 
 
 def test_generate_writes_answers_alone(evaluate):

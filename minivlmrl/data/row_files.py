@@ -27,7 +27,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: no such file of rows; data.train_file and data.eval_file (null: none) name them")
     if path.suffix in (".parquet", ".arrow"):
         return Arrow([path])
     if path.suffix in (".csv", ".tsv"):

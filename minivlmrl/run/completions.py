@@ -35,7 +35,7 @@ class CompletionsLog:
     """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
 
     A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of steps that come again.
-    With show_completions the best and the worst completion of the first group are printed too.
+    With show_completions the best and the worst completion of a group are printed too.
     """
 
     def __init__(self, config, world: World, progress):
@@ -63,7 +63,7 @@ class CompletionsLog:
         self.file.writelines(json.dumps(line) + "\n" for line in lines)
         self.file.flush()
         if self.show:
-            tqdm.write(best_and_worst(number, lines[0]))
+            tqdm.write(best_and_worst(number, lines))
 
     def save(self, image, name: str) -> str:
         """Save an image, scaled down, unless it is there; returns its path from the run's folder."""
@@ -133,9 +133,12 @@ def finite(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def best_and_worst(number: int, line: dict) -> str:
-    """Two lines for the terminal: the completions of a group with the highest and the lowest reward."""
-    judged = sorted((c for c in line["completions"] if c["reward"] is not None), key=lambda c: c["reward"])
-    shown = {"best": judged[-1], "worst": judged[0]} if judged else {}
-    said = (f"{name:<5} {one['reward']:.3f} {one['text']!r:.200}" for name, one in shown.items())
-    return "\n".join(f"step {number}, row {line['row']}, {text}" for text in said)
+def best_and_worst(number: int, lines: list[dict]) -> str:
+    """Two lines for the terminal: the highest and the lowest reward of the first group in which they differ."""
+    for line in lines:
+        judged = sorted((c for c in line["completions"] if c["reward"] is not None), key=lambda c: c["reward"])
+        if judged and judged[0]["reward"] < judged[-1]["reward"]:
+            shown = {"best": judged[-1], "worst": judged[0]}
+            said = (f"{name:<5} {one['reward']:.3f} {one['text']!r:.200}" for name, one in shown.items())
+            return "\n".join(f"step {number}, row {line['row']}, {text}" for text in said)
+    return f"step {number}: the completions of each logged group earn the same"

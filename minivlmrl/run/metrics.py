@@ -62,8 +62,6 @@ class MetricsLog(AbstractContextManager):
     def step(self, number: int, metrics: dict[str, float], step):
         """Record one optimizer step; warn of what is about to go wrong."""
         check_mismatch(self.algorithm.run, metrics)
-        if self.completions is not None:
-            self.completions.step(self.algorithm, step, number)
         if not self.files:
             return
         for file in self.files.values():
@@ -86,6 +84,8 @@ class MetricsLog(AbstractContextManager):
         if self.bar.disable:  # no terminal: a line a step
             said = (f"{name}={value}" for name, value in short.items())
             print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{step_time:.2f} s", flush=True)
+        if self.completions is not None:
+            self.completions.step(self.algorithm, step, number)
         for warning in self.alarms.step(metrics, step.rollout):
             print(json.dumps(line | {"warning": warning}), file=self.files[WARNINGS], flush=True)
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)

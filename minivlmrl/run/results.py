@@ -46,6 +46,7 @@ class Results:
         self.folder = Path(config.output_dir)
         if self.world.is_main:
             (self.folder / "config.yaml").write_text(to_yaml(config))
+            print(f"output: {self.folder}", flush=True)
 
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""

@@ -91,7 +91,7 @@ def fit_rows(config, datasets: dict[str, Dataset], processor: Processor, world: 
 
 
 def describe_run(config, model: nn.Module, world: World):
-    """Print on the first rank what runs where, and what it writes to."""
+    """Print on the first rank what runs where."""
     if not world.is_main:
         return
     dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
@@ -100,7 +100,6 @@ def describe_run(config, model: nn.Module, world: World):
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU (threads: {torch.get_num_threads()})"
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
-    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}")
+    print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)
     if not all(parameter.requires_grad for parameter in model.parameters()):
         print(table(model))
-    print(f"output: {config.output_dir}", flush=True)

@@ -1,12 +1,13 @@
 """Answer the rows of a file, or score such answers: one line a row in a results file, and a summary beside it.
 
-python -m minivlmrl evaluate --model FOLDER --data eval.jsonl              # greedy, one answer a row
-python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RUN/config.yaml --num_generations 8
+python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
+python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl        # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                                    # on many GPUs
 
-The recipe (default: recipes/own_data.yaml) gives the prompt template, the size of images, where completions end, and
-data.answer; --section.name=value changes any of its fields. Rewards are those of data.eval_rewards.
+The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives the prompt template,
+the size of images, where completions end, and data.answer; --section.name=value changes any of its fields. Rewards are
+those of data.eval_rewards. Its adapter is not used: checkpoint/ of a run has it in its weights.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def generate(arguments: list[str]):
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
     p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", description=description, allow_abbrev=False)
-    p.add_argument("--recipe", default=str(recipes_folder() / "own_data.yaml"), help="also RUN/config.yaml")
+    p.add_argument("--recipe", metavar="FILE", help="default: config.yaml of the model's run, else own_data.yaml")
     p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
     p.add_argument("--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md")
     p.add_argument("--out", metavar="FILE", help=f"the results file; default: {name}.jsonl")
@@ -66,14 +67,18 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
     files = {"model.path": options.model, "data.train_file": options.data, "data.eval_file": options.data}
-    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
+    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows, "adapter": {}}
+    near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]  # of RUN/best/checkpoint
+    recipe = options.recipe or next((path for path in near if path.is_file()), recipes_folder() / "own_data.yaml")
     overrides += [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
-    config, temperature = load_config(options.recipe, overrides), options.temperature
+    config, temperature = load_config(recipe, overrides), options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling, names = replace(config.sampling, temperature=temperature), config.data.eval_rewards if judged else []
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    if world.is_main:
+        print(f"recipe: {recipe}", flush=True)
     model, processor = build_model(config, world)
     decoding = {**asdict(sampling), "num_generations": options.num_generations}
     decoding["seed"] = config.seed if temperature > 0 else None  # the likeliest answer does not depend on it

@@ -59,8 +59,10 @@ def check(config) -> Iterator[str]:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_lengths(config, model, rows, processor)
         yield from check_rewards(config, rows, processor)
-        if config.model.path:  # random weights, which a first stage is to teach, say nothing yet
+        if config.model.path:
             yield from check_rollouts(config, model, rows, processor, world)
+        else:
+            print("no completions were drawn: random weights have to learn the form first")
     ranks.shutdown()
 
 
