@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from minivlmrl.adapters.lora import LoRAConfig, LoRALinear, adapters, add_adapters, merge_adapters
+from minivlmrl.adapters.lora import LoRAConfig, LoRALinear, adapters, draw_adapters, merge_adapters, scaling
 from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
@@ -19,7 +19,8 @@ EVERYTHING = ["language", "vision", "merger"]
 def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True, dora=False):
     """A model with adapters, whose B are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
-    add_adapters(model, LoRAConfig(r=r, alpha=8.0, target=list(target), dora=dora), seed=0)
+    LoRAConfig(r=r, alpha=8.0, target=list(target), dora=dora).place(model)
+    draw_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
     for layer in adapters(model).values() if lively else ():
         layer.lora_B.data.normal_(0, 0.3, generator=generator)
@@ -70,7 +71,7 @@ def test_dora_is_pefts():
 
 @pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
 def test_scaling(rslora, expected):
-    assert LoRAConfig(r=4, alpha=16.0, rslora=rslora).scaling == expected
+    assert scaling(16.0, 4, rslora) == expected
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -113,7 +114,8 @@ def test_full_rank_is_training_the_matrix():
         model = tiny.model(dtype=torch.float64)
         trained = model.get_submodule(name).weight
         if lora:
-            add_adapters(model, LoRAConfig(r=64, alpha=64.0, target=[name]), seed=0)
+            LoRAConfig(r=64, alpha=64.0, target=[name]).place(model)
+            draw_adapters(model, 0)
             layer = model.get_submodule(name)
             layer.lora_A.data = torch.eye(64, dtype=torch.float64)
             trained = layer.lora_B

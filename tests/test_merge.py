@@ -8,8 +8,8 @@ from test_peft_folder import FORMS, base, prompts
 
 from minivlmrl.__main__ import main
 from minivlmrl.adapters import merge
-from minivlmrl.adapters.lora import LoRAConfig, add_adapters
-from minivlmrl.adapters.peft_folder import load_adapter, save_adapter
+from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
+from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -22,7 +22,7 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied, dora):
     processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
-    save_adapter(tmp_path / "adapter", adapted(EVERYTHING, model_type=model_type, dtype=torch.float32, dora=dora))
+    gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32, dora=dora))(tmp_path / "adapter")
     options = {"model": "base", "adapter": "adapter", "out": "merged"}
     assert main(["merge", *(f"--{name}={tmp_path / folder}" for name, folder in options.items())]) == 0
     ours = load_model(tmp_path / "base")
@@ -33,12 +33,13 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied, dora):
 
 def test_merging_a_checkpoint_of_a_run(tmp_path, checkpoint, capsys):
     model = load_model(checkpoint)
-    add_adapters(model, LoRAConfig(r=2, target=[r".+\.q_proj"]), seed=0)
-    save_adapter(tmp_path / "adapter", model)
+    LoRAConfig(r=2, target=[r".+\.q_proj"]).place(model)
+    draw_adapters(model, 0)
+    gather_adapter(model)(tmp_path / "adapter")
     assert (
         main(["merge", f"--model={checkpoint}", f"--adapter={tmp_path / 'adapter'}", f"--out={tmp_path / 'out'}"]) == 0
     )
-    assert "model.layers.*.self_attn.q_proj" in capsys.readouterr().out
+    assert f"written: {tmp_path / 'out'}" in capsys.readouterr().out
     load_processor(tmp_path / "out")
     merged = dict(load_model(tmp_path / "out").named_parameters())
     assert all(torch.equal(merged[name], p) for name, p in load_model(checkpoint).named_parameters())  # B is 0

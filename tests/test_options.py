@@ -139,6 +139,7 @@ OPTIONS = [  # field, another value, base
         (f"adapter.{name}", value, [*SFT, "--adapter.r=4"])
         for name, value in {"r": 2, "alpha": 8, "target": "merger", "rslora": "true", "dora": "true"}.items()
     ],
+    ("adapter.dropout", 0.3, [*SFT, "--adapter.r=4"]),
     ("data.demonstrations", 5, SFT),
     ("data.wrong_demonstrations", 1.0, SFT),
     ("data.pairs", 5, DPO),
@@ -210,7 +211,6 @@ OTHERS = {
         "model.path",
         "model.config",
         "model.activation_checkpointing",
-        "adapter.dropout",
         "model.compute_dtype",
     ),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
@@ -219,6 +219,7 @@ OTHERS = {
     *(f"{stage}.{name}" for stage in STAGES for name in ("data", "max_epochs")),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *(
+        "adapter.path",
         "adapter.quantize",
         "sampling.max_tokens_at_once",
         "grpo.max_tokens_per_micro_batch",

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_lora import adapted
 
 from minivlmrl.adapters.lora import adapters
-from minivlmrl.adapters.peft_folder import load_adapter, save_adapter
+from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -58,7 +58,7 @@ def test_peft_loads_what_we_save(tmp_path, model_type, tied, dora):
 
 
 def load_adapter_of(source, model, tmp_path):
-    save_adapter(tmp_path / "adapter", source)
+    gather_adapter(source)(tmp_path / "adapter")
     load_adapter(model, tmp_path / "adapter")
 
 
@@ -93,7 +93,7 @@ def test_scaling_and_ranks_survive_a_round_trip(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    save_adapter(tmp_path / "adapter", adapted([r".+\.0\..+\.q_proj"], dtype=torch.float32))
+    gather_adapter(adapted([r".+\.0\..+\.q_proj"], dtype=torch.float32))(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -120,9 +120,9 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop(A), "has lora_B alone"),
+        (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
         (lambda t: t.update({A: t[A][:, :5].contiguous()}), "take the adapter of this base"),
-        (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|alone"),
+        (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
         (lambda t: t.update({"x": t[A] + 0}), "unexpected tensor x"),
         (lambda t: t.clear(), "no adapter in it"),
     ],

@@ -11,6 +11,8 @@ from hub_configs import real_config
 from benchmarks.what_fits import BFLOAT16, LORA
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
+from minivlmrl.adapters.dropout import place_masks
+from minivlmrl.adapters.lora import adapters
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import Completion, SamplingConfig, generate, inverse_cdf, next_tokens
@@ -101,6 +103,7 @@ FORMS = {
     "8-bit AdamW on bfloat16": ["--grpo.optimizer=adamw_8bit", *BFLOAT16],
     "LoRA": LORA,
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
+    "LoRA with dropout": [*LORA, *BFLOAT16, "--adapter.dropout=0.1"],
     "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
     "a group divided": ["--grpo.max_tokens_per_micro_batch=300"],
 }
@@ -130,6 +133,8 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     else:
         ids = ids[:1]
     batch = pack([prompt] * len(ids), [[drawn.ids] * len(own) for _, own in ids], model.config)
+    if run.adapter.dropout:
+        place_masks(adapters(model), batch, batch.input_ids.int(), model.config, run.adapter.dropout)
     per_token_logps(model, batch)[0].sum().backward()
     held += [p.grad for p in model.parameters() if p.grad is not None]
     with LiveBytes([*held, batch.pixel_values]) as live:  # of a second micro-batch

@@ -168,12 +168,18 @@ COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count
 # the policy's adapters, those of a critic, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=2", "--adapter.r=4",
            "--adapter.dora=true", "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
+DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
+NF4 = "--adapter.quantize=nf4"
+ADAPTED_WAYS = {"adapters": ADAPTED, "dropout": [*ADAPTED, *DROPOUT], "NF4": [*ADAPTED, NF4]}
 QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
     "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
     **COUNTS, **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in COUNTS.items()},
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
-    "adapters, sharded": [*ADAPTED, *SHARDED], "adapters, layer by layer": [*ADAPTED, *ONE_BY_ONE],
+    **{f"{name}, sharded": [*options, *SHARDED] for name, options in ADAPTED_WAYS.items()},
+    **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in ADAPTED_WAYS.items()},
+    "NF4, compute_dtype": [*ADAPTED, NF4, "--model.compute_dtype=float64"],
+    "dropout, replicated": ADAPTED_WAYS["dropout"],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
 }  # fmt: skip
 
@@ -187,7 +193,7 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "adapters": ADAPTED, **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], **ADAPTED_WAYS, **COUNTS}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK, quick)
 
 
@@ -201,13 +207,14 @@ def test_two_ranks_equal_one(quick_results, way):
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
 
 
-@pytest.mark.parametrize("way", ["sharded", "layer by layer"])
+@pytest.mark.parametrize("way", [way for way in QUICK if way.partition(",")[0] in ADAPTED_WAYS])
 def test_two_ranks_with_adapters_equal_one(quick_results, way):
     """PPO with a critic that has adapters of its own: on one rank over the same base, sharded over a copy of it."""
     alone, ranks = quick_results
+    expected = alone[way.partition(",")[0]]
     for rank in ranks:
-        assert_equal(rank[f"adapters, {way}"], alone["adapters"], 1e-11, 1e-11)
-    moved = [name for name, value in alone["adapters"].weights.items() if "lora_B" in name and value.any()]
+        assert_equal(rank[way], expected, 1e-11, 1e-11)
+    moved = [name for name, value in expected.weights.items() if "lora_B" in name and value.any()]
     assert any("critic" in name for name in moved) and any("policy" in name for name in moved)
 
 

@@ -186,7 +186,9 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
     "sft": (["--sft.optimizer=adamw_8bit"], [("between the rename and the cleanup", 1), ("in backward", 7)]),
     "dpo": ([], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
     "ppo": ([], [("in backward", 5), ("in the optimizer", 3)]),
-    "sft, ppo": (["--adapter.r=4"], [("in the optimizer", 8), ("in backward", 11), ("in the optimizer", 1)]),
+    "sft, ppo": (["--adapter.r=4", "--adapter.dropout=0.3"], [
+        ("in the optimizer", 8), ("in backward", 11), ("in the optimizer", 1),
+    ]),
     "sft, reward_model": ([], [("in backward", 20), ("before the rename", 1)]),
 }  # fmt: skip
 

@@ -6,10 +6,12 @@ import peft
 import pytest
 import torch
 from oracle import CLASSES, worst_difference
+from runs import metrics
 from safetensors.torch import load_file
 from test_lora import adapted, batch
 
-from minivlmrl.adapters.lora import adapter_parameters, adapters, is_adapter
+from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, adapters, draw_adapters, is_adapter
+from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
 from minivlmrl.algorithms import value_model
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
@@ -18,11 +20,12 @@ from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.reward_functions import reward_model_scores
 from minivlmrl.run.config import load_config
+from minivlmrl.run.model import build_model
 from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
-from stages import STAGES, snapshot
+from stages import ONE, STAGES, snapshot
 
 ALL = "[language, vision, merger]"
 ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
@@ -66,7 +69,8 @@ def test_the_table_of_parts():
     ("options", "says"),
     [
         (["--sft.freeze_vision_tower=true"], r"unknown key sft.freeze_vision_tower; write model.freeze: \[vision"),
-        (["--adapter.r=4", "--adapter.dropout=0.1"], "adapter.dropout is 0.1, it must be 0: "),
+        (["--adapter.r=4", "--adapter.dropout=1"], r"adapter.dropout is 1.*, it must be in \[0, 1\)"),
+        (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
         (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
     ],
 )
@@ -208,3 +212,43 @@ def test_a_state_of_a_run_with_adapters_has_no_base(run, plain):
     [state] = (folder / "states").glob("0*/*.safetensors")
     names = [name.partition(":")[2] for name in load_file(state)]
     assert names and all("lora_" in name for name in names)
+
+
+def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
+    """From the adapter of a run, also sharded; the reference of DPO is that adapter."""
+    given = [*own, "--adapter.r=4", "--adapter.alpha=7", "--adapter.dora=true"]
+    folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
+    start = load_model(checkpoint)
+    load_adapter(start, folder / "adapter")
+    more = [f"--adapter.path={folder / 'adapter'}", "--stages=[dpo]"]
+    config = load_config(home / "recipe.yaml", [*given, *more])
+    model, _ = build_model(config, ONE)
+    assert any(layer.lora_B.any() for layer in adapters(model).values())
+    for name, parameter in start.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name]), name
+    ways = ([], ["--sharding.enabled=true"])
+    lines = [metrics(run(*given, *more, *way, name=f"second{len(way)}")) for way in ways]
+    assert lines[0][0]["rewards/margins"] == 0 < abs(lines[0][-1]["rewards/margins"])
+    for one, other in zip(*lines, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("r=2", r"has r 4, scaling 8, dora False on model\.\S+, the recipe says r 2, scaling 16, dora False: change"),
+        ("alpha=5", "has r 4, scaling 8, .* the recipe says r 4, scaling 1.25,"),
+        ("dora=true", "has r 4, .* dora False on .* dora True"),
+        ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
+    ],
+)
+def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
+    model = load_model(checkpoint)
+    config = LoRAConfig(r=4)
+    config.place(model)
+    draw_adapters(model, 0)
+    gather_adapter(model)(tmp_path / "adapter")
+    options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]
+    build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4"]), ONE)
+    with pytest.raises(ValueError, match=f"adapter.path: .*{says}"):
+        build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4", f"--adapter.{option}"]), ONE)

@@ -1,10 +1,9 @@
 """AdamW whose two moments take 8 bits a value instead of 32 (arXiv 2110.02861).
 
 A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in float32, its scale, and
-for each value the index of the nearest of 256 numbers between -1 and 1, which lie closer together near 0.
-
-No block crosses a row, and ranks share a weight by rows: any number of them computes the same codes. bitsandbytes cuts
-the flat tensor instead, which is the same where 256 divides a row.
+for each value the index of the nearest of 256 numbers between -1 and 1, which lie closer together near 0. No block
+crosses a row, and ranks share a weight by rows: any number of them computes the same codes. bitsandbytes cuts the flat
+tensor instead, which is the same where 256 divides a row.
 """
 
 import math
@@ -21,10 +20,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """The 256 numbers, ascending: 0, 1, and in each of seven decades below 1 twice as many as in the one before.
-
-    Source: create_dynamic_map of bitsandbytes.
-    """
+    """bitsandbytes' 256 numbers, ascending: 0, 1, and in each of seven decades twice as many as in the one below."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -33,10 +29,10 @@ def dynamic_code(signed: bool) -> Tensor:
     return torch.cat(numbers).sort().values
 
 
-def quantize(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, n) float32 -> indices (rows, n) uint8 of the nearest numbers, and scales (rows, ceil(n / 256))."""
+def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(rows, n) float32 -> indices (rows, n) uint8 of the nearest numbers, and scales (rows, ceil(n / block))."""
     rows, n = values.shape
-    blocks = F.pad(values, (0, -n % BLOCK)).view(rows, -1, BLOCK)
+    blocks = F.pad(values, (0, -n % block)).view(rows, -1, block)
     scales = blocks.abs().amax(2)
     shares = blocks * (1 / scales.clamp(min=1e-38))[..., None]
     nearest = torch.bucketize(shares, (code[:-1] + code[1:]) / 2, out_int32=True)
@@ -49,10 +45,9 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """torch.optim.AdamW in all but its moments.
+    """torch.optim.AdamW in all but its moments; for weights of 16 bits with Kahan's sum.
 
-    Weights of 16 bits also keep what rounding has taken from them, in 16 bits (Kahan's sum): updates that are too small
-    to change a weight add up until they do.
+    These keep what rounding has taken from them, in 16 bits: updates too small to change a weight add up until they do.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay=0.0):
@@ -86,28 +81,23 @@ class AdamW8bit(torch.optim.Optimizer):
             weight[rows] = new.to(weight.dtype)
             if "rounded_off" in piece:
                 piece["rounded_off"].copy_(new - weight[rows])
-            self._write(piece, "exp_avg", m)
-            self._write(piece, "exp_avg_sq", v)
+            for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
+                if f"{name}_scale" in piece:  # else it is the state itself
+                    indices, scales = quantize(moment, self.codes[name])
+                    # the update divides by a root: there nothing is rounded down to 0
+                    piece[name].copy_(indices.clamp(min=int(name == "exp_avg_sq")))
+                    piece[f"{name}_scale"].copy_(scales)
 
     def _read(self, piece: dict[str, Tensor], name: str) -> Tensor:
         scale = piece.get(f"{name}_scale")
         return piece[name] if scale is None else dequantize(piece[name], scale, self.codes[name])
 
-    def _write(self, piece: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" in piece:
-            indices, scales = quantize(moment, self.codes[name])
-            if name == "exp_avg_sq":
-                indices = indices.clamp(min=1)  # the update divides by its root: nothing is rounded down to 0
-            piece[name].copy_(indices)
-            piece[f"{name}_scale"].copy_(scales)
-
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     """Moments of 0, sharded as the parameter is."""
     parameter = parameter.detach()
-    state = {"step": torch.zeros(())}
-    if parameter.dtype.itemsize == 2:
-        state["rounded_off"] = torch.zeros_like(parameter)
+    rounded_off = {"rounded_off": torch.zeros_like(parameter)} if parameter.dtype.itemsize == 2 else {}
+    state = {"step": torch.zeros(())} | rounded_off
     small = parameter.dim() == 1 or parameter.numel() < SMALLEST
     dtype = torch.promote_types(parameter.dtype, torch.float32) if small else torch.uint8
     for name in SIGNED:

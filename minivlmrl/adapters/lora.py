@@ -1,12 +1,7 @@
 """LoRA (arXiv 2106.09685): a linear layer computes x W^T + scaling x A^T B^T, and only A and B are trained.
 
-Layers are exchanged in a model that is built already: the decoder, the sampler and the losses know nothing of it. W
-keeps its name, so sharding sees the base as before, and two more names (three with DoRA).
-
-    LoRAConfig.place    new layers with A = B = 0, also on the meta device, before a model is sharded
-    draw_adapters       A is drawn, by its name alone: any number of ranks draws the same
-
-Dimension letters: N tokens, r rank.
+Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the decoder, the
+sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
 """
 
 import math
@@ -20,51 +15,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivlmrl.adapters.nf4 import NF4Linear
 from minivlmrl.generate import random_numbers
 
-TARGETS = {  # what a recipe calls parts of the model, as names of linear layers
-    "language": r"model\.layers\..+",
-    "vision": r"visual\.blocks\..+",
-    "merger": r"visual\.merger\..+",
-}
+# what a recipe calls parts of the model, as names of linear layers
+TARGETS = {"language": r"model\.layers\..+", "vision": r"visual\.blocks\..+", "merger": r"visual\.merger\..+"}
 
 
 @dataclass
 class LoRAConfig:
     """Which layers get an adapter (LoRA), and of what size; all weights of the base are frozen then."""
 
+    path: str | None = None  # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
-    dropout: Annotated[float, "[0, 1)"] = 0.0  # of PEFT's; only 0, see docs/adapters.md
+    dropout: Annotated[float, "[0, 1)"] = 0.0  # share of the inputs of A that is 0 in training, see dropout.py
     target: list[str] = field(default_factory=lambda: ["language"])  # also vision, merger, or a regex of layers' names
     rslora: bool = False  # scaled by alpha / sqrt(r) instead (arXiv 2312.03732)
     dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
     quantize: Literal["nf4"] | None = None  # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
 
-    def __post_init__(self):
-        if self.dropout:
-            why = "sampler and trainer would be two policies, and completions of other masks than the trained one"
-            raise ValueError(f"dropout is {self.dropout}, it must be 0: {why}")
-        if not self.target:
-            raise ValueError("target is [], it must name layers")
-
-    @property
-    def scaling(self) -> float:
-        """What B A is multiplied by."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
-
     def place(self, model: nn.Module):
-        """Exchange all linear layers that this names, on any device; draw_adapters follows."""
+        """Freeze a model and exchange all linear layers that this names, on any device; draw_adapters follows."""
+        model.requires_grad_(not self.r)
         chosen = [target_layers(model, target) for target in self.target if self.r]
         for name in {name: None for names in chosen for name in names}:
-            wrap(model, name, self.r, self.scaling, self.dora)
+            wrap(model, name, self.r, scaling(self.alpha, self.r, self.rslora), self.dora)
+        if self.quantize:
+            quantize_base(model)
+
+
+def scaling(alpha: float, r: int, rslora: bool) -> float:
+    """What B A is multiplied by."""
+    return alpha / (math.sqrt(r) if rslora else r)
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; weight and bias are the ones that it was made of.
+    """A linear layer, with its weight and bias, and an adapter, in float32 on a base of less, as PEFT's.
 
-    The adapter is in float32 on a base of less, as PEFT's. With B = 0, as at first, it changes nothing. With DoRA the
-    rows of W + scaling B A are scaled to the lengths lora_magnitude; their own lengths count as constants.
+    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A lengths lora_magnitude; their own are constants.
     """
 
     def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
@@ -75,25 +64,38 @@ class LoRALinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
         self.lora_magnitude = nn.Parameter(torch.zeros(self.out_features, **options)) if dora else None
+        self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout.py
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
-        result = super().forward(x)
-        added = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B) * self.scaling
+        result, dropped = super().forward(x), x.to(self.lora_A.dtype)
+        if self.drop is not None:
+            dropped = self.drop(dropped)
+        added = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.scaling
         if self.lora_magnitude is not None:
             lengths = self.lora_magnitude / row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
-            product = result if self.bias is None else result - self.bias
+            product = result if self.drop is None else super().forward(dropped.to(x.dtype))
+            product = product if self.bias is None else product - self.bias
             added = (lengths - 1) * product + lengths * added  # exactly 0 at first
         return (result + added).to(result.dtype)
+
+    @property
+    def form(self) -> tuple[int, float, bool]:
+        """Rank, scaling, and whether it is DoRA: what `wrap` asks for."""
+        return self.lora_A.shape[0], self.scaling, self.lora_magnitude is not None
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W; all ranks of a sharded model call this."""
-        weight, A, B = full(self.weight), full(self.lora_A), full(self.lora_B)
+        A, B, weight = full(self.lora_A), full(self.lora_B), full(self.weight).to(self.lora_A.device)
         moved = weight + self.scaling * (B @ A)
         if self.lora_magnitude is not None:
             moved = moved * (full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling))[:, None]
         return moved.to(weight.dtype)
+
+
+class NF4LoRALinear(LoRALinear, NF4Linear):
+    """The same on a packed weight."""
 
 
 @torch.no_grad()
@@ -119,14 +121,11 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2].startswith("lora_")
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters but those of adapters, by name; a tied head is there once, as in the hub's checkpoints."""
-    return {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-
-
-def plain_weights(model: nn.Module) -> dict[str, nn.Parameter | LoRALinear]:
-    """What `full` makes the weights of a plain model of, by name."""
-    return base_parameters(model) | {f"{name}.weight": layer for name, layer in adapters(model).items()}
+def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
+    """By name, what `full` makes a plain model's weights of: parameters, or layers with packed or merged weights."""
+    kind = LoRALinear if merged else NF4LoRALinear
+    layers = {f"{name}.weight": layer for name, layer in adapters(model).items() if isinstance(layer, kind)}
+    return {name: p for name, p in model.named_parameters() if not is_adapter(name) and p.is_floating_point()} | layers
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -136,59 +135,48 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
     """The base of a model's adapters, which nothing trains, as a memo for deepcopy; empty without any."""
-    return {id(x): x for x in (*base_parameters(model).values(), *model.buffers())} if adapters(model) else {}
-
-
-def without_base(modules: nn.Module, policy: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of modules without the base of the policy's adapters, which a recipe's checkpoint has."""
-    base = shared_base(policy)
-    return {name: parameter for name, parameter in modules.named_parameters() if id(parameter) not in base}
+    base = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
+    return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
 
 class AdapterCopy(nn.Module):
-    """The adapters of a model as they are now; see `computing`."""
+    """The adapters of a model as they are now."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.models = [model]  # in a list: its base is no part of this
         self.copies = nn.ParameterList(p.detach().clone() for p in adapter_parameters(model)).requires_grad_(False)
 
+    @contextmanager
+    def computing(self) -> Iterator[nn.Module]:
+        """Yield the model with these adapters instead of its own. A sharded one must not be gathered at the ends."""
+        self._exchange()
+        try:
+            yield self.models[0]
+        finally:
+            self._exchange()
+
     @torch.no_grad()
-    def exchange(self):
-        """Exchange the values of these adapters and the model's."""
+    def _exchange(self):
         for own, theirs in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
             value = theirs.detach().clone()
-            theirs.data.copy_(own)  # unseen by autograd: what a graph has saved is there again when it is used
+            theirs.data.copy_(own)  # unseen by autograd: what an older graph has saved is there again when it is used
             own.copy_(value)
-
-
-@contextmanager
-def computing(model: nn.Module | AdapterCopy) -> Iterator[nn.Module]:
-    """Yield a model itself, or for a copy of adapters their model, which has them instead of its own for a while.
-
-    A sharded model must not be gathered at the beginning or at the end. Graphs from before may be used after.
-    """
-    if not isinstance(model, AdapterCopy):
-        yield model
-        return
-    model.exchange()
-    try:
-        yield model.models[0]
-    finally:
-        model.exchange()
-
-
-def add_adapters(model: nn.Module, config: LoRAConfig, seed: int):
-    """Put new adapters on all linear layers that the config names, and freeze the rest (ValueError: it names none)."""
-    config.place(model)
-    draw_adapters(model, seed)
-    freeze_base(model)
 
 
 def place_like(model: nn.Module, other: nn.Module):
     """Give a model adapters where another one has some, of the same sizes."""
     for name, layer in adapters(other).items():
-        wrap(model, name, len(layer.lora_A), layer.scaling, layer.lora_magnitude is not None)
+        wrap(model, name, *layer.form)
+    if any(isinstance(layer, NF4Linear) for layer in adapters(other).values()):
+        quantize_base(model)
+
+
+def quantize_base(model: nn.Module):
+    """Pack the weights under a model's adapters, on any device, one after the other."""
+    for layer in adapters(model).values():
+        layer.__class__ = NF4LoRALinear
+        layer.read(layer._parameters.pop("weight"))
 
 
 def draw_adapters(model: nn.Module, seed: int):
@@ -200,8 +188,7 @@ def draw_adapters(model: nn.Module, seed: int):
         weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
         weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
         if layer.lora_magnitude is not None:
-            wide = full(layer.weight).to(layer.lora_A.dtype)
-            weights[f"{name}.lora_magnitude"] = torch.linalg.vector_norm(wide, dim=1)
+            weights[f"{name}.lora_magnitude"] = full(layer.weight).to(layer.lora_A.dtype).norm(dim=1)
     set_parameters(model, weights)
 
 
@@ -228,11 +215,9 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     return found
 
 
-def wrap(model: nn.Module, name: str, r: int, scaling: float, dora: bool = False) -> LoRALinear:
-    """Exchange the linear layer of this name for one with an adapter that adds nothing yet."""
-    layer = LoRALinear(model.get_submodule(name), r, scaling, dora)
-    _exchange(model, name, layer)
-    return layer
+def wrap(model: nn.Module, name: str, *form):
+    """Exchange the linear layer of this name for one with an adapter of this form that adds nothing yet."""
+    model.set_submodule(name, LoRALinear(model.get_submodule(name), *form))
 
 
 def merge_adapters(model: nn.Module):
@@ -240,15 +225,4 @@ def merge_adapters(model: nn.Module):
     for name, layer in adapters(model).items():
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight, plain.bias = nn.Parameter(layer.merged()), layer.bias
-        _exchange(model, name, plain)
-
-
-def _exchange(model: nn.Module, name: str, layer: nn.Module):
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, layer)
-
-
-def freeze_base(model: nn.Module):
-    """Leave only the adapters to be trained; an optimizer takes the parameters that require gradients."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        model.set_submodule(name, plain)

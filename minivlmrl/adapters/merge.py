@@ -2,10 +2,8 @@
 
 import argparse
 
-from minivlmrl.adapters.lora import merge_adapters
-from minivlmrl.adapters.nf4 import quantize_base
+from minivlmrl.adapters.lora import merge_adapters, quantize_base
 from minivlmrl.adapters.peft_folder import load_adapter
-from minivlmrl.adapters.trained import table
 from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
 
 
@@ -21,7 +19,6 @@ def main(arguments: list[str]) -> int:
     load_adapter(model, options.adapter)
     if options.quantize:
         quantize_base(model)
-    print(table(model))
     merge_adapters(model)
     save_model(options.out, model, load_processor(options.model))
     print(f"written: {options.out}")

@@ -1,17 +1,17 @@
 """Weights under adapters in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
 
-A weight is cut into blocks of 64 values. A block has a scale, its largest absolute value, and each value is the index
-of the nearest of 16 numbers, which are quantiles of a normal distribution. The scales, less their mean, are kept in 8
-bits each (adamw8bit.py): 4.13 bits a value in all. Products are those of the weight that these numbers mean, which is
-there only while a layer computes, in the backward once more.
+A block of 64 values has a scale, its largest absolute value, and each value is the index of the nearest of 16 quantiles
+of a normal distribution. The scales, less their mean, have 8 bits each (adamw8bit.py): 4.13 bits a value in all. A
+layer computes with the weight that these numbers mean, which is there only then, and in the backward once more.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.adamw8bit import dequantize, dynamic_code, quantize
-from minivlmrl.adapters.lora import LoRALinear, adapters
 
 BLOCK = 64  # values with one scale
 NF4 = (  # the appendix of the paper, in float32
@@ -23,14 +23,10 @@ NF4 = (  # the appendix of the paper, in float32
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
     """Two indices a byte, the first in the upper half; indices and scales of the blocks' scales, and their mean."""
-    numbers = torch.tensor(NF4, device=weight.device)
-    blocks = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1)
-    shares = blocks * (1 / scales.clamp(min=1e-38))[:, None]
-    nearest = torch.bucketize(shares, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8).flatten()
-    offset = scales.mean()
-    indices, scale_scales = quantize((scales - offset)[None], dynamic_code(True).to(weight.device))
-    packed = nearest[::2] << 4 | nearest[1::2]
+    values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
+    nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
+    offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
+    indices, scale_scales = quantize(scales - offset, dynamic_code(True).to(weight.device))
     return {"packed": packed, "scale_indices": indices[0], "scale_scales": scale_scales[0], "offset": offset}
 
 
@@ -48,35 +44,31 @@ class NF4Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layer: "NF4Linear") -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.weight)
+        return F.linear(x, layer.weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.weight, None
+        return gradient @ ctx.layer.weight.to(gradient.dtype), None
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose weight is packed; see quantize_base."""
+    """A linear layer whose weight is packed. A sharded model shards the bytes and has all scales on each rank."""
+
+    def read(self, weight: Tensor, part: Callable = lambda packed, like: packed):
+        """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
+        self.shape, self.dtype = weight.shape, getattr(self, "dtype", weight.dtype)
+        values = pack(weight.to(self.dtype))
+        self.packed = nn.Parameter(part(values.pop("packed"), getattr(self, "packed", None)), requires_grad=False)
+        for name, tensor in values.items():
+            self.register_buffer(name, tensor)
 
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features) in the dtype that it was packed from."""
-        values = unpack(self.packed, self.scale_indices, self.scale_scales, self.offset)
+        """(out_features, in_features) in the dtype that it was packed from, gathered if it is sharded."""
+        packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
+        values = unpack(packed, self.scale_indices, self.scale_scales, self.offset)
         return values[: self.shape.numel()].view(self.shape).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         product = NF4Product.apply(x, self)
         return product if self.bias is None else product + self.bias
-
-
-class NF4LoRALinear(LoRALinear, NF4Linear):
-    """The same with an adapter."""
-
-
-def quantize_base(model: nn.Module):
-    """Pack the weights under a model's adapters, on any device, one after the other."""
-    for layer in adapters(model).values():
-        layer.dtype, layer.shape = layer.weight.dtype, layer.weight.shape
-        for name, tensor in pack(layer._parameters.pop("weight")).items():
-            layer.register_buffer(name, tensor)
-        layer.__class__ = NF4LoRALinear

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from minivlmrl.adapters.lora import adapters, base_parameters, is_adapter
+from minivlmrl.adapters.lora import adapters, is_adapter, plain_weights
 
 PART = {  # what a recipe calls the parts of a model, as beginnings of names
     "vision": "visual.",  # without the merger, which is the longer name
@@ -33,28 +33,23 @@ def select_trained(model: nn.Module, freeze: list[Part]):
         parameter.requires_grad_(chosen)
         trained += parameter.requires_grad
     if not trained:
-        left = "adapter.target names no other part" if has_adapters else "these are all parts"
-        raise ValueError(f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {left}")
+        why = "adapter.target names no other part" if has_adapters else "these are all parts"
+        raise ValueError(f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {why}")
 
 
 def table(model: nn.Module) -> str:
     """What is trained, a line for each part or kind of adapted layer: name, layers, rank, parameters, share."""
-    layers, kinds = adapters(model), {}
-    base = sum(p.numel() for name, p in base_parameters(model).items() if name.removesuffix(".weight") not in layers)
-    base += sum(layer.in_features * layer.out_features for layer in layers.values())  # also if they are packed
+    layers, kinds, weights = adapters(model), {}, plain_weights(model).values()
+    base = sum(w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights)
     for name, parameter in model.named_parameters():
-        layer = name.rpartition(".")[0]
-        kind = part_of(name)
-        if layer in layers:  # of all blocks
-            kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), len(layers[layer].lora_A)
         if parameter.requires_grad:
+            layer, kind = name.rpartition(".")[0], (part_of(name), "")
+            if layer in layers:  # of all blocks
+                kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].form[0]}"
             kinds.setdefault(kind, []).append((layer, parameter.numel()))
-    trained, lines = 0, []
-    for kind, tensors in kinds.items():
-        name, rank = (kind, "") if isinstance(kind, str) else (kind[0], f" x r {kind[1]}")
-        count = sum(size for _, size in tensors)
-        trained += count
-        lines.append(
-            f"  {name:<40} {len({layer for layer, _ in tensors}):>4}{rank:<9}{count:>14,} {count / base:>8.3%}"
-        )
-    return "\n".join([f"trained: {trained:,} parameters, {trained / base:.3%} of the base's {base:,}", *lines])
+    counts = {kind: sum(size for _, size in tensors) for kind, tensors in kinds.items()}
+    lines = [f"trained: {(total := sum(counts.values())):,} parameters, {total / base:.3%} of the base's {base:,}"]
+    for (name, rank), count in counts.items():
+        number = len({layer for layer, _ in kinds[name, rank]})
+        lines.append(f"  {name:<40} {number:>4}{rank:<9}{count:>14,} {count / base:>8.3%}")
+    return "\n".join(lines)

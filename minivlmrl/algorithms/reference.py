@@ -1,13 +1,14 @@
 """The reference model: the policy as a stage found it, to measure how far training has moved."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters, computing
+from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters
 from minivlmrl.batch import GroupBatch
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
@@ -46,7 +47,7 @@ class Reference:
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """(R, T) log-probabilities of a batch's completions, nats."""
         reshard(self.policy)
-        with computing(self.model) as model:
+        with self.model.computing() if isinstance(self.model, AdapterCopy) else nullcontext(self.model) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)

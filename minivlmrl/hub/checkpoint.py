@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import base_parameters, full, plain_weights
-from minivlmrl.adapters.peft_folder import also_adapter
+from minivlmrl.adapters.lora import adapters, full, plain_weights
+from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
@@ -57,7 +57,7 @@ def load_model(
     if sharding is not None:
         sharding.shard(model)
     copied = sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
-    assign(model, _read_weights(folder, files, model, copied))
+    assign(model, _read_weights(folder, files, model, copied, device))
     return model
 
 
@@ -66,10 +66,10 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
-def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable) -> dict[str, Tensor]:
+def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable, device) -> dict[str, Tensor]:
     """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has."""
     # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names
-    expected = base_parameters(model)  # a tied head is there once, under the embedding's name
+    expected = plain_weights(model, merged=False)  # a tied head is there once, under the embedding's name
     tied = model.config.tie_word_embeddings
     found: dict[str, Tensor] = {}
     for file in files:
@@ -82,7 +82,7 @@ def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Cal
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}")
-            found[name] = copied(tensor, like)
+            found[name] = copied(tensor, like) if isinstance(like, Tensor) else like.read(tensor.to(device), copied)
     if missing := expected.keys() - found.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
@@ -179,7 +179,8 @@ def save_model(
         max_shard_size: bytes of one file of weights.
     """
     reshard(model)
-    weights, more = plain_weights(model), also_adapter(model, more)
+    weights, base = plain_weights(model), getattr(model, "adapter_base", None)
+    write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None
     shapes = {name: torch.empty_like(getattr(w, "weight", w), device="meta") for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World(0, 1, torch.device("cpu"))
@@ -198,6 +199,7 @@ def save_model(
             if shards.is_sharded:
                 write_json(held.new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
             _write_processor(held.new, processor)
+            write_adapter(held.new / "adapter")
             if more is not None:
                 more(held.new)
             held.pop_all().close()

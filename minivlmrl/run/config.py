@@ -89,9 +89,10 @@ class RunConfig:
     def __post_init__(self):
         if self.overwrite and self.resume is None:
             self.resume = "never"
-        if self.adapter.quantize and (self.uses_fsdp or not self.adapter.r):
-            cure = "it needs adapter.r, and model.dtype: bfloat16 instead of model.compute_dtype and sharding"
-            raise ValueError(f"adapter.quantize is {self.adapter.quantize!r}: {cure}")
+        if not self.adapter.target:
+            raise ValueError("adapter.target is [], it must name layers")
+        if lacking := [name for name in ("path", "quantize") if getattr(self.adapter, name) and not self.adapter.r]:
+            raise ValueError(f"adapter.{lacking[0]} is {getattr(self.adapter, lacking[0])!r}, it needs adapter.r")
 
     @property
     def uses_fsdp(self) -> bool:
@@ -129,7 +130,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
     files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
     files += [(getattr(config, stage), "data") for stage in STAGES] + [(config.ppo, "critic_path")]
-    for section, name in ((config.model, "path"), (config.reward_model, "path"), *files):
+    for section, name in ((config.model, "path"), (config.adapter, "path"), (config.reward_model, "path"), *files):
         if getattr(section, name) and Path(getattr(section, name)).exists():
             setattr(section, name, str(Path(getattr(section, name)).resolve()))
     return config

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minivlmrl.adapters.lora import draw_adapters
-from minivlmrl.adapters.nf4 import quantize_base
+from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.chat import content_parts
 from minivlmrl.data.turns import as_turns
@@ -41,13 +41,12 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
         size = read_json(Path(section.config)).get("vocab_size", 0)
         tokenizer = get_task(data.task).tokenizer() if data.task else train_tokenizer(_texts(datasets), size)
         model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
-        model = model.to(world.device, dtype)
-        config.adapter.place(model)
+        config.adapter.place(model.to(world.device, dtype))
         if sharding is not None:
             sharding.shard(model)
-    if config.adapter.quantize:
-        quantize_base(model)
     draw_adapters(model, config.seed)
+    if config.adapter.path:
+        begin_with(model, config.adapter.path)
     model.adapter_base = section.path
     select_trained(model, section.freeze)
     if recompute and sharding is None:

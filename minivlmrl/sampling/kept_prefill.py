@@ -31,7 +31,7 @@ def keep_prefill(algorithm, prompts: Sequence[Prompt]):
     budgets = run.sampling.max_tokens_at_once, config.max_tokens_per_micro_batch
     if not trained_once or len(prompts) > config.micro_batch_size or budgets != (None, None):
         return policy
-    if hasattr(policy, "sharding"):
+    if hasattr(policy, "sharding") or run.adapter.dropout:  # of which sampling has none
         return policy
     return KeptPrefill(policy, prompts, algorithm.world.device)
 

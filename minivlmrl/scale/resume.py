@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.adapters.lora import without_base
+from minivlmrl.adapters.lora import shared_base
 from minivlmrl.grpo import Algorithm
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import flush_file, read_json
@@ -76,7 +76,8 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
-    found = without_base(modules, algorithm.policy)  # layers that policy and reference share once
+    base = shared_base(algorithm.policy)  # which model.path has; layers that policy and reference share are there once
+    found = {name: parameter for name, parameter in modules.named_parameters() if id(parameter) not in base}
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value

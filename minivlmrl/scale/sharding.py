@@ -206,13 +206,13 @@ def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
     if not is_sharded(model):
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
-    dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
     with torch.device("meta"):
-        twin = type(model)(model.config).to(dtype)
+        twin = type(model)(model.config).to(model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype)
     place_like(twin, model)
     model.sharding.shard(twin)
     dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
-    assign(twin, {name: p.detach().to(dtypes[name], copy=True) for name, p in model.named_parameters()})
+    weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in model.named_parameters()}
+    assign(twin, weights | dict(model.named_buffers()))
     return twin
 
 

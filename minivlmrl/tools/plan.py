@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.adamw8bit import empty_state
-from minivlmrl.adapters.lora import adapter_parameters
-from minivlmrl.adapters.nf4 import quantize_base
+from minivlmrl.adapters.dropout import place_masks
+from minivlmrl.adapters.lora import adapter_parameters, adapters
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
@@ -119,8 +119,6 @@ class Costs:
         """The model of a run on the meta device, which knows what is trained; `layers` are shared with a reference."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
-        if run.adapter.quantize:
-            quantize_base(model)
         select_trained(model, run.model.freeze)
         for parameter in shared_parameters(model, layers):
             parameter.requires_grad_(False)
@@ -136,6 +134,8 @@ class Costs:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
+        if train and run.adapter.dropout:
+            place_masks(adapters(model), batch, batch.input_ids.int(), self.config, run.adapter.dropout)
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
