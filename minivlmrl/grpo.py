@@ -88,7 +88,7 @@ class Algorithm:
         save_model(folder / "checkpoint", self.policy, self.processor, self.world)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """What it can tell of held-out rows besides answers: `pairs` or `loss` of Evaluation."""
+        """What it can tell of held-out rows besides answers: `pairs` or `loss`."""
         return {}
 
 

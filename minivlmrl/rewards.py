@@ -106,7 +106,7 @@ def score(names: list[str], completions: list[str], columns: dict, where: str = 
 
     columns = columns | {"answer_texts": [find_answer(text, where) for text in completions]}
     values = [call_reward(name, completions, columns) for name in names]  # K lists of n
-    return torch.tensor(values, dtype=torch.float32).T.reshape(len(completions), len(names))
+    return torch.tensor(values, dtype=torch.float32).view(len(names), len(completions)).T
 
 
 @functools.cache

@@ -90,18 +90,17 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, requ
     if batches == "small":
         request.getfixturevalue("small_batches")
     result = ask(ROWS)
-    assert (result.sampled, result.greedy, result.format) == (0.25, 0.5, 0.6)
-    assert result.more == {
+    assert result.values == {
+        "sampled": 0.25, "greedy": 0.5, "format": 0.6,
         "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
     }  # fmt: skip
-    assert result.pairs is None
 
 
 def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
     result = evaluate(None, PROCESSOR, ROWS, SAMPLING, ONE, ("box_format", "iou", "acc_0_5"))
-    assert math.isnan(result.format) and (result.sampled, result.greedy) == (0.25, 0.5)
-    assert list(result.more)[:4] == ["iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
-    assert result.more["iou sampled"] == 0.6
+    first = ["sampled", "greedy", "iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
+    assert list(result.values)[:6] == first
+    assert [result.values[name] for name in first[:3]] == [0.25, 0.5, 0.6]
 
 
 def test_answers_are_the_greedy_ones_with_the_first_reward(scripted):
@@ -118,15 +117,15 @@ def test_the_key_of_a_row_is_its_number(scripted):
 
 
 def test_what_no_row_can_tell_is_not_reported(scripted):
-    """No row is marked unseen; acc_0_5 could judge no row. What counts is always there."""
+    """No row is marked unseen; acc_0_5 could judge no row."""
     result = ask([scored("a", [NAN, 1.0, NAN], [0.5, 1.0, NAN])])
-    assert result.more == {}
-    assert math.isnan(result.sampled) and result.greedy == 0.5
+    assert result.values == {"greedy": 0.5, "format": 1.0}
 
 
 def test_an_unseen_row_that_could_not_be_judged_counts_nothing(scripted):
     result = ask([ROWS[1], scored("u", [NAN, 1.0, NAN], [NAN, 1.0, NAN], unseen=True)])
-    assert result.more == {"acc_0_5 sampled": 0.0, "acc_0_5 greedy": 0.0}
+    assert {name for name in result.values if "unseen" in name} == set()
+    assert result.values["acc_0_5 sampled"] == result.values["acc_0_5 greedy"] == 0.0
 
 
 @pytest.mark.parametrize("count", [5, 4, 1])
@@ -192,7 +191,7 @@ def test_a_row_without_a_solution_is_not_judged(model):
     rows = Rows([Row([{"role": "user", "content": "2?"}], [], {}), Shapes(1, "x")[0]])
     result = evaluate(*model, rows, SamplingOptions(max_new_tokens=2), ONE)
     assert math.isnan(result.answers[0].score) and result.answers[1].score == 0
-    assert result.sampled == result.greedy == 0
+    assert result.values["sampled"] == result.values["greedy"] == 0
 
 
 def test_an_answer_knows_the_extent_of_its_image(model):

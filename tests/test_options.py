@@ -245,7 +245,7 @@ def lines_of(home, own):
             if overrides[0] == "drift":
                 overrides = overrides[1:]
                 patch.setattr(generate, "next_tokens", drifting)
-            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation(0, 0, 0, []))
+            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation({}, []))
             for module in ("hub.checkpoint", "run.results", "algorithms.value_model"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
             train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--overwrite=true", *overrides])

@@ -12,6 +12,7 @@ from runs import LETTERS
 
 from minivlmrl import train
 from minivlmrl.generate import Completion
+from minivlmrl.run import evaluate
 from minivlmrl.run.alarms import BLIND
 from minivlmrl.run.config import recipes_folder
 from minivlmrl.tasks.shapes import Shapes, answer
@@ -161,7 +162,7 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
         ids = [torch.tensor(processor.tokenizer.encode(answer(label))) for label in labels]
         return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
 
-    monkeypatch.setattr(check, "sample_completions", knows)
+    monkeypatch.setattr(evaluate, "sample_completions", knows)
     options = plant({})
     if shuffled:
         lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]

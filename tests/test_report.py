@@ -18,7 +18,7 @@ def test_characters_that_the_font_does_not_have_are_drawn_without_a_warning(tmp_
     pytest.importorskip("matplotlib", reason="extra missing: pip install matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 1, "reward": 0.5}\n')
     rows = [Row([{"role": "user", "content": "猫?"}], [PIL.Image.new("RGB", (8, 8))], {"solution": "猫が好き"})]
-    results = {"start": Evaluation(0.0, 0.0, 0.0, [Answer("<answer>犬</answer>", 0.0, None)])}
+    results = {"start": Evaluation({}, [Answer("<answer>犬</answer>", 0.0, None)])}
     summary = {"chance": None, "start": {"sampled": 0.0, "greedy": 0.0}, "seconds": {}}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -38,7 +38,7 @@ def strip(rows, results):
 def test_each_answer_is_under_its_own_row():
     rows = Shapes(6, "report")
     answers = [Answer(rows[i].completion, float(i not in (1, 5)), None) for i in range(6)]
-    figure = strip(rows, {"start": Evaluation(0.0, 0.0, 0.0, answers)})
+    figure = strip(rows, {"start": Evaluation({}, answers)})
     for i, axis in enumerate(figure.axes):
         [said] = axis.texts
         assert axis.get_title() == rows[i].columns["solution"]
@@ -50,7 +50,7 @@ def test_each_answer_is_under_its_own_row():
 def test_a_truth_in_answer_tags_is_shown_without_them():
     row = Shapes(1, "report")[0]
     row.columns = {"solution": "<think>it is</think><answer> green square </answer>"}
-    [axis] = strip([row], {"start": Evaluation(0.0, 0.0, 0.0, [Answer("no tags", 0.0, None)])}).axes
+    [axis] = strip([row], {"start": Evaluation({}, [Answer("no tags", 0.0, None)])}).axes
     assert axis.get_title() == "green square" and axis.texts[0].get_text() == "start\nno tags"
 
 
@@ -72,7 +72,7 @@ def test_it_draws_true_and_answered_boxes():
     true = [" ".join(str(v // 7) for v in rows[i].columns["solution"]) for i in range(3)]
     before = [said(0, true[0], 1.0), said(1, "0 0 1 1", 0.1), said(2, "no box", 0.0)]
     after = [said(0, true[0], 1.0), said(1, true[1], 1.0), said(2, "0 0 8 8", 0.2)]
-    results = {name: Evaluation(0, 0, 0, a) for name, a in (("start", before), ("after_sft", after))}
+    results = {name: Evaluation({}, a) for name, a in (("start", before), ("after_sft", after))}
     axes = strip(rows, results).axes
     drawn = [
         [(line.get_color(), line.get_linestyle(), *corners(line)) for line in axis.lines] for axis in axes
@@ -100,7 +100,7 @@ def test_it_draws_solutions_and_prompts_in_every_form(solution, count, column):
     """Rewards read all of these; a row of one's own may ask by `prompt` instead of `problem`."""
     row = Localisation(1, "test")[0]
     row.columns = {column: "box the black circle", "solution": solution}
-    results = {"start": Evaluation(0, 0, 0, [Answer("[14, 28, 70, 84]", 1.0, (112, 112))])}
+    results = {"start": Evaluation({}, [Answer("[14, 28, 70, 84]", 1.0, (112, 112))])}
     [axis] = strip([row], results).axes
     true = [line for line in axis.lines if line.get_color() == report.TRUE]
     assert [corners(line) for line in true] == [(7, 14, 35, 42), (0, 0, 7, 7)][:count]

@@ -1,4 +1,4 @@
-"""The files of a run's folder: what is measured, what a row of the table says, and who writes."""
+"""The files of a run's folder: what is measured, and who writes."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.results import Results, row
+from minivlmrl.run.results import Results
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.resume import Progress
 from minivlmrl.tasks import shapes
@@ -26,20 +26,6 @@ from minivlmrl.tools.page import collect
 from stages import ONE
 
 NAN = math.nan
-
-
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [
-        (Evaluation(0.1, 0.2, 0.3, []), {"sampled": 0.1, "greedy": 0.2, "format": 0.3}),
-        (Evaluation(NAN, NAN, 0.3, [], pairs=0.5), {"format": 0.3, "pairs": 0.5}),
-        (Evaluation(0.1, NAN, 0.3, [], {"giou greedy": -1.0}), {"sampled": 0.1, "format": 0.3, "giou greedy": -1.0}),
-        (Evaluation(0.1, 0.2, 0.3, [], pairs=0.0), {"sampled": 0.1, "greedy": 0.2, "format": 0.3, "pairs": 0.0}),
-    ],
-)
-def test_a_row_says_what_could_be_judged(result, expected):
-    assert row(result) == expected
-    assert list(row(result)) == list(expected)
 
 
 @pytest.fixture
@@ -65,7 +51,7 @@ def trained(stage, max_steps=3, saved=None, **says):
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(0.25, 0.5, 1.0, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": 0.25, "greedy": 0.5, "format": 1.0}, []))
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     found.measure("after_sft", trained("sft", pairs=0.5))
@@ -81,7 +67,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 
 
 def test_a_disk_that_the_checkpoint_fills_has_what_was_measured(results, monkeypatch):
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(0.25, 0.5, 1.0, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": 0.25, "greedy": 0.5, "format": 1.0}, []))
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     for full in ("algorithm", "checkpoint"):
@@ -204,7 +190,7 @@ def test_a_resumed_run_writes_each_evaluation_once(run):
 )  # fmt: skip
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation(values[len(done)] or 0, 0, 0, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": values[len(done)] or 0}, []))
     found, done, kept = results(f"--keep_best={kind}", held_out=Shapes(1, "x")), [], []
     algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
     algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}

@@ -270,8 +270,8 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
 
 
 WORK = {  # where a signal comes: stages, number of the call, states that are left
-    "evaluation": ((evaluate_file, "answer"), ["--stages=[sft]"], 3, ["000006"]),
-    "first evaluation": ((evaluate_file, "answer"), ["--stages=[sft]"], 1, []),
+    "evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], 3, ["000006"]),
+    "first evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], 1, []),
     "precomputing": ((dpo_file, "per_token_logps"), ["--stages=[sft, dpo]"], 1, ["000006"]),
 }
 
@@ -384,7 +384,7 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
         ({"stage": 99}, "stage is 99, it must be one of 1"),
         ({"step": -5}, "step is -5, it must be 0 or more"),
         ({"draws": "many"}, "draws is 'many', it must be of type int"),
-        ({"results": {"start": {"sampled": 1.0}}}, "results.start.greedy is missing"),
+        ({"results": {"start": {"values": {}}}}, "results.start.answers is missing"),
         ([], "it must hold a JSON object"),
     ],
 )

@@ -214,9 +214,7 @@ def test_num_threads(run, plain, monkeypatch, option, expected):
 
 def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or Evaluation(0, 0, 0, [])
-    )
+    monkeypatch.setattr(results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or Evaluation({}, []))
     run("--stages=[]", "--data.eval_rows=3")
     run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--overwrite=true")
     assert [len(rows) for rows in seen] == [3, 4]

@@ -1,14 +1,14 @@
 """Held-out rows: what a policy answers and what that earns, sampled at temperature 1 and greedily."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from minivlmrl.generate import sample_completions
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import reward_columns, score
-from minivlmrl.rows import Row
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.scale.ranks import World
 
@@ -26,15 +26,15 @@ class Answer:
 
 @dataclass
 class Evaluation:
-    """Held-out results, each a mean over rows; NaN where no row could be judged."""
+    """Held-out results: means over the rows that could be judged, and the greedy answers for the report, row by row.
 
-    sampled: float  # the first reward of one completion a row, sampled at temperature 1: accuracy, or IoU
-    greedy: float  # the same of the likeliest completion
-    format: float  # share of sampled completions in the asked form; NaN if the second reward is no ...format
-    answers: list[Answer]  # the greedy ones, for the report, in the order of the rows
-    more: dict[str, float] = field(default_factory=dict)  # further rewards, and the first over rows marked unseen
-    pairs: float | None = None  # share of held-out pairs with the chosen answer ahead, where a stage can tell
-    loss: float | None = None  # of the rows' completions, nats per token, after sft
+    `values` has sampled and greedy (the first reward of a completion drawn at temperature 1, and of the likeliest),
+    format (the second, of what was sampled, if it is one), both of each further reward, and the first over rows marked
+    unseen. A stage adds what it can tell, such as pairs.
+    """
+
+    values: dict[str, float]
+    answers: list[Answer]
 
 
 def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy", "format"), gather=True) -> Evaluation:
@@ -57,22 +57,26 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
             world.leave()
             batch = [replace(rows[i], key=f"evaluation/{i}") for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            results += answer(model, processor, batch, drawn, world, rewards, gather)
+            values, completions, columns = draw(model, processor, batch, 1, drawn, rewards, world, gather)
+            texts = [processor.decode(completion.ids) for [completion] in completions]
+            unseen = [bool(row.columns.get("unseen")) for row in batch]
+            said = map(Answer, texts, values[:, 0].tolist(), columns["answer_extents"])
+            results += zip(values, unseen, said, strict=True)
             bar.update(len(batch) * world.size)
         everything = world.gather_objects(results)  # ranks have equally many; the last rows may be there twice
         in_order = [everything[i % world.size][i // world.size] for i in range(len(rows))]
-        values = torch.stack([value for value, _, _ in in_order])  # (rows, K)
+        earned = torch.stack([value for value, _, _ in in_order])  # (rows, K)
         unseen = torch.tensor([unseen for _, unseen, _ in in_order])
-        means[name], means[f"unseen {name}"] = (v.double().nanmean(0).tolist() for v in (values, values[unseen]))
+        means[name], means[f"unseen {name}"] = (v.double().nanmean(0).tolist() for v in (earned, earned[unseen]))
         answers = [said for _, _, said in in_order]
     bar.close()
     named = rewards[1].endswith("format")  # else the second is one of the further rewards
+    values = {name: means[name][0] for name in ("sampled", "greedy")}
+    values |= {"format": means["sampled"][1]} if named else {}
     further = range(1 + named, len(rewards))
-    more = {f"{rewards[k]} {name}": means[name][k] for k in further for name in ("sampled", "greedy")}
-    more |= {name: values[0] for name, values in means.items() if name.startswith("unseen")}
-    more = {name: value for name, value in more.items() if not math.isnan(value)}
-    form = means["sampled"][1] if named else math.nan
-    return Evaluation(means["sampled"][0], means["greedy"][0], form, answers, more)
+    values |= {f"{rewards[k]} {name}": means[name][k] for k in further for name in ("sampled", "greedy")}
+    values |= {name: mean[0] for name, mean in means.items() if name.startswith("unseen")}
+    return Evaluation({name: value for name, value in values.items() if not math.isnan(value)}, answers)
 
 
 def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list[int]]:
@@ -85,13 +89,10 @@ def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list
     return [numbers[start : start + size] for start in range(0, each, size)]
 
 
-def answer(model, processor, rows: list[Row], sampling, world, rewards, gather) -> list[tuple]:
-    """Rewards (K,), whether it is marked unseen, and the Answer of each row."""
+def draw(model, processor, rows, count: int, sampling, rewards, world, gather=True) -> tuple[Tensor, list, dict]:
+    """Draw `count` completions of each row; returns what they earn, (n, K), the groups, and the rewards' columns."""
     prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
-    completions = sample_completions(model, processor, prompts, 1, sampling, keys, world, gather)
-    texts = [processor.decode(completion.ids) for [completion] in completions]
+    completions = sample_completions(model, processor, prompts, count, sampling, keys, world, gather)
+    texts = [processor.decode(completion.ids) for group in completions for completion in group]
     columns = reward_columns(rows, prompts, completions, processor)
-    values = score(list(rewards), texts, columns, processor.answer)  # (rows, K)
-    unseen = [bool(row.columns.get("unseen")) for row in rows]
-    said = map(Answer, texts, values[:, 0].tolist(), columns["answer_extents"])
-    return list(zip(values, unseen, said, strict=True))
+    return score(list(rewards), texts, columns, processor.answer), completions, columns

@@ -1,9 +1,7 @@
 """What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and its checkpoints."""
 
-import math
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from minivlmrl.hub.checkpoint import save_model
@@ -76,10 +74,10 @@ class Results:
             result = evaluate(self.model, self.processor, self.held_out, self.config.sampling, self.world, *options)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
-        stage = self.config.stages[0] if self.config.stages else name
+        stage, values = self.config.stages[0] if self.config.stages else name, result.values
         if algorithm is not None:
-            result, stage = replace(result, **algorithm.evaluate(self.held_out)), algorithm.stage
-        values = row(result) | ({} if result.loss is None else {"loss": result.loss})
+            stage, values = algorithm.stage, values | algorithm.evaluate(self.held_out)
+        result.values = {name: value for name, value in values.items() if name != "loss"}  # only some stages have one
         self.log.evaluation(stage, done, values, time.perf_counter() - begin)
         kind, best = self.config.keep_best, self.progress.best
         if algorithm is not None and kind in values:
@@ -102,15 +100,12 @@ class Results:
         """Print and write the table of the run, and draw its picture."""
         task = self.config.data.task and get_task(self.config.data.task)
         chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
-        summary = {"chance": chance, **{name: row(result) for name, result in self.results.items()}, "seconds": seconds}
+        summary = {
+            "chance": chance,
+            **{name: result.values for name, result in self.results.items()},
+            "seconds": seconds,
+        }
         write_json(self.folder / SUMMARY, summary)
         print_table(summary, chance_name, len(self.held_out or ()))
         write_report(self.folder, summary, self.held_out, self.results, chance_name)
         write_page([self.folder], self.folder / "page.html")
-
-
-def row(result: Evaluation) -> dict[str, float]:
-    """One row of the table; nothing is reported where no row could be judged: held-out pairs need no solution."""
-    metrics = {name: getattr(result, name) for name in ("sampled", "greedy", "format")}
-    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)} | result.more
-    return metrics | ({} if result.pairs is None else {"pairs": result.pairs})

@@ -21,15 +21,14 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl.generate import sample_completions
 from minivlmrl.hub.folder import write_json
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rewards import find_answer, judge, normalize
+from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.completions import finite
 from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.run.evaluate import equal_batches
+from minivlmrl.run.evaluate import draw, equal_batches
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.run.model import build_model
 from minivlmrl.scale import ranks
@@ -108,14 +107,12 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
 
 def answer(model, processor, rows: Sequence[Row], count: int, sampling, names: Sequence[str], world) -> list[dict]:
     """Draw `count` answers to each row and ask the rewards about them: a line of the results file for each row."""
-    prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
-    completions = sample_completions(model, processor, prompts, count, sampling, keys, world)
-    texts = [[processor.decode(completion.ids) for completion in group] for group in completions]
-    values = judge(names, rows, prompts, completions, processor) if names else torch.zeros(len(rows) * count, 0)
-    lines, values = [], values.view(len(rows), count, len(names))
-    for row, group, said, earned in zip(rows, completions, texts, values.tolist(), strict=True):
+    values, completions, _ = draw(model, processor, rows, count, sampling, names, world)
+    lines, values = [], values.reshape(len(rows), count, len(names))
+    for row, group, earned in zip(rows, completions, values.tolist(), strict=True):
         line = {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": []}
-        for completion, text, worth in zip(group, said, earned, strict=True):
+        for completion, worth in zip(group, earned, strict=True):
+            text = processor.decode(completion.ids)
             found = {"text": text, "answer": find_answer(text, processor.answer), "tokens": len(completion.ids)}
             found |= {"stopped": completion.stopped, "rewards": dict(zip(names, map(finite, worth), strict=True))}
             line["answers"].append(found)

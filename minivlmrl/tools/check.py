@@ -17,11 +17,12 @@ import torch
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.chat import content_parts
 from minivlmrl.data.turns import as_turns
-from minivlmrl.generate import Completion, sample_completions
+from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, judge
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.config import load_config
+from minivlmrl.run.evaluate import draw
 from minivlmrl.run.start import prepare
 from minivlmrl.scale import ranks
 from minivlmrl.train import find_algorithm
@@ -142,7 +143,8 @@ def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, wor
     stage = "grpo" if "grpo" in config.stages else "ppo"
     G, names = getattr(config, stage).num_generations, online_rewards(config)
     weights = torch.tensor([config.rewards[name] for name in names])
-    rewards, drawn = draw(config, model, rows, processor, world, names, G)
+    how = G, config.sampling, names, world, config.rollout.gather_weights
+    rewards, drawn, _ = draw(model, processor, rows, *how)
     total, flat = combine(rewards, weights), [c for group in drawn for c in group]
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:
@@ -159,7 +161,7 @@ def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, wor
         yield f"{unparsed:.0%} of the completions have no answer where data.answer ({processor.answer}) looks; {cure}"
     if any(row.images for row in rows):
         grey = [replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images]) for row in rows]
-        blind = combine(draw(config, model, grey, processor, world, names, G)[0], weights).nanmean()
+        blind = combine(draw(model, processor, grey, *how)[0], weights).nanmean()
         if total.nanmean() > 0 and blind > 0.95 * total.nanmean() and equal < 1:
             cure = "the model does not look, or need not: check that the right images are with the right rows"
             real = f"with the real ones {total.nanmean():.2f}"
@@ -180,14 +182,6 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
         if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
             cure = "were the solutions shuffled? Else the model knows nothing of the task yet: train sft first"
             yield f"reward {name} is {means[0]:.2f}, and {others.mean():.2f} with the solutions of other rows; {cure}"
-
-
-def draw(config, model, rows, processor: Processor, world, names: list[str], count: int) -> tuple:
-    """Completions of each row and what they earn: (n, K) and the groups."""
-    prompts = [row.prompt(processor) for row in rows]
-    keys, gather = [row.key for row in rows], config.rollout.gather_weights
-    drawn = sample_completions(model, processor, prompts, count, config.sampling, keys, world, gather)
-    return judge(names, rows, prompts, drawn, processor), drawn
 
 
 def earned(names: list[str], rows: Sequence[Row], texts: Sequence[str], processor: Processor) -> torch.Tensor:
