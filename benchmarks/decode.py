@@ -6,7 +6,8 @@ python benchmarks/decode.py --ways vllm                    # vLLM, if it is inst
 
 1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8; each prompt has an image of 1,000 tokens and
 100 tokens of text, and each completion exactly 256 tokens. Seconds are from the prompt to the last token, prefill
-included. `predicted` is roofline.py's. vLLM reads as many tokens of text alone: its processor needs files of the hub.
+included. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager` kernel by kernel. `predicted` is
+roofline.py's. vLLM reads as many tokens of text alone: its processor needs files of the hub.
 """
 
 import argparse
@@ -23,7 +24,8 @@ import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, versions
 from sizes import HUB, card_named
 
-from minivlmrl.generate import SamplingConfig, generate
+from minivlmrl.generate import SamplingConfig, draw_by, generate
+from minivlmrl.sampling.captured import generate_captured
 from minivlmrl.tools.plan import Work
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
@@ -33,7 +35,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each way")
-    parser.add_argument("--ways", nargs="+", default=["ours", "transformers"], choices=("ours", "transformers", "vllm"))
+    ways = ["ours", "ours, eager", "transformers"]
+    parser.add_argument("--ways", nargs="+", default=ways, choices=(*ways, "vllm"))
     parser.add_argument("--json", type=Path, help="write the numbers here")
     o = parser.parse_args()
     if CARD.type == "cpu" and not o.toy:
@@ -50,8 +53,8 @@ def main():
             row = {"rows": prompts * generations, "way": way, **numbers}
             if "seconds" in row:
                 row["tokens_per_second"] = row["rows"] * tokens / row["seconds"]
-            if way == "ours":
-                row["predicted"] = predicted(case, prompts, generations)
+            if way.startswith("ours"):
+                row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
             cells = (row.get(name) for name in ("rows", "way", "seconds", "tokens_per_second", "predicted"))
             shown = (f"{x:.2f}" if isinstance(x, float) else str(x or "") for x in cells)
             print(f"| {' | '.join(shown)} |", flush=True)
@@ -68,8 +71,10 @@ def model_calls(case: Case, toy: bool) -> dict[str, Callable]:
     tokens = len(case.completions[0])
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
 
-    def decode(prompts, generations):
-        groups = generate(ours, [case.prompt] * prompts, generations, SamplingConfig(max_new_tokens=tokens), ())
+    def decode(prompts, generations, sample=generate_captured):
+        draw = draw_by(torch.rand(prompts, generations, tokens, dtype=torch.float64), CARD)
+        sampling = SamplingConfig(max_new_tokens=tokens)
+        groups = sample(ours, [case.prompt] * prompts, generations, sampling, (), draw)
         assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 
     def decode_with_transformers(prompts, generations):
@@ -77,7 +82,7 @@ def model_calls(case: Case, toy: bool) -> dict[str, Callable]:
         ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations)
         assert ids.shape == (prompts * generations, len(case.prompt.input_ids) + tokens)
 
-    return {"ours": decode, "transformers": decode_with_transformers}
+    return {"ours": decode, "ours, eager": partial(decode, sample=generate), "transformers": decode_with_transformers}
 
 
 def vllm_calls(case: Case) -> dict[str, Callable]:
@@ -98,14 +103,14 @@ def vllm_calls(case: Case) -> dict[str, Callable]:
     return {"vllm": decode}
 
 
-def predicted(case: Case, prompts: int, generations: int) -> float:
+def predicted(case: Case, prompts: int, generations: int, decode: str) -> float:
     """Tokens a second by the roofline, prefill included."""
     image = int((case.prompt.input_ids == case.config.image_token_id).sum())
     tokens = len(case.completions[0])
     work = Work(prompts, generations, len(case.prompt.input_ids) - image, image, tokens)
     counts = roofline.phases(case.config, card_named(card()), work)
     seconds = roofline.grpo_step(counts, case.config, 1, work, fsdp=False)
-    return prompts * generations * tokens / (seconds["prefill"] + seconds["decode"])
+    return prompts * generations * tokens / (seconds["prefill"] + seconds[decode])
 
 
 if __name__ == "__main__":

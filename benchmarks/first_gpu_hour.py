@@ -43,7 +43,7 @@ PARTS = {
     "tests": Part(
         "Tests that need a GPU", 4,
         ["-m", "pytest", "-m", "slow or not slow", "-k", "gpu", "tests/test_attention.py",
-         "tests/test_window_attention.py", "tests/test_backend.py"], ["--collect-only"],
+         "tests/test_window_attention.py", "tests/test_backend.py", "tests/test_captured.py"], ["--collect-only"],
     ),
     "run": Part(
         "The default run, SFT and GRPO of a tiny model", 3,
@@ -55,7 +55,7 @@ PARTS = {
         script("gpu_step", "--json={out}/step.json"), ["--toy", "--repeats=1"],
     ),
     "decode": Part(
-        "Qwen2.5-VL-3B: tokens a second, beside transformers and the roofline", 5,
+        "Qwen2.5-VL-3B: tokens a second, as a graph and eager, beside transformers and the roofline", 5,
         script("decode", "--json={out}/decode.json"), ["--toy", "--repeats=1"],
     ),
     "vllm": Part("vLLM, as many tokens", 4, script("decode", "--ways=vllm", "--json={out}/vllm.json"), ["--toy"]),

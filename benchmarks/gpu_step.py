@@ -37,12 +37,13 @@ from torch import Tensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, generate
+from minivlmrl.generate import SamplingConfig, draw_by
 from minivlmrl.hub.checkpoint import initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Prompt
+from minivlmrl.sampling.captured import generate_captured
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm
@@ -214,7 +215,7 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
         optimizer.zero_grad()
 
     def rollout():
-        (group,) = generate(ours, [case.prompt], G, sampling, ())
+        (group,) = generate_captured(ours, [case.prompt], G, sampling, (), draw_by(torch.rand(1, G, C).double(), CARD))
         assert {len(completion.ids) for completion in group} == {C}
 
     def rollout_of_transformers():

@@ -5,7 +5,7 @@ python benchmarks/roofline.py --model 3b --card h100 --cards 8 --top 5
 The real code runs on the meta device. Every operation is counted and put on the ceilings of a card:
     GPU seconds of an operation    max(bytes / bandwidth, FLOPs / peak, 2 us)
     host seconds                   launches x --host-us, what PyTorch's eager mode spends on one
-    seconds of a phase             the larger of the two sums; of decoding, for each token
+    seconds of a phase             the larger of the two sums; of decoding the first alone: a step is one CUDA graph
 
 Kernels that a card has and the meta device lacks are replaced by their cost. docs/gpu.md says what is left out.
 """
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import math
 import sys
+from functools import partial
 from unittest import mock
 
 import torch
@@ -31,11 +32,13 @@ from minivlmrl.kernels.linear_log_softmax import TILE
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.sampling import captured
 from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tools.plan import Work, meta_batch
 
 FREE = {"detach", "alias", "empty", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
 READ_WHAT_THEY_GIVE = {"embedding", "index", "gather", "index_select"}
+WRITE_WHAT_THEY_GET = {"index_copy_", "index_put_"}  # their last argument
 
 
 class Count(TorchDispatchMode):
@@ -61,8 +64,12 @@ class Count(TorchDispatchMode):
         if func.namespace == "minivlmrl":  # linear_log_softmax
             self.count_head(name, *(args[0] if isinstance(args[0], list) else args)[:2])
         elif not is_view and name not in FREE:
-            flops = flop_registry.get(func.overloadpacket, lambda *_, **__: 0.0)(*args, **(kwargs or {}), out_val=out)
-            self.add(name, 2 * size_of(out) if name in READ_WHAT_THEY_GIVE else size_of((args, kwargs, out)), flops)
+            packet = getattr(torch.ops.aten, name.rstrip("_"), None)  # in place the FLOPs are the same
+            flops = flop_registry.get(packet, lambda *_, **__: 0.0)(*args, **(kwargs or {}), out_val=out)
+            size = size_of((args, kwargs, out))
+            if name in READ_WHAT_THEY_GIVE | WRITE_WHAT_THEY_GET:
+                size = 2 * size_of(out if name in READ_WHAT_THEY_GIVE else args[-1])
+            self.add(name, size, flops)
         return out
 
     def count_head(self, name: str, hidden: Tensor, weight: Tensor):
@@ -129,7 +136,9 @@ def on_card(card: str):
 
 
 def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute=False) -> dict[str, Count]:
-    """Count the prefill of one card's prompts, a decode step, its draw; forward and backward of `micro` prompts."""
+    """Count the prefill of one card's prompts, a decode step and its draw, eager and static (what a graph captures);
+    forward and backward of `micro` prompts.
+    """
     with torch.device("meta"):
         model = Qwen2_5_VL(config).bfloat16()
     lengths, R = (work.text_tokens, work.image_tokens), work.prompts * work.num_generations
@@ -145,12 +154,18 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
         logits = generate.float32_matmul(hidden, model.lm_head.weight.T)
     with torch.no_grad(), on_card(card) as draw:
         generate.next_tokens(logits, 1.0, lambda probs, *_: generate.inverse_cdf(probs, ids.double()), None, ids, 0)
+    at, numbers = DecodeAttention(keys.keys, prompts.layout, owner, 0), torch.empty(R, 1, device="meta").double()
+    choose = partial(generate.next_tokens, temperature=1.0, draw=generate.draw_by(numbers[None], "meta"), filters=None)
+    state = captured.DecodeState(model, at, ids, (choose, None), ids[:2], ids, work.completion_tokens)
+    with torch.no_grad(), on_card(card) as static:
+        captured.decode_step(state)
     if recompute:
         recompute_blocks(model)
     batch = meta_batch(config, Work(micro, work.num_generations, *lengths, work.completion_tokens))
     with on_card(card) as train:
         per_token_logps(model, batch)[0].sum().backward()
-    return {"prefill": prefill, "decode step": step, "draw": draw, "train": train}
+    eager = {"decode step, eager": step, "draw, eager": draw}
+    return {"prefill": prefill, "decode step": static, **eager, "train": train}
 
 
 def grpo_step(
@@ -164,13 +179,15 @@ def grpo_step(
     gpu = {name: count.total()[3] for name, count in counts.items()}
     host = {name: host_us * 1e-6 * count.total()[0] for name, count in counts.items()}
     hooks, copied, adamw = (HOOKS, COPIED, ADAMW) if fsdp else (0, 0, ADAMW / 2)
-    host["decode step"] += hooks * config.num_hidden_layers
+    host["decode step, eager"] += hooks * config.num_hidden_layers
     eager = {name: max(gpu[name], host[name]) for name in gpu}
     sent = parameters * SENT / (link * LINK) if cards > 1 else 0.0
     updated = parameters * (copied * times + adamw / cards) / (memory * MEMORY)
-    seconds = {"prefill": eager["prefill"], "decode": tokens * (eager["decode step"] + eager["draw"])}
+    # the first step of a graph is eager, and capturing is as much work for the host
+    seconds = {"prefill": eager["prefill"], "decode": tokens * gpu["decode step"] + 2 * host["decode step"]}
     seconds["train"] = times * max(eager["train"], sent) + updated
-    return seconds | {"sum": sum(seconds.values()), "decode, as a graph": tokens * (gpu["decode step"] + gpu["draw"])}
+    one_by_one = tokens * (eager["decode step, eager"] + eager["draw, eager"])
+    return seconds | {"sum": sum(seconds.values()), "decode, eager": one_by_one}
 
 
 def main(arguments: list[str] | None = None):
@@ -191,7 +208,8 @@ def main(arguments: list[str] | None = None):
         for name, (launches, size, flops, gpu, *rest) in [(phase, count.total()), *busiest]:
             numbers = f"{size / 1e9:.1f} | {flops / 1e12:.2f} | {1e3 * gpu:.1f} | {launches * o.host_us / 1e3:.1f}"
             print(f"| {name} | {launches} | {numbers} | {''.join(f'{x / gpu:.0%}' for x in rest)} |")
-    print(f"\n{counts['decode step'].total()[0] / config.num_hidden_layers:.1f} launches a layer of a decode step")
+    launches = (counts[name].total()[0] / config.num_hidden_layers for name in ("decode step", "decode step, eager"))
+    print("\nlaunches a layer of a decode step: {:.1f}, and eager {:.1f}".format(*launches))
     seconds = grpo_step(counts, config, o.cards, work, o.micro, o.host_us)
     print(f"{o.model}, {o.cards} x {o.card}: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
 

@@ -51,6 +51,7 @@ def sample_completions(
     sampling: SamplingConfig, keys: Sequence[str], world, gather_weights: bool = True,
 ) -> list[list[Completion]]:  # fmt: skip
     """Draw completions by the key of each prompt alone: any number of ranks draws the same."""
+    from minivlmrl.sampling.captured import generate_captured, with_graph
     from minivlmrl.sampling.pieces import sample_in_pieces
     from minivlmrl.sampling.stop_strings import watch_stop_strings
     from minivlmrl.scale.sharding import rollout_weights
@@ -62,6 +63,8 @@ def sample_completions(
     watch = watch_stop_strings(sampling, processor.tokenizer, prompts, num_generations)
     with rollout_weights(model, world, gather_weights) as joint:
         stop, draw = processor.stop_token_ids, draw_by(numbers, world.device)
+        if with_graph(sampling, world.device, joint):
+            return generate_captured(model, prompts, num_generations, sampling, stop, draw, watch)
         return generate(model, prompts, num_generations, sampling, stop, draw, watch, joint)
 
 
@@ -126,10 +129,8 @@ def generate(
     return [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
 
 
-def prefill(
-    model, batch: GroupBatch, owner: Tensor, capacity: int
-) -> tuple[Tensor, DecodeAttention, Tensor]:
-    """Read the prompts once: logits (R, V) of the first tokens, the keys, and positions (R,)."""
+def prefill(model, batch: GroupBatch, owner: Tensor, capacity: int) -> tuple:
+    """Read the prompts once: logits (R, V) of first tokens, a DecodeAttention, positions (R,)."""
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
     decode = DecodeAttention(attention.keys, batch.layout, owner, capacity)
@@ -184,9 +185,8 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     units = (probs * UNITS).long().cumsum(-1)  # (r, V); a power of 2 rounds nothing
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
-    return torch.searchsorted(units, target[:, None], right=True)[:, 0].clamp(
-        max=units.shape[1] - 1
-    )
+    ids = torch.searchsorted(units, target[:, None], right=True)[:, 0]
+    return ids.clamp(max=units.shape[1] - 1)
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:

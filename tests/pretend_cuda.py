@@ -13,7 +13,9 @@ that is not pinned. Numbers are real, so what depends on them (a loop until a st
 How it works. A `Pretend` is a wrapper subclass, as FakeTensor is: Python sees cuda:0, C++ sees the meta device, and the
 numbers are in the CPU tensor `inside`. PretendCuda, a TorchDispatchMode, gets every operation below autograd, backwards
 included: it checks the devices, counts, runs the operation on the CPU tensors and wraps the results. It enters custom
-operations, so their bodies are checked too. Uninitialised memory is filled with NaN. While the mode is on, torch.cuda
+operations, so their bodies are checked too. Uninitialised memory is filled with NaN. A CUDA graph is a list of
+operations: capturing writes nothing and refuses what the host would wait for, a replay runs them on the same memory and
+is one launch. While the mode is on, torch.cuda
 says that there is one card, and gloo is called NCCL: each rank is a process with a card of its own.
 
 Not seen: what C++ does inside one operation (scaled_dot_product_attention is taken apart, a card has one kernel),
@@ -150,6 +152,7 @@ class PretendCuda(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits, self.launches, self.depth = collections.Counter(), collections.Counter(), 0
+        self.capturing: Graph | None = None
 
     def __enter__(self):
         self.depth += 1  # `run` enters again for the body of a custom operation
@@ -198,9 +201,7 @@ class PretendCuda(TorchDispatchMode):
         if device is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         args, kwargs = tree_map(lambda x: x.inside if isinstance(x, Pretend) else x, (args, kwargs))
-        result = STAND_INS.get(func, func)(*args, **kwargs)
-        if func.overloadpacket.__name__ in EMPTY:
-            result.fill_(float("nan") if result.is_floating_point() else 99) if result.dtype != torch.bool else None
+        result = self.capturing.record(func, args, kwargs) if self.capturing else compute(func, args, kwargs)
         if not to_card:
             return result
         same = {id(x.inside): x for x in card}  # what is written in place comes back as itself
@@ -236,6 +237,10 @@ class PretendCuda(TorchDispatchMode):
                 if not isinstance(index, Pretend) or index.dtype in (torch.bool, torch.uint8):
                     reasons.append("mask as index" if isinstance(index, Pretend) else "index on the host")
         place = source_line()
+        if self.capturing:
+            if reasons:
+                raise RuntimeError(f"operation not permitted when stream is capturing: {reasons} ({func}, {place})")
+            return
         self.waits.update((reason, *place) for reason in reasons)
         if name not in NO_KERNEL and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             self.launches[place] += 1
@@ -258,6 +263,55 @@ def body_of(func):
     """The Python function of a custom operation, None if it is none."""
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
+
+
+def compute(func, args, kwargs):
+    """One operation on host memory; uninitialised memory is NaN."""
+    result = STAND_INS.get(func, func)(*args, **kwargs)
+    if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
+        result.fill_(float("nan") if result.is_floating_point() else 99)
+    return result
+
+
+class Graph:
+    """torch.cuda.CUDAGraph, and with `capture` torch.cuda.graph."""
+
+    def __init__(self):
+        self.operations, self.before = [], []
+
+    def record(self, func, args, kwargs):
+        """Compute, as later operations want shapes, and remember what was there before."""
+        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+        names = [a.name for a in func._schema.arguments]
+        changed = [x for x, is_written in zip(args, written, strict=False) if is_written]
+        changed += [
+            kwargs[name] for name, is_written in zip(names, written, strict=True) if is_written and name in kwargs
+        ]
+        self.before += [(x, x.clone()) for x in tree_iter(changed) if isinstance(x, Tensor)]
+        result = compute(func, args, kwargs)
+        self.operations.append((func, args, kwargs, result))
+        return result
+
+    @contextlib.contextmanager
+    def capture(self, **_):
+        PretendCuda.current.capturing = self
+        try:
+            yield
+        finally:
+            PretendCuda.current.capturing = None
+        for x, value in reversed(self.before):
+            x.copy_(value)
+        self.before.clear()
+
+    def replay(self):
+        PretendCuda.current.launches[source_line()] += 1
+        address = lambda x: x.untyped_storage().data_ptr()  # noqa: E731
+        for func, args, kwargs, result in self.operations:
+            given = {address(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+            again = compute(func, args, kwargs)
+            for old, new in zip(tree_iter(result), tree_iter(again), strict=True):
+                if isinstance(old, Tensor) and address(old) not in given:  # neither a view nor written in place
+                    old.copy_(new)
 
 
 # ---- what Python asks torch about the card -------------------------------------------------------------------------
@@ -306,7 +360,8 @@ def environment():
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    for name, value in {"Stream": Stream, "Event": Stream, "get_rng_state": lambda *_: torch.get_rng_state()}.items():
+    classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph, "graph": Graph.capture}
+    for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
     yield mock.patch.object(dense_attention, "can_use_flash_attention", lambda call: call.query.dtype.itemsize == 2)
     yield mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "torch"})

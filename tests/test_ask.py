@@ -128,7 +128,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "max_length": 99, "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500,
+        "max_tokens_at_once": 500, "graph": "never",
     }  # fmt: skip
     assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]

@@ -53,7 +53,8 @@ def test_filters_equal_transformers_bit_for_bit(setting, rounded):
         prompt = torch.randint(0, vocab, (6, 9), generator=generator)
         seen = torch.zeros(6, vocab, dtype=torch.bool).scatter(1, prompt, True)
         banned = torch.randint(0, vocab, (3,), generator=generator) if seed else None
-        actual = filter_logits(scores, SamplingOptions(**setting), seen, banned)
+        mask = None if banned is None else torch.zeros(vocab, dtype=torch.bool).index_fill(0, banned, True)
+        actual = filter_logits(scores, SamplingOptions(**setting), seen, mask)
         assert torch.equal(actual, theirs(setting, prompt, scores, banned))
 
 

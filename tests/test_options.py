@@ -222,6 +222,7 @@ OTHERS = {
         "adapter.path",
         "adapter.quantize",
         "sampling.max_tokens_at_once",
+        "sampling.graph",
         "grpo.max_tokens_per_micro_batch",
         "ppo.max_tokens_per_micro_batch",
     ),

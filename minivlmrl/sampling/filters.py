@@ -1,7 +1,7 @@
 """Filters on the distribution that a token is drawn from: penalty, ban, top_k, top_p, min_p."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class SamplingOptions(SamplingConfig):
     min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
     stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None  # of prompts and completions, at full length; None: all
+    graph: Literal["auto", "always", "never"] = "auto"  # decode steps as a CUDA graph; always: elsewhere without graph
 
     def __post_init__(self):
         bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
@@ -53,7 +54,10 @@ class Filters:
                 row[ids] = True
             self.seen = per_prompt[self.owner]
         seen = None if self.seen is None else self.seen[rows]
-        return filter_logits(logits, self.sampling, seen, self.stop if step < self.sampling.min_new_tokens else None)
+        banned = None
+        if least := self.sampling.min_new_tokens:  # step may be a tensor
+            banned = torch.zeros_like(logits[0], dtype=torch.bool).index_fill(0, self.stop, True) & (step < least)
+        return filter_logits(logits, self.sampling, seen, banned)
 
     def note(self, rows: Tensor, ids: Tensor):
         """Remember what each of these rows drew."""
@@ -69,14 +73,14 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
     Args:
         logits: (r, V) float32.
         seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
-        banned: (S,) ids that are not to be drawn.
+        banned: (V,) bool, tokens that are not to be drawn.
     """
     scores = logits
     if sampling.repetition_penalty != 1:
         penalised = torch.where(scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
     if banned is not None:
-        scores = scores.index_fill(1, banned, float("-inf"))
+        scores = scores.masked_fill(banned, float("-inf"))
     if sampling.temperature == 0:
         return scores
     scores = scores / sampling.temperature

@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         kind, nargs, text = hint, None, sentences[name].replace("%", "%%")
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs
-            kind = inside[0]
+            kind = str if isinstance(inside[0], str) else inside[0]
         metavar = kind.__name__.upper()
         group.add_argument(f"--{name}", type=kind, nargs=nargs, metavar=metavar, default=argparse.SUPPRESS, help=text)
     return p
