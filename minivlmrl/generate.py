@@ -80,8 +80,7 @@ def generate(
         prompts: B, of any lengths and numbers of images.
         stop_token_ids: each ends a completion, unless sampling has its own.
         draw: (probs (r, V), rows (r,), step) -> ids (r,); default torch.multinomial.
-        watch: (rows (r,), ids (r,)) -> (r,) bool, rows that end with these ids for another reason
-            than a stop token. It sees every token: text can be shown while it is written.
+        watch: (rows (r,), ids (r,)) -> (r,) bool, which end with these ids; it sees every token.
         joint: see scale/sharding.rollout_weights.
     """
     device = joint.world.device if joint else model.lm_head.weight.device  # may be offloaded
@@ -185,8 +184,9 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     units = (probs * UNITS).long().cumsum(-1)  # (r, V); a power of 2 rounds nothing
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
-    ids = torch.searchsorted(units, target[:, None], right=True)[:, 0]
-    return ids.clamp(max=units.shape[1] - 1)
+    return torch.searchsorted(units, target[:, None], right=True)[:, 0].clamp(
+        max=units.shape[1] - 1
+    )
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:

@@ -316,7 +316,7 @@ def test_every_choice_is_in_the_table():
                 choices(name)
                 literal.add(name)
     others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype", "model.freeze"}
-    others |= {"adapter.quantize"}
+    others |= {"adapter.quantize", "sampling.graph"}
     others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
 

@@ -42,9 +42,8 @@ def with_graph(sampling: SamplingConfig, device: torch.device, joint) -> bool:
 
 @torch.no_grad()
 def generate_captured(
-    model, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingConfig, stop_token_ids: Sequence[int],
-    draw: Callable, watch: Callable | None = None,
-) -> list[list[Completion]]:  # fmt: skip
+    model, prompts: Sequence[Prompt], num_generations: int, sampling, stop_token_ids, draw: Callable, watch=None
+) -> list[list[Completion]]:
     """Sample completions as generate does; full weights are on the device.
 
     Args:
@@ -73,8 +72,8 @@ def generate_captured(
             if alive.any(1).sum() * alive.sum(1).max() * SHRINK <= alive.numel():
                 s.keep(alive)
                 graph = None
-        if step > len(s.places):
-            s.places = torch.arange(min(2 * len(s.places), most), device=device)
+        if step > len(s.offsets):
+            s.offsets = torch.arange(min(2 * len(s.offsets), most), device=device)
             graph = None
         graph = graph or Graph(partial(decode_step, s), device)
         graph()
@@ -122,7 +121,7 @@ class DecodeState:
         self.step = torch.full_like(limits[:1], -1)  # (1,) of the last token that was drawn
         self.rows = torch.arange(len(limits), device=limits.device)  # (n,) row of each slot
         self.ids = torch.zeros_like(limits)  # (n,) last tokens
-        self.places = torch.arange(min(KEYS, most), device=limits.device)  # (C,)
+        self.offsets = torch.arange(min(KEYS, most), device=limits.device)  # (C,)
         self.bias = decode.bias  # (B, P)
         B, K, _, D = decode.prompt[0][0].shape
         shape = 2, B, K, len(limits) // B, most, D
@@ -165,7 +164,7 @@ def decode_step(s: DecodeState):
     decoder = s.model.model
     x = decoder.embed_tokens(s.ids)  # (n, hidden_size)
     cos, sin = text_rotary((s.position[s.rows] + s.step).expand(3, -1), s.model.config, x.dtype)
-    unseen = torch.zeros_like(s.places, dtype=s.bias.dtype).masked_fill(s.places > s.step, float("-inf"))
+    unseen = torch.zeros_like(s.offsets, dtype=s.bias.dtype).masked_fill(s.offsets > s.step, float("-inf"))
     bias = torch.cat([s.bias, unseen.expand(len(s.bias), -1)], dim=1)[:, None]  # (B, 1, P + C)
     for layer, qkv, keys in zip(decoder.layers, s.qkv, s.keys, strict=True):
         heads = qkv(layer.input_layernorm(x))
