@@ -6,8 +6,7 @@ import pytest
 import torch
 from pretend_cuda import CUDA, PretendCuda, pretend
 
-from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
-from minivlmrl.adapters.nf4 import quantize_base
+from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters, quantize_base
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, draw_by, generate, sample_completions, uniform_numbers
 from minivlmrl.rows import Processor
