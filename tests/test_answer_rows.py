@@ -45,6 +45,8 @@ def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, che
     for folder in ("checkpoint", "best/checkpoint"):
         assert plain == evaluate("--rows=2", model=shutil.copytree(checkpoint, tmp_path / folder))[1]["pin"]
         assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
+    asked = evaluate("--rows=2", "--adapter.r=2", model=tmp_path / "checkpoint")[1]["pin"]  # of the command line
+    assert {name for name in plain if plain[name] != asked[name]} == {"weights", "all"}
 
 
 def test_generate_writes_answers_alone(evaluate):

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                           
 
 The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives the prompt template,
 the size of images, where completions end, and data.answer; --section.name=value changes any of its fields. Rewards are
-those of data.eval_rewards. Its adapter is not used: checkpoint/ of a run has it in its weights.
+those of data.eval_rewards. Its section adapter is not used: checkpoint/ of a run has the adapter in its weights.
 """
 
 import argparse
@@ -66,10 +66,10 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
     files = {"model.path": options.model, "data.train_file": options.data, "data.eval_file": options.data}
-    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows, "adapter": {}}
+    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
     near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]  # of RUN/best/checkpoint
     recipe = options.recipe or next((path for path in near if path.is_file()), recipes_folder() / "own_data.yaml")
-    overrides += [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
+    overrides = ["--adapter={}", *overrides, *(f"--{key}={json.dumps(value)}" for key, value in fixed.items())]
     config, temperature = load_config(recipe, overrides), options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
