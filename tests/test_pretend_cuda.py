@@ -154,7 +154,8 @@ GRPO = ["--stages=[grpo]"]
 SHARDED = ["--sharding.enabled=true", "--model.activation_checkpointing=true"]
 OFFLOADED = [*SHARDED, "--sharding.cpu_offload=true"]
 ADAPTER = ["--adapter.r=4", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"]
-LAYERS = "--rollout.gather_weights=false"
+DROPOUT, LAYERS = "--adapter.dropout=0.1", "--rollout.gather_weights=false"
+ADAPTED = ["--stages=[ppo]", "--ppo.critic=separate", *ADAPTER, "--adapter.quantize=nf4", DROPOUT]
 JUDGED = ["--stages=[reward_model, grpo]", "--rewards={reward_model: 1}"]
 QUICK = {
     "grpo with a reference": [*GRPO, "--grpo.beta=0.1"],
@@ -182,8 +183,9 @@ SLOW = {
     "sharded, layer by layer": [*GRPO, *SHARDED, LAYERS, "--grpo.beta=0.1"],
     **{f"{stage}, offloaded": [f"--stages=[{stage}]", *OFFLOADED, LAYERS] for stage in ("sft", "dpo", "kto")},
     "reward model, grpo, offloaded": [*JUDGED, *OFFLOADED, LAYERS],
-    "adapters": ["--stages=[sft, grpo]", *ADAPTER, "--model.dtype=bfloat16", "--grpo.beta=0.1"],
+    "adapters": ["--stages=[sft, grpo]", *ADAPTER, "--model.dtype=bfloat16", "--grpo.beta=0.1", DROPOUT],
     "adapters, sharded": ["--stages=[ppo]", "--ppo.critic=separate", *ADAPTER, *SHARDED, "--model.dtype=bfloat16"],
+    "adapters on NF4, sharded": [*ADAPTED, *SHARDED], "adapters on NF4, offloaded": [*ADAPTED, *OFFLOADED],
     "ppo, offloaded": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_ppo_epochs=1", *OFFLOADED],
 }  # fmt: skip
 

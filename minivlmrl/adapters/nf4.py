@@ -66,7 +66,7 @@ class NF4Linear(nn.Linear):
     def weight(self) -> Tensor:
         """(out_features, in_features) in the dtype that it was packed from, gathered if it is sharded."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
-        values = unpack(packed, self.scale_indices, self.scale_scales, self.offset)
+        values = unpack(packed.to(self.offset.device), self.scale_indices, self.scale_scales, self.offset)
         return values[: self.shape.numel()].view(self.shape).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
