@@ -266,7 +266,10 @@ MISTAKES = [
     ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels '9': need a whole numb"),
     ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
     ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
-    ({"prompt": [user([{"type": "image", "image": 3}])]}, "message 0: each image must be a path, URL or data URI; one"),
+    (
+        {"prompt": [user([{"type": "image", "image": 3}])]},
+        "column 'prompt': message 0: each image must be a path, URL or data URI",
+    ),
 ]
 
 BAD_ANSWERS = [

@@ -125,6 +125,13 @@ def test_a_negative_is_a_row(read):
     assert read({"problem": "a", "solution": []}).columns["solution"] == []
 
 
+@pytest.mark.parametrize("answer", ["Let me think. Two.", ""])
+def test_a_solution_of_its_own_is_kept(read, answer):
+    """It was replaced by the first answer of the conversation."""
+    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": answer}]
+    assert read({"conversations": turns, "solution": "2"}).columns["solution"] == "2"
+
+
 def test_columns_are_renamed(read):
     row = read(
         {"wording": "a", "gold": 3, "pic": "cat.jpg"},
@@ -147,6 +154,10 @@ WRONG = [  # a row, and what its error says after the file and line
     ({}, "column 'problem' is missing; the row has []: give it a problem"),
     ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; it needs 'from', one of human, user, "),
+    (
+        {"conversations": [{"from": ["human"], "value": "a"}]},
+        "turn 0 is {'from': ['human'], 'value': 'a'}; it needs 'f",
+    ),
     ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; it needs 'from'"),
     ({"conversations": [{"from": "human"}]}, "column 'prompt': message 0 needs a role, and content that is text or a"),
     ({"conversations": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
@@ -154,6 +165,10 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"question": 3, "answer": "a"}, "form 'question': column 'question' is 3, it must be text"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
+    (
+        {"prompt": "<bbox>", "objects": {"bbox": 4}},
+        "form 'objects': column 'objects' has fewer than the texts have <bbox>",
+    ),
     ({"prompt": "<bbox>", "objects": {"bbox": [[1, 2]] * 3}}, "column 'objects' has 2 more than the texts have <bbox>"),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
     (

@@ -113,7 +113,7 @@ def test_two_sources_of_one_image_are_refused(folder, kind):
     says = f"it has '{kind}' and '{kind}_url'; give one"
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{kind}': {says}"):
         read(folder, {kind: both, "problem": "a"})
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: message 0: {says}"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column 'prompt': message 0: {says}"):
         read(folder, {"prompt": [{"role": "user", "content": [{"type": kind, **both}]}]})
 
 

@@ -5,20 +5,20 @@ may be in the form `conversations`, and in `file_name` too if that names its ima
 """
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from minivlmrl.hub.checker import naming, require
+from minivlmrl.hub.checker import require
 
 QUESTIONS = ("problem", "prompt", "messages")
 SPEAKERS = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
 SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant")
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A row with all `keys` and none of `unless` is in this form, `read` returns the columns that it gives the row."""
 
     keys: tuple[str, ...]
@@ -37,16 +37,20 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
             if row.get(ours) is not None:
                 raise ValueError(f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out")
             row = {**row, theirs: None, ours: row[theirs]}
-    for name, form in FORMS.items():
-        if form.keys[0] in row and _fits(row, form):
-            with naming(f"form {name!r}"):
-                row = row | form.read(row)
+    for name in _possible(tuple(row)):
+        keys, unless, read = FORMS[name]
+        if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
+            try:
+                row = row | read(row)
+            except ValueError as error:
+                raise ValueError(f"form {name!r}: {error}") from error
     return row
 
 
-def _fits(row: dict, form: Form) -> bool:
-    present = {key for key, value in row.items() if value is not None}
-    return present.issuperset(form.keys) and present.isdisjoint(form.unless)
+@functools.lru_cache(1000)
+def _possible(columns: tuple[str, ...]) -> list[str]:
+    """The forms that rows with these columns may be in: 200,000 rows mostly have the same ones."""
+    return [name for name, form in FORMS.items() if set(form.keys) <= set(columns)]
 
 
 def nearest_form(columns: list[str]) -> str:
@@ -64,33 +68,39 @@ def nearest_form(columns: list[str]) -> str:
 
 def _conversations(row: dict) -> dict:
     """VLM-R1, LLaVA, sharegpt, LLaMA-Factory: turns of `from` and `value`; the first answer is the solution too."""
-    require(isinstance(row["conversations"], list), "column 'conversations'", row["conversations"], "a list of turns")
-    turns = [_turn(turn, number) for number, turn in enumerate(row["conversations"])]
-    return _ended(_system(row) + turns)
+    listed = row["conversations"]
+    require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
+    turns = _system(row) + [_turn(turn, number) for number, turn in enumerate(listed)]
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    if not said or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
+        return {"messages": None, "prompt": turns}
+    negative = len(said) == 1 and blank(said[0])  # nothing is there
+    found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
+    return found if row.get("solution") is not None else {**found, "solution": "" if negative else said[0]}
+
+
+def _answered(turns: list[dict], row: dict) -> dict:
+    """A conversation with its answer; ms-swift has a worse one in `rejected_response`."""
+    if row.get("rejected_response") is None:
+        return {"messages": turns}
+    start = [turn.get("role") for turn in turns].index("assistant")
+    answers = {"chosen": turns[start:], "rejected": row["rejected_response"]}
+    return {"messages": None, "prompt": turns[:start], **answers, **_chosen(answers)}
 
 
 def _turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-    if speaker not in SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(f"turn {number} is {turn!r:.60}; it needs 'from', one of {', '.join(SPEAKERS)}, and 'value'")
     value = turn.get("value", turn.get("content"))
-    number_said = isinstance(value, int | float) and not isinstance(value, bool)  # VLM-R1's answers may be
-    return {"role": SPEAKERS[speaker], "content": str(value) if number_said else value}
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # VLM-R1's answers may be numbers
+        value = str(value)
+    return {"role": SPEAKERS[speaker], "content": value}
 
 
 def _system(row: dict) -> list[dict]:
     """LLaMA-Factory and ms-swift have the system message in a column."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
-
-
-def _ended(turns: list[dict]) -> dict:
-    """A conversation without an answer is a prompt."""
-    if not turns or turns[-1]["role"] != "assistant":
-        return {"messages": None, "prompt": turns}
-    if blank(turns[-1]["content"]) and [turn["role"] for turn in turns].count("assistant") == 1:
-        return {"messages": None, "prompt": turns[:-1], "solution": ""}  # nothing is there: a negative
-    first = next(turn["content"] for turn in turns if turn["role"] == "assistant")
-    return {"messages": turns, "solution": first}
 
 
 def blank(content: object) -> bool:
@@ -99,17 +109,12 @@ def blank(content: object) -> bool:
 
 
 def _messages(row: dict) -> dict:
-    """ms-swift: `messages` that end with the user's turn are a prompt; `rejected_response` is the worse answer."""
+    """ms-swift: `messages` that end with the user's turn are a prompt."""
     turns = row["messages"]
-    listed = isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)
-    if not listed:  # conversations.py says what is wrong
-        return {}
-    found = {} if turns[-1].get("role") == "assistant" else {"messages": None, "prompt": turns}
-    if row.get("rejected_response") is not None and not found:
-        start = [turn.get("role") for turn in turns].index("assistant")
-        found = {"messages": None, "prompt": turns[:start], "chosen": turns[start:]}
-        found["rejected"] = row["rejected_response"]
-    return found
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        return {}  # conversations.py says what is wrong
+    said = turns[-1].get("role") == "assistant"
+    return _answered(turns, row) if said else {"messages": None, "prompt": turns}
 
 
 def _asked(question: str, answer: str) -> Callable[[dict], dict]:
@@ -148,30 +153,24 @@ def _ground_truth(row: dict) -> dict:
 def _objects(row: dict) -> dict:
     """ms-swift: the texts have <ref-object> and <bbox> where the lists `ref` and `bbox` of `objects` go, in order."""
     given, texts = row["objects"], {name: row[name] for name in TEXTS if row.get(name) is not None}
-    marked = [mark for mark in ("<ref-object>", "<bbox>") if mark in json.dumps(texts, default=str)]
-    if not marked:
-        return {}
-    lists = [given.get(key) if isinstance(given, dict) else None for key in ("ref", "bbox")]
-    waiting = {mark: iter(values or ()) for mark, values in zip(("<ref-object>", "<bbox>"), lists, strict=True)}
+    said, waiting = json.dumps(texts, default=str), {}
+    for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
+        if marks := said.count(mark):
+            listed = given.get(key) if isinstance(given, dict) else None
+            count = len(listed) if isinstance(listed, list) else 0
+            if count != marks:
+                more = "fewer" if count < marks else f"{count - marks} more"
+                raise ValueError(f"column 'objects' has {more} than the texts have {mark}; make them as many")
+            waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(value):
         if isinstance(value, str):
-            return re.sub("<ref-object>|<bbox>", lambda found: _shown(next(waiting[found[0]], None), found[0]), value)
+            return re.sub("<ref-object>|<bbox>", lambda found: next(waiting[found[0]]), value)
         if isinstance(value, list):
             return [fill(item) for item in value]
         return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    filled = {name: fill(value) for name, value in texts.items()}
-    for mark, values in waiting.items():
-        if mark in marked and (left := len(list(values))):
-            raise ValueError(f"column 'objects' has {left} more than the texts have {mark}; make them as many")
-    return filled
-
-
-def _shown(value: object, mark: str) -> str:
-    if value is None:
-        raise ValueError(f"column 'objects' has fewer than the texts have {mark}; make them as many")
-    return value if isinstance(value, str) else json.dumps(value)
+    return {name: fill(value) for name, value in texts.items()} if waiting else {}
 
 
 def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:

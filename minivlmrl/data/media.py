@@ -21,7 +21,9 @@ UNREAD = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*|file_?names?"
 )
 PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
+SEVERAL = {"image": "images", "video": "videos"}
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
+MARK = re.compile("<(image|video)>")  # in a prompt's text it is where one goes
 MAX_MEDIA = 1000  # of a row
 COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options that may also be columns for rewards
 
@@ -35,57 +37,81 @@ class Media:
     options: dict[str, float]  # see sizes.OPTIONS
 
 
-def read_media(columns: dict, kind: str) -> list[Media]:
-    """List the images or videos of a row's columns `image`, `images`, `video` or `videos`.
+def read_media(columns: dict) -> dict[str, list[Media]]:
+    """List the images and videos of a row, by kind, in its columns `image`, `images`, `video` and `videos`.
 
     Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
     """
-    several, one = columns.get(f"{kind}s"), columns.get(kind)
-    if several is None and one is None:
-        return []
-    if several is not None and one is not None:
-        raise ValueError(f"give column {kind!r} or '{kind}s', not both")
-    listed = one if several is None else several
-    if (one is not None and kind == "video") or not isinstance(listed, list):  # a list under `video` is one of frames
-        listed = [listed]
-    with naming(f"column {kind if several is None else f'{kind}s'!r}"):
-        entries = [entry if isinstance(entry, dict) and "bytes" not in entry else {kind: entry} for entry in listed]
-        return [_media(entry, kind) for entry in entries]
+    found = {}
+    for kind, several in SEVERAL.items():
+        one, more = columns.get(kind), columns.get(several)
+        if one is None and more is None:
+            continue
+        if one is not None and more is not None:
+            raise ValueError(f"give column {kind!r} or {several!r}, not both")
+        listed = one if more is None else more
+        if (kind == "video" and more is None) or not isinstance(listed, list):  # a list under `video` is one of frames
+            listed = [listed]
+        try:
+            found[kind] = [_media(entry, kind) for entry in listed]
+        except ValueError as error:
+            raise ValueError(f"column {kind if more is None else several!r}: {error}") from error
+    return found
 
 
 def place_media(
-    messages: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
+    turns: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
 ) -> tuple[list[dict], list[Media]]:
-    """Give each image or video part of a prompt what it shows, and list that in order of appearance.
+    """Give a prompt its images and videos: a part for each, and what the parts show in order of appearance.
+
+    They go to the parts of their kind that do not say themselves what they show, else where the text says <image> or
+    <video>, else before the text of the first user turn.
 
     Args:
-        listed: by kind, the media of the parts without a source. The options of a part win over those listed here.
+        listed: by kind, the media that come with the row. The options of a part win over those listed here.
         video_options: of every video, unless it has its own; which frames to take only of files without nframes.
     """
-    waiting = {kind: iter(media) for kind, media in listed.items()}
-    placed, used = [], []
-    for number, message in enumerate(messages):
-        if isinstance(message["content"], str):
-            placed.append(message)
-            continue
-        parts = []
-        for part in message["content"]:
-            kind = part_kind(part)
-            if kind not in OPTIONS:
-                parts.append(part)
-                continue
+    waiting, used = {kind: iter(media) for kind, media in listed.items()}, []
+
+    def show(kind: str, part: dict | None = None) -> dict:
+        media = _media(part, kind) if part and has_source(part) else next(waiting[kind])
+        options = media.options | _options(part, kind) if part else media.options
+        if kind == "video":
+            fixed = isinstance(media.source, list) or "nframes" in options
+            options = (_without(video_options, SAMPLING_OPTIONS) if fixed else video_options) | options
+        used.append(Media(kind, media.source, options))
+        return {"type": kind, **_without(options, SAMPLING_OPTIONS)} if options else {"type": kind}
+
+    def show_in(content: str | list) -> list[dict]:
+        if isinstance(content, list):
+            return [piece for part in content for piece in show_in(part["text"])]
+        pieces = MARK.split(content)  # text, kind, text, ..., text
+        parts = [{"type": "text", "text": piece} for piece in pieces]
+        parts[1::2] = map(show, pieces[1::2])
+        return parts
+
+    contents = [turn["content"] for turn in turns]
+    own = [part for content in contents if isinstance(content, list) for part in content if part_kind(part) != "text"]
+    if own:  # then <image> is text
+        check_counts([part_kind(part) for part in own if not has_source(part)], "{} part(s)", listed)
+        for number, content in enumerate(contents):
             with naming(f"message {number}"):
-                media = _media(part, kind) if has_source(part) else next(waiting[kind])
-                options = media.options | _options(part, kind)
-            common = video_options if kind == "video" else {}
-            if isinstance(media.source, list) or "nframes" in options:
-                common = _without(common, SAMPLING_OPTIONS)
-            used.append(Media(kind, media.source, common | options))
-            parts.append({"type": kind, **_without(used[-1].options, SAMPLING_OPTIONS)})
-        if len(used) > MAX_MEDIA:
-            raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
-        placed.append({**message, "content": parts})
-    return placed, used
+                if isinstance(content, list):
+                    shown = ((part_kind(part), part) for part in content)
+                    contents[number] = [part if kind == "text" else show(kind, part) for kind, part in shown]
+    else:
+        if marks := MARK.findall("\n".join(part["text"] for turn in turns for part in content_parts(turn))):
+            check_counts(marks, "<{}> placeholder(s)", listed)
+        contents = [show_in(content) for content in contents]
+        if not marks and any(listed.values()):
+            first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+            if first is None:
+                names = " and ".join(f"{len(media)} {kind}(s)" for kind, media in listed.items() if media)
+                raise ValueError(f"the prompt has no user turn that could show the row's {names}; add one")
+            contents[first][:0] = [show(kind) for kind in OPTIONS for _ in listed.get(kind, ())]
+    if len(used) > MAX_MEDIA:
+        raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
+    return [{**turn, "content": content} for turn, content in zip(turns, contents, strict=True)], used
 
 
 class Decoded(Sequence):
@@ -124,7 +150,7 @@ def shown_parts(
     parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
     parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
     kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}
-    check_counts(kinds, "{} placeholder(s)", {kind: len(items) for kind, items in given.items()})
+    check_counts(kinds, "{} placeholder(s)", given)
     # by identity: text may spell the same
     shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
     if shown != kinds:
@@ -134,10 +160,10 @@ def shown_parts(
     return ((kind, next(waiting[kind]), _without(part, other)) for kind, part in parts)  # one is decoded at a time
 
 
-def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):
+def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):
     """Refuse another number of parts of a kind than of images or videos that came with the prompt."""
     for kind in OPTIONS:
-        found, count = kinds.count(kind), media.get(kind, 0)
+        found, count = kinds.count(kind), len(media.get(kind, ()))
         if found != count:
             cure = f"put one where each {kind} belongs and name as many {kind}s"
             raise ValueError(f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; {cure}")
@@ -145,9 +171,9 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, int]):
 
 def check_columns(columns: dict, media: list[Media]):
     """Refuse columns that look like options of the row's images or videos, where they do nothing."""
-    for kind in dict.fromkeys(one.kind for one in media):
-        for name in OPTIONS[kind]:
-            if columns.get(name) is not None and name not in COLUMNS_TOO:
+    for kind in {one.kind for one in media}:
+        for name in filter(columns.__contains__, OPTIONS[kind]):
+            if columns[name] is not None and name not in COLUMNS_TOO:
                 cure = f'as an option of the {kind} it belongs beside the source, {{"{kind}": ..., "{name}": ...}}'
                 raise ValueError(f"column {name!r} does nothing; {cure}, and anything else needs another name")
 
@@ -163,24 +189,30 @@ def check_unread(columns: dict):
             raise ValueError(f"column {name!r} looks like an {kind} and is not read; {cure}")
 
 
-def missing_files(media: list[Media], folder: Path) -> list[str]:
+def missing_files(media: list[Media], folder: str) -> list[str]:
     """List the files of a row's images and videos that are not there; URLs are not asked."""
     missing = []
-    for source in (s for one in media for s in (one.source if isinstance(one.source, list) else [one.source])):
-        if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
-            continue
-        path = open_source(source, folder, False)[1] if ":" in source else os.path.join(folder, source)
-        if not os.path.isfile(path):
-            missing.append(source)
+    for one in media:
+        for source in one.source if isinstance(one.source, list) else (one.source,):
+            if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
+                continue
+            path = open_source(source, folder, False)[1] if ":" in source else os.path.join(folder, source)
+            if not os.path.isfile(path):
+                missing.append(source)
     return missing
 
 
 def has_source(part: dict) -> bool:
     """Whether an image or video part says itself what it shows."""
-    return any(part.get(name) is not None for name in SOURCES[part_kind(part)])
+    kind = part_kind(part)
+    return part.get(kind) is not None or part.get(f"{kind}_url") is not None
 
 
-def _media(entry: dict, kind: str) -> Media:
+def _media(entry: object, kind: str) -> Media:
+    if isinstance(entry, str):
+        return Media(kind, entry, {})
+    if not isinstance(entry, dict) or "bytes" in entry:
+        entry = {kind: entry}
     given = [entry[name] for name in SOURCES[kind] if entry.get(name) is not None]
     if len(given) > 1:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")

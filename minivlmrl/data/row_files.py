@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from minivlmrl.hub.checker import naming, require
 
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 CELLS = ("messages", "prompt", "conversations", "images", "videos", "objects", "reward_model")  # of a CSV file: JSON
+DECODE = json.JSONDecoder().decode
 BOM = b"\xef\xbb\xbf"
 
 
@@ -72,8 +74,8 @@ class Lines:
     def __init__(self, path: Path):
         self.path, self.folder = path, path.parent
         self.starts, self.ends, self.numbers = array("q"), array("q"), array("q")  # bytes; line numbers from 1
-        self.stamp = path.stat().st_size, path.stat().st_mtime_ns
         with path.open("rb") as file:
+            self.stamp = self.stamp_of(file)
             for start, end, number in self.spans(file):
                 self.starts.append(start)
                 self.ends.append(end)
@@ -87,6 +89,12 @@ class Lines:
                 yield position, position + len(line), number
             position += len(line)
 
+    @staticmethod
+    def stamp_of(file: io.IOBase) -> tuple[int, int]:
+        """What differs when a file has changed: its size and time."""
+        stat = os.fstat(file.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -95,8 +103,8 @@ class Lines:
         return f"{self.path}:{self.numbers[index]}"
 
     def __getitem__(self, index: int) -> dict:
-        with self.path.open("rb") as file:
-            if self.stamp != (self.path.stat().st_size, self.path.stat().st_mtime_ns):
+        with open(self.path, "rb", buffering=0) as file:
+            if self.stamp != self.stamp_of(file):
                 raise ValueError(f"{self.path}: has changed since the run began; put it back, or begin again")
             return self.read(file, index)
 
@@ -108,16 +116,16 @@ class Lines:
         """Read one row (ValueError: begins with its file and line)."""
         file.seek(self.starts[index])
         line = file.read(self.ends[index] - self.starts[index])
-        with naming(self.where(index)):
-            try:
-                text = line.decode("utf-8-sig" if self.starts[index] == 0 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"not UTF-8 ({error}); save the file as UTF-8") from error
-            return self.parse(text)
+        try:
+            return self.parse(line.decode("utf-8-sig" if self.starts[index] == 0 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.where(index)}: not UTF-8 ({error}); save the file as UTF-8") from error
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from error
 
     def parse(self, text: str) -> dict:
         """Turn the text of one row into columns."""
-        columns = read_json(json.loads, text)
+        columns = read_json(DECODE, text)
         if HALF_PAIR.search(text):  # half a surrogate pair is JSON, but no text to tokenize
             read_json(json.dumps(columns, ensure_ascii=False).encode)
         require(isinstance(columns, dict), "a row", columns, "an object with columns")

@@ -28,9 +28,15 @@ def encode_completion(processor: Processor, messages: list[dict], completion: st
     return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
 
 
-def as_turns(answer: str | list[dict]) -> list[dict]:
-    """Return the turns of an answer, also where it is text."""
-    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:
+    """Return turns, also where they are one text."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def text_of(message: dict) -> str:
+    """The text of a message, without its images and videos."""
+    content = message.get("content")
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
@@ -57,13 +63,16 @@ def check_messages(messages: list[dict], tool_calls: bool = False):
     """Refuse messages without role or content or with unknown parts, and calls unless the template has tool_calls."""
     for number, message in enumerate(messages):
         known = message if isinstance(message, dict) else {}
-        calls, content = known.get("tool_calls"), known.get("content")
-        said = isinstance(content, str | list) or (content is None and calls)
-        if not said or not isinstance(known.get("role"), str):
+        role, content, calls = map(known.get, ("role", "content", "tool_calls"))
+        if isinstance(content, str) and isinstance(role, str) and not calls and len(content) <= MAX_TEXT:
+            continue  # as in almost all of many rows
+        parts = content if isinstance(content, list) else ()
+        said = parts is content or isinstance(content, str) or (content is None and calls)
+        if not said or not isinstance(role, str):
             needed = "a role, and content that is text or a list of parts"
             raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
         length = len(content) if isinstance(content, str) else 0
-        for part in content if isinstance(content, list) else ():
+        for part in parts:
             kind = part_kind(part)
             if kind is None:
                 shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
@@ -79,11 +88,11 @@ def check_messages(messages: list[dict], tool_calls: bool = False):
 
 def check_ends(turns: list[dict]):
     """Refuse turns that do not begin and end with the assistant's, or that have images or videos."""
-    roles = [turn["role"] for turn in turns]
-    if not roles or {roles[0], roles[-1]} != {"assistant"}:
+    if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+        roles = [turn["role"] for turn in turns]
         raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
-    listed = (turn["content"] for turn in turns if isinstance(turn.get("content"), list))
-    for kind in (part_kind(part) for parts in listed for part in parts):
-        if kind != "text":
-            one = f"an {kind}" if kind == "image" else f"a {kind}"
-            raise ValueError(f"there is {one} in or after the assistant's first turn; {kind}s belong into the prompt")
+    for turn in turns:
+        for part in turn["content"] if isinstance(turn.get("content"), list) else ():
+            if (kind := part_kind(part)) != "text":
+                where = f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's first turn"
+                raise ValueError(f"there is {where}; {kind}s belong into the prompt")
