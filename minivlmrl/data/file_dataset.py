@@ -1,9 +1,7 @@
 """A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and videos are.
 
-A row is in a form of forms.py, or has a prompt and answers in one of the forms of conversations.read_conversation
-(`completion` for sft, `chosen` and `rejected` for preferences, `completion` and `label` for kto), `image` or `images`
-(a path, relative to the file, a list of paths, or what else media.read_media knows), `video` or `videos`, and columns
-that rewards ask for. docs/data.md has examples.
+forms.py has the forms of other projects, conversations.py those of a prompt and its answers, media.py of what is shown.
+docs/data.md has examples.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Rows as other projects write them become the columns that conversations.py, media.py and the rewards read.
 
-One table: a form has keys by which it is known and one function, which returns the columns to set. Forms add up: a row
-may be in the form `conversations`, and in `file_name` too if that names its image. docs/data.md has examples.
+Forms add up: a row may be in the form `conversations`, and in `file_name` too if that names its image. docs/data.md has
+examples.
 """
 
 import difflib
@@ -9,21 +9,12 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 from minivlmrl.hub.checker import require
 
 QUESTIONS = ("problem", "prompt", "messages")
 SPEAKERS = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
 SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant")
-
-
-class Form(NamedTuple):
-    """A row with all `keys` and none of `unless` is in this form, `read` returns the columns that it gives the row."""
-
-    keys: tuple[str, ...]
-    unless: tuple[str, ...]
-    read: Callable[[dict], dict]
 
 
 def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
@@ -50,18 +41,18 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
 @functools.lru_cache(1000)
 def _possible(columns: tuple[str, ...]) -> list[str]:
     """The forms that rows with these columns may be in: 200,000 rows mostly have the same ones."""
-    return [name for name, form in FORMS.items() if set(form.keys) <= set(columns)]
+    return [name for name, (keys, *_) in FORMS.items() if set(keys) <= set(columns)]
 
 
 def nearest_form(columns: list[str]) -> str:
     """Say which form a row without a question resembles most, and how it is made one."""
-    known = {key: name for name, form in FORMS.items() for key in form.keys} | {name: name for name in QUESTIONS}
+    known = {key: name for name, (keys, *_) in FORMS.items() for key in keys} | {name: name for name in QUESTIONS}
     others = [name for name in columns if name not in TEXTS + SHOWN]
     ratios = {(a, b): difflib.SequenceMatcher(None, a.lower(), b).ratio() for a in others for b in known}
     theirs, ours = max(ratios, key=ratios.get, default=("", ""))
     if ratios.get((theirs, ours), 0) < 0.7:
         return "give it a problem, a prompt or messages, or name its question: data.columns: {YOURS: problem}"
-    keys = " and ".join(map(repr, FORMS[known[ours]].keys if known[ours] in FORMS else (ours,)))
+    keys = " and ".join(map(repr, FORMS[known[ours]][0] if known[ours] in FORMS else (ours,)))
     cure = "the question itself is missing" if theirs == ours else f"data.columns: {{{theirs}: {ours}}} renames it"
     return f"the nearest form is {known[ours]!r}, with {keys}; {cure}"
 
@@ -74,7 +65,7 @@ def _conversations(row: dict) -> dict:
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     if not said or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
         return {"messages": None, "prompt": turns}
-    negative = len(said) == 1 and blank(said[0])  # nothing is there
+    negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()  # nothing is there
     found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
     return found if row.get("solution") is not None else {**found, "solution": "" if negative else said[0]}
 
@@ -103,11 +94,6 @@ def _system(row: dict) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-def blank(content: object) -> bool:
-    """Whether an answer says nothing."""
-    return isinstance(content, str) and not content.strip()
-
-
 def _messages(row: dict) -> dict:
     """ms-swift: `messages` that end with the user's turn are a prompt."""
     turns = row["messages"]
@@ -132,7 +118,7 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         found = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
         if said is not None and row.get("solution") is None:
             found["solution"] = said
-        if isinstance(said, str) and not blank(said) and row.get("chosen") is None:
+        if isinstance(said, str) and said.strip() and row.get("chosen") is None:
             found["completion"] = said
         return found
 
@@ -179,18 +165,19 @@ def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
 
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
+# form: a row with all these columns and none of those, and what returns the columns that it gives the row
 FORMS = {
-    "conversations": Form(("conversations",), QUESTIONS, _conversations),
-    "messages": Form(("messages",), ("problem", "prompt", "completion"), _messages),
-    "prefix and suffix": Form(("prefix", "suffix"), (*QUESTIONS, "completion"), _asked("prefix", "suffix")),
-    "query": Form(("query",), (*QUESTIONS, "completion"), _asked("query", "response")),
-    "instruction": Form(("instruction",), (*QUESTIONS, "completion"), _asked("instruction", "output")),
-    "question": Form(("question",), (*QUESTIONS, "completion"), _asked("question", "answer")),
-    "chosen": Form(("chosen", "rejected"), (), _chosen),
-    "kto_tag": Form(("kto_tag",), ("label",), _rename("kto_tag", "label")),
-    "answer": Form(("answer",), ("solution",), _rename("answer", "solution")),
-    "reward_model": Form(("reward_model",), ("solution",), _ground_truth),
-    "ground_truth": Form(("ground_truth",), ("solution",), _rename("ground_truth", "solution")),
-    "file_name": Form(("file_name",), SHOWN, _rename("file_name", "image")),
-    "objects": Form(("objects",), (), _objects),
+    "conversations": (("conversations",), QUESTIONS, _conversations),
+    "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
+    "prefix and suffix": (("prefix", "suffix"), (*QUESTIONS, "completion"), _asked("prefix", "suffix")),
+    "query": (("query",), (*QUESTIONS, "completion"), _asked("query", "response")),
+    "instruction": (("instruction",), (*QUESTIONS, "completion"), _asked("instruction", "output")),
+    "question": (("question",), (*QUESTIONS, "completion"), _asked("question", "answer")),
+    "chosen": (("chosen", "rejected"), (), _chosen),
+    "kto_tag": (("kto_tag",), ("label",), _rename("kto_tag", "label")),
+    "answer": (("answer",), ("solution",), _rename("answer", "solution")),
+    "reward_model": (("reward_model",), ("solution",), _ground_truth),
+    "ground_truth": (("ground_truth",), ("solution",), _rename("ground_truth", "solution")),
+    "file_name": (("file_name",), SHOWN, _rename("file_name", "image")),
+    "objects": (("objects",), (), _objects),
 }

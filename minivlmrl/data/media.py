@@ -21,7 +21,7 @@ UNREAD = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*|file_?names?"
 )
 PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
-SEVERAL = {"image": "images", "video": "videos"}
+COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
 MARK = re.compile("<(image|video)>")  # in a prompt's text it is where one goes
 MAX_MEDIA = 1000  # of a row
@@ -43,19 +43,17 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
     """
     found = {}
-    for kind, several in SEVERAL.items():
-        one, more = columns.get(kind), columns.get(several)
-        if one is None and more is None:
+    for name, kind in COLUMNS.items():
+        if (listed := columns.get(name)) is None:
             continue
-        if one is not None and more is not None:
-            raise ValueError(f"give column {kind!r} or {several!r}, not both")
-        listed = one if more is None else more
-        if (kind == "video" and more is None) or not isinstance(listed, list):  # a list under `video` is one of frames
+        if kind in found:
+            raise ValueError(f"give column {kind!r} or {name!r}, not both")
+        if name == "video" or not isinstance(listed, list):  # a list under `video` is one of frames
             listed = [listed]
         try:
             found[kind] = [_media(entry, kind) for entry in listed]
         except ValueError as error:
-            raise ValueError(f"column {kind if more is None else several!r}: {error}") from error
+            raise ValueError(f"column {name!r}: {error}") from error
     return found
 
 
@@ -74,7 +72,7 @@ def place_media(
     waiting, used = {kind: iter(media) for kind, media in listed.items()}, []
 
     def show(kind: str, part: dict | None = None) -> dict:
-        media = _media(part, kind) if part and has_source(part) else next(waiting[kind])
+        media = _media(part, kind) if part and _sources(part, kind) else next(waiting[kind])
         options = media.options | _options(part, kind) if part else media.options
         if kind == "video":
             fixed = isinstance(media.source, list) or "nframes" in options
@@ -91,12 +89,13 @@ def place_media(
         return parts
 
     contents = [turn["content"] for turn in turns]
-    own = [part for content in contents if isinstance(content, list) for part in content if part_kind(part) != "text"]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    own = [(kind, part) for part in parts if (kind := part_kind(part)) != "text"]
     if own:  # then <image> is text
-        check_counts([part_kind(part) for part in own if not has_source(part)], "{} part(s)", listed)
+        check_counts([kind for kind, part in own if not _sources(part, kind)], "{} part(s)", listed)
         for number, content in enumerate(contents):
-            with naming(f"message {number}"):
-                if isinstance(content, list):
+            if isinstance(content, list):
+                with naming(f"message {number}"):
                     shown = ((part_kind(part), part) for part in content)
                     contents[number] = [part if kind == "text" else show(kind, part) for kind, part in shown]
     else:
@@ -202,10 +201,9 @@ def missing_files(media: list[Media], folder: str) -> list[str]:
     return missing
 
 
-def has_source(part: dict) -> bool:
-    """Whether an image or video part says itself what it shows."""
-    kind = part_kind(part)
-    return part.get(kind) is not None or part.get(f"{kind}_url") is not None
+def _sources(part: dict, kind: str) -> list:
+    """What an entry or a part says itself that it shows."""
+    return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: object, kind: str) -> Media:
@@ -213,25 +211,18 @@ def _media(entry: object, kind: str) -> Media:
         return Media(kind, entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
-    given = [entry[name] for name in SOURCES[kind] if entry.get(name) is not None]
-    if len(given) > 1:
+    source, *more = _sources(entry, kind) or [None]
+    if more:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
-    source = given[0] if given else None
-    if isinstance(source, dict):  # {"image_url": {"url": ...}}
-        source = _stored(source) if "bytes" in source else source.get("url")
+    if isinstance(source, dict) and (content := source.get("bytes")) is not None:  # Hugging Face's; in JSON base64
+        source = f"data:;base64,{content}" if isinstance(content, str) else content
+    elif isinstance(source, dict):  # {"image_url": {"url": ...}} or {"bytes": None, "path": ...}
+        source = source.get("path" if "bytes" in source else "url")
     frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
     if not isinstance(source, str | bytes) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
         raise ValueError(f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
-
-
-def _stored(entry: dict) -> str | bytes | None:
-    """Hugging Face's form of an image in a table, {"bytes": ..., "path": ...}; in JSON the bytes are base64."""
-    content = entry["bytes"]
-    if isinstance(content, str):
-        return f"data:;base64,{content}"
-    return entry.get("path") if content is None else content
 
 
 def _options(entry: dict, kind: str) -> dict[str, float]:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from minivlmrl.chat import content_parts
 from minivlmrl.data.boxes import NUMBER, Box, extent
+from minivlmrl.data.turns import text_of
 from minivlmrl.hub.checker import naming
 from minivlmrl.rows import Dataset, Row
 
@@ -53,13 +53,11 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
 
 def _answer(answer: str | list | None, size, target, space: str) -> str | list | None:
-    digits = 4 if space == "unit" else None
-    if isinstance(answer, str):
-        return rescale(answer, size, target, digits)
-    if answer is None:
-        return None
+    how = size, target, 4 if space == "unit" else None
+    if not isinstance(answer, list):
+        return answer and rescale(answer, *how)
     turns = []
     for turn in answer:
-        parts = [{**part, "text": rescale(part["text"], size, target, digits)} for part in content_parts(turn)]
-        turns.append({**turn, "content": parts} if turn["role"] == "assistant" else turn)
+        said = {"content": rescale(text_of(turn), *how)} if turn["role"] == "assistant" else {}
+        turns.append(turn | said)
     return turns

@@ -68,6 +68,11 @@ def read_json(read: Callable, *arguments):
         raise ValueError("not JSON that can be read: it is nested too deep") from error
 
 
+def _stamp(file: io.IOBase) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
 class Lines:
     """JSON lines. Indexing reads one row, iterating all of them."""
 
@@ -75,7 +80,7 @@ class Lines:
         self.path, self.folder = path, path.parent
         self.starts, self.ends, self.numbers = array("q"), array("q"), array("q")  # bytes; line numbers from 1
         with path.open("rb") as file:
-            self.stamp = self.stamp_of(file)
+            self.stamp = _stamp(file)
             for start, end, number in self.spans(file):
                 self.starts.append(start)
                 self.ends.append(end)
@@ -89,12 +94,6 @@ class Lines:
                 yield position, position + len(line), number
             position += len(line)
 
-    @staticmethod
-    def stamp_of(file: io.IOBase) -> tuple[int, int]:
-        """What differs when a file has changed: its size and time."""
-        stat = os.fstat(file.fileno())
-        return stat.st_size, stat.st_mtime_ns
-
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -104,7 +103,7 @@ class Lines:
 
     def __getitem__(self, index: int) -> dict:
         with open(self.path, "rb", buffering=0) as file:
-            if self.stamp != self.stamp_of(file):
+            if self.stamp != _stamp(file):
                 raise ValueError(f"{self.path}: has changed since the run began; put it back, or begin again")
             return self.read(file, index)
 

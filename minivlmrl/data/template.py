@@ -24,6 +24,8 @@ from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 # Where transformers' processor looks, in its order. The last is the tokenizer's, whose template mostly knows no images.
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 
+ANOTHER_DAY = "the same seed would see another day; write a date into the template"
+
 # what chat.render does, for transformers: a folder without a template of its own is saved with this one
 DEFAULT = """{%- set seen = namespace(image=0, video=0) -%}
 {%- for message in messages -%}
@@ -242,7 +244,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _strftime_now
+    made.globals["strftime_now"] = lambda _: _raise_exception(f"strftime_now: {ANOTHER_DAY}")
     return made
 
 
@@ -256,10 +258,6 @@ class _GenerationBlock(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.Name(f"generation_{name}", "load")]) for name in ("begins", "ends"))
         return nodes.Scope([begin, *body, end]).set_lineno(line, override=False)
-
-
-def _strftime_now(form: str):
-    raise jinja2.TemplateError("strftime_now: the same seed would see another day; write a date into the template")
 
 
 def _raise_exception(message: str):

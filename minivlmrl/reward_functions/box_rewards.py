@@ -16,6 +16,8 @@ from minivlmrl.rewards import find_answer, format
 from minivlmrl.rows import Processor, Prompt, Row
 
 Extents = list[tuple[float, float] | None]
+Objects = list[tuple[str, Box]]  # a label, "" where labels do not count, and its box
+WRONG = "is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []"
 
 
 def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -33,7 +35,7 @@ def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents
     Raises:
         ValueError: a solution is no box (named).
     """
-    return _means("iou", boxes.iou, 0.0, answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes("iou", read_boxes, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
 
 
 def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -41,8 +43,8 @@ def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_ext
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
-    given = answer_texts, solution, image_sizes, answer_extents
-    return _means("acc_0_5", boxes.iou, 0.0, *given, of=lambda value: value >= 0.5)
+    hits = mean(overlap, of=lambda value: value >= 0.5)
+    return judge_boxes("acc_0_5", read_boxes, hits, answer_texts, solution, image_sizes, answer_extents)
 
 
 def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -51,7 +53,8 @@ def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extent
     Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The whole image earns more,
     the share of the true box in it, so this reward alone first teaches large boxes.
     """
-    return _means("giou", boxes.giou, -1.0, answer_texts, solution, image_sizes, answer_extents)
+    measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
+    return judge_boxes("giou", read_boxes, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0)
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -91,25 +94,42 @@ def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
     return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
 
 
-def _means(name: str, similarity: Callable, nothing: float, *columns: list, of: Callable = float) -> list[float | None]:
-    found = [_similarities(name, similarity, nothing, *row) for row in zip(*columns, strict=True)]
-    return [None if values is None else sum(map(of, values)) / len(values) for values in found]
+def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
+    """Read boxes whose labels do not count."""
+    return [("", box) for box in answered_boxes(text, extent)]
 
 
-def _similarities(
-    name: str, similarity: Callable[[Box, Box], float], nothing: float, said: str | None, solution, size, extent
-) -> list[float] | None:
-    """Similarities of matched boxes, `nothing` for each box without a partner; None: nothing can be judged."""
-    if solution is None or size is None or extent is None:
-        return None
-    text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
-    if not text.strip() or boxes.says_none(find_answer(text) or text):
-        return [1.0 if boxes.says_none(said or "") else nothing]
-    truth = answered_boxes(text, size)  # has to be right: nothing could earn a reward otherwise
-    if not truth or not all(box.valid for box in truth):
-        cure = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []"
-        raise ValueError(f"reward {name}: solution {solution!r} is no box; {cure}")
-    predicted = [box.to(size) for box in answered_boxes(said or "", extent)]
-    pairs = boxes.match(predicted, truth, similarity)
-    alone = max(len(predicted), len(truth)) - len(pairs)
-    return [similarity(predicted[p], truth[t]) for p, t in pairs] + [nothing] * alone
+def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
+    """IoU of two objects, 0 if they have different labels."""
+    return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
+
+
+def mean(similarity: Callable, nothing: float = 0.0, of: Callable = float) -> Callable[[Objects, Objects], float]:
+    """Make the mean over best-matched objects: each one without a partner counts as `nothing`."""
+
+    def measure(said: Objects, true: Objects) -> float:
+        pairs = boxes.match(said, true, similarity)
+        alone = max(len(said), len(true)) - len(pairs)
+        values = [similarity(said[i], true[j]) for i, j in pairs] + [nothing] * alone
+        return sum(map(of, values)) / len(values)
+
+    return measure
+
+
+def judge_boxes(name: str, read: Callable, measure: Callable, *columns: list, nothing=0.0, wrong=WRONG) -> list:
+    """Measure what n answers say against the truth, see iou; `nothing`: what an answer without objects earns."""
+    found = []
+    for said, solution, size, extent in zip(*columns, strict=True):
+        if solution is None or size is None or extent is None:
+            found.append(None)
+            continue
+        text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
+        if not text.strip() or boxes.says_none(find_answer(text) or text):
+            found.append(1.0 if boxes.says_none(said or "") else nothing)
+            continue
+        true = read(find_answer(text) or text, size)  # has to be right: nothing could earn a reward otherwise
+        if not true or not all(box.valid for _, box in true):
+            raise ValueError(f"reward {name}: solution {solution!r:.300} {wrong}")
+        given = [(label, box.to(size)) for label, box in read(said or "", extent)]
+        found.append(measure(given, true) if given else nothing)
+    return found

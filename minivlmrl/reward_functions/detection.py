@@ -5,23 +5,18 @@ list, or None, says that there is no such object: right where the solution says 
 """
 
 import json
-from collections.abc import Callable
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import FENCED, Box
-from minivlmrl.rewards import find_answer
+from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
 
-Objects = list[tuple[str, Box]]
+WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
 
 
 def detection(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
-
-    def mean_iou(said: Objects, true: Objects) -> float:
-        pairs = boxes.match(said, true, _overlap)
-        return sum(_overlap(said[i], true[j]) for i, j in pairs) / max(len(said), len(true))
-
-    return _measure("detection", mean_iou, answer_texts, solution, image_sizes, answer_extents)
+    given = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("detection", read_objects, mean(overlap), *given, wrong=WRONG)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -35,7 +30,8 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
         both = ([[item for item in items if item[0] == label] for items in (said, true)] for label in labels)
         return sum(_average_precision(*items) for items in both) / len(labels)
 
-    return _measure("ap_50", average_precision, answer_texts, solution, image_sizes, answer_extents)
+    given = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("ap_50", read_objects, average_precision, *given, wrong=WRONG)
 
 
 def weighted_sum(
@@ -58,49 +54,25 @@ def weighted_sum(
         scores = sum(right) / len(true), len(right) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    return _measure("weighted_sum", weighted, answer_texts, solution, image_sizes, answer_extents)
+    given = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("weighted_sum", read_objects, weighted, *given, wrong=WRONG)
 
 
-def read_objects(text: str, extent: tuple[float, float]) -> Objects | None:
-    """Read a list of labelled boxes, maybe in a code fence; None: it is no such list."""
-    if boxes.says_none(text):
-        return []
+def read_objects(text: str, extent: tuple[float, float]) -> Objects:
+    """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
     fenced = FENCED.fullmatch(text.strip())
     try:
         said = json.loads(fenced[1] if fenced else text)
         return [(item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in said]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        return None
-
-
-def _measure(name: str, measure: Callable[[Objects, Objects], float], *columns: list) -> list[float | None]:
-    found = []
-    for said, solution, size, extent in zip(*columns, strict=True):
-        if solution is None or size is None or extent is None:
-            found.append(None)
-            continue
-        text = solution if isinstance(solution, str) else json.dumps(solution)
-        true = read_objects(find_answer(text) or text, size) if text.strip() else []
-        if true is None or not all(box.valid for _, box in true):
-            cure = 'it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-            raise ValueError(f"reward {name}: solution {text!r:.80} says no objects; {cure}")
-        objects = read_objects(said or "", extent)
-        if objects and true:
-            found.append(measure([(label, box.to(size)) for label, box in objects], true))
-        else:
-            found.append(float(objects == true))  # both none
-    return found
-
-
-def _overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
+        return []
 
 
 def _average_precision(said: Objects, true: Objects) -> float:
     left, curve = list(true), []  # the last level of recall that is reached, the precision there
     for number, item in enumerate(said, start=1):
-        best = max(left, key=lambda other: _overlap(item, other), default=None)
-        if best is not None and _overlap(item, best) >= 0.5:
+        best = max(left, key=lambda other: overlap(item, other), default=None)
+        if best is not None and overlap(item, best) >= 0.5:
             left.remove(best)
             hits = len(true) - len(left)
             curve.append((hits * 100 // len(true), hits / number))
