@@ -72,7 +72,9 @@ def test_a_line_that_is_no_object_is_named(write_rows, line):
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
 def test_a_missing_column_is_named_with_its_line(write_rows, row):
     file = write_rows({"problem": "a", "solution": "b"}, row)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]; data\.col"
+    ):
         FileDataset(file, ("problem", "solution"))
 
 

@@ -6,6 +6,7 @@ import PIL.Image
 import pytest
 
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.mix import pick
 from minivlmrl.data.row_summary import summary
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -51,6 +52,10 @@ def test_of_many_rows_some_are_measured(rows):
     task = f"1000, 1000 with 1 image; prompts of {length} to {length} tokens (64 of them)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
     assert summary(rows((100, [])), PROCESSOR).endswith("tokens (64 of them)")
+
+
+def test_rows_that_were_picked_say_of_how_many(rows):
+    assert summary(pick(rows((3, [])), [0, 2]), PROCESSOR).startswith("2, picked out of 3 in 1 file(s); prompts of")
 
 
 def test_videos_and_urls_are_counted_and_not_opened(tmp_path):

@@ -22,7 +22,7 @@ def read_conversation(
             messages: a whole conversation. All before its first assistant turn is the prompt, the rest the completion.
             completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
             chosen, rejected: alone two whole conversations; what both begin with is the prompt (TRL's implicit one).
-        listed, video_options: see media.place_media.
+        listed, video_options: see place_media.
     """
     found = {column: row[column] for column in filter(row.__contains__, FORMS) if row[column] is not None}
     try:

@@ -85,7 +85,7 @@ class FileDataset:
 
 def read_row(columns: dict, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
-    columns = to_columns(columns, options.columns)
+    given, columns = columns, to_columns(columns, options.columns)
     for name in filter(CHECKED.__contains__, columns):
         valid, expected = CHECKED[name]
         if columns[name] is not None and (name != "label" or name in required):
@@ -100,7 +100,9 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
     check_columns(columns, media)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            raise ValueError(f"column {name!r} is missing; the row has {sorted(columns)}")
+            known = sorted(name for name in given if given[name] is not None)
+            cure = f"data.columns: {{YOURS: {name}}} takes another one"
+            raise ValueError(f"column {name!r} is missing; the row has {known}; {cure}")
     columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
     return Row(messages, [], columns, **answers), media
 

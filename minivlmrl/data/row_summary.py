@@ -28,13 +28,12 @@ def summary(rows: Dataset, processor: Processor) -> str:
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
-    if isinstance(rows, FileDataset):
-        counts = {_words(*shown): count for shown, count in rows.counts.items()}
-    elif isinstance(rows, Picked):
-        counts = {f"rows of {len(rows.parts)} file(s)": len(rows)}
+    if isinstance(rows, Picked):
+        shown = f"picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
-        counts = {_words(len(sample[0].images), 0): len(rows)}
-    shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
+        counts = rows.counts if isinstance(rows, FileDataset) else {(len(sample[0].images), 0): len(rows)}
+        counts = {_words(*each): count for each, count in counts.items()}
+        shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
         return f"{len(rows)}, {shown}"

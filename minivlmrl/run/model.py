@@ -10,8 +10,7 @@ from torch import nn
 from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
-from minivlmrl.chat import content_parts
-from minivlmrl.data.turns import as_turns
+from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import train_tokenizer
@@ -63,5 +62,5 @@ def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
         for row in islice(rows, 10_000):
             answers = (as_turns(answer) for answer in (row.completion, row.chosen, row.rejected) if answer)
             for turn in chain(row.messages, *answers):
-                yield "".join(part.get("text", "") for part in content_parts(turn))
+                yield text_of(turn)
             yield str(row.columns.get("solution") or "")

@@ -15,8 +15,7 @@ import PIL.Image
 import torch
 
 from minivlmrl.advantages import combine, group_std
-from minivlmrl.chat import content_parts
-from minivlmrl.data.turns import as_turns
+from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, judge
@@ -91,6 +90,8 @@ def check_demonstrations(config, rows: Sequence[Row] | None, processor: Processo
         mean = earned([name], some, texts, processor)[:, 0].nanmean().item()
         if mean < 0.2:
             cure = "are the labels shuffled, or does the reward ask for another form? Look at a row and its reward"
+            if name != "format" and not any("<answer>" in text for text in texts) and processor.answer == "tags":
+                cure = "their answers are in no tags: set data.answer: whole, or write <answer>...</answer>"
             yield f"demonstrations earn {mean:.2f} of reward {name}: sft would teach what is not rewarded; {cure}"
 
 
@@ -196,11 +197,6 @@ def spread(rows: Sequence[Row]) -> list[Row]:
     """At most PROMPTS rows, from all over the file."""
     count = min(PROMPTS, len(rows))
     return [rows[len(rows) * i // count] for i in range(count)]
-
-
-def text_of(message: dict) -> str:
-    """The text of a message, without its images."""
-    return "".join(part.get("text") or "" for part in content_parts(message))
 
 
 def online_rewards(config) -> list[str]:
