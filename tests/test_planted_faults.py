@@ -59,6 +59,10 @@ BEFORE = {
         "demonstrations earn 0.00 of reward accuracy", "are the labels shuffled", ["--stages=[sft, grpo]"],
         {"completion": "<think>hm</think><answer>dog</answer>"},
     ),
+    "demonstrations without the tags in which answers are looked for": Fault(
+        "demonstrations earn 0.00 of reward accuracy", "set data.answer: whole", ["--stages=[sft, grpo]"],
+        {"completion": "dog"},
+    ),
     "a reward that always says 1": Fault(
         "reward one.py:one says 1 of every text that was tried", "look at what it reads", ["--rewards={one.py:one: 1}"]
     ),
