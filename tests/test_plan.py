@@ -150,6 +150,17 @@ def attention_batch(model, prompts):
     return pack(prompts, [[completion] * WORK.num_generations] * len(prompts), model.config)
 
 
+def test_sharded_nf4_is_gathered_packed(config, home):
+    """On every rank during a rollout: half a byte a value under adapters, 2 of all others, with blocks filled up."""
+    given = [*LORA, *BFLOAT16, "--adapter.quantize=nf4", "--sharding.enabled=true", "--stages=[grpo]"]
+    run = load_config(home / "recipe.yaml", given)
+    model = Costs(config).build(run)
+    packed = sum(-(-layer.in_features * layer.out_features // 64) * 32 for layer in adapters(model).values())
+    others = sum(p.numel() * 2 for p in model.parameters() if p.is_floating_point())
+    phases = plan(run, "grpo", Costs(config), 2, WORK.text_tokens, WORK.image_tokens)
+    assert phases["rollout"]["gathered"] == packed + others > phases["train"]["gathered"] / 2
+
+
 def test_forward_and_backward(config, monkeypatch):
     """What is counted on the meta device is what there is on the CPU, where completions copy keys as on a card."""
     monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)

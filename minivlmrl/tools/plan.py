@@ -110,9 +110,6 @@ class Costs:
             self.config, self.model = config, FAMILIES[config.model_type].model(config)
         self.parameters = _count(self.model.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
-        sizes = [_count(block.parameters()) for block in family_of(self.model).blocks(self.model)]
-        # of a sharded model one block runs while the next arrives
-        self.gathered = self.parameters - sum(sizes) + 2 * max(sizes)
         self.known = {}
 
     def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
@@ -209,7 +206,11 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)  # that is here
     always = {name: size * part for name, size in held.items() if size}
 
-    gathered = costs.gathered * computed.itemsize if fsdp else 0
+    every, *blocks = (
+        sum(p.numel() * (computed.itemsize if p.is_floating_point() else 1) for p in part.parameters())
+        for part in (model, *family_of(model).blocks(model))
+    )
+    gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0  # one block runs while the next arrives
     G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
     prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
@@ -221,7 +222,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         prompts = math.ceil(config.prompts_per_step * steps / gpus)
         prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once)
         phases["rollout"] = {
-            "gathered": costs.parameters * computed.itemsize if fsdp and run.rollout.gather_weights else gathered,
+            "gathered": every if fsdp and run.rollout.gather_weights else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
             "prompts' forward": costs.activations(run, Work(prompts, 0, *lengths), False),
             "logits": costs.one_draw(computed, run.sampling, prompts * G),
