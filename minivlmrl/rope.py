@@ -117,7 +117,7 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x (N, H, D); cos, sin (N, 1, D)."""
     partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, partner, sin)
+    return (x * cos).addcmul_(partner, sin)
 
 
 def _inverse_frequencies(count: int, theta: float, device) -> Tensor:

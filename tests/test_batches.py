@@ -258,6 +258,21 @@ def test_workers_keep_the_order_and_the_bits():
             assert torch.equal(row.made.pixel_values, other.made.pixel_values)
 
 
+def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():
+    class Counted(Delayed):
+        def __getitem__(self, index):
+            counts.append(torch.get_num_threads())
+            return super().__getitem__(index)
+
+    counts, before = [], torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        next(batches(rows=Counted(), image_workers=2))
+        assert set(counts) == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
     """AHEAD bounds the memory that they take."""
     monkeypatch.setattr(batches_file, "AHEAD", 3)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
+
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix, pick, read_mix, shuffled, split
 from minivlmrl.hub.checker import require
@@ -160,7 +162,9 @@ class Batches(Iterator):
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
-        self.workers, self.most = ThreadPoolExecutor(max(1, data.image_workers)), AHEAD if data.image_workers else 0
+        # each with one CPU thread: with teams of their own OpenMP counts more threads than cores, and all wait longer
+        self.workers = ThreadPoolExecutor(max(1, data.image_workers), initializer=torch.set_num_threads, initargs=(1,))
+        self.most = AHEAD if data.image_workers else 0
         self.coming, self.ahead = self.draw(draws), []
 
     def draw(self, number: int) -> list[tuple[int, str]]:

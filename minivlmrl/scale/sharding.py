@@ -134,7 +134,7 @@ class VisionInStep:
 
 def units(module: nn.Module) -> list[nn.Module]:
     """The units of a module, each gathered and freed as one; none if it is not sharded."""
-    return [part for part in module.modules() if hasattr(part, "unshard")]
+    return [part for part in module.modules() if hasattr(type(part), "unshard")]
 
 
 def is_sharded(module: nn.Module) -> bool:
