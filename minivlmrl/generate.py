@@ -21,7 +21,6 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.rows import Processor, Prompt
 
-ASK_EVERY = 16  # steps until a card is asked which rows have ended; what these draw is left out
 UNITS = 2**52  # to a probability of 1: their sums stay below 2^53, where float64 is exact
 
 
@@ -98,21 +97,19 @@ def generate(
 
     tokens = torch.zeros(len(owner), most, dtype=torch.long, device=device)
     logps, lengths = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(running)
-    stopped, alive = torch.zeros_like(running, dtype=torch.bool), limits > 0
-    every = ASK_EVERY if device.type == "cuda" and watch is None else 1
+    stopped = torch.zeros_like(running, dtype=torch.bool)
     for step in range(most):
         ids, scored = next_tokens(logits, sampling.temperature, draw, filters, running, step)
         tokens[running, step], logps[running, step] = ids, scored
-        lengths[running] += alive
+        lengths[running] += 1
         ends = torch.isin(ids, stop) | (watch is not None and watch(running, ids))
-        stopped[running] |= alive & ends
-        alive = alive & ~ends & (limits[running] > step + 1)
-        going_on = alive.cpu().nonzero()[:, 0] if step % every == every - 1 else running
+        stopped[running] = ends
+        going_on = (~ends & (limits[running] > step + 1)).cpu().nonzero()[:, 0]
         if len(going_on) == 0 or step + 1 == most:
             break
         if len(going_on) < len(running):
             going_on = decode.keep(going_on)  # the others leave
-            running, ids, alive = running[going_on], ids[going_on], alive[going_on]
+            running, ids = running[going_on], ids[going_on]
         if joint is not None:
             joint.step()
         position_ids = (position[running] + step).expand(3, -1)

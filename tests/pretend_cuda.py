@@ -458,8 +458,9 @@ PARTS = {
 def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
     """Each of PARTS -> its waits, in float32 on a tiny model, whose files are written to the folder."""
     from minivlmrl.batch import pack
-    from minivlmrl.generate import draw_by, generate, uniform_numbers
+    from minivlmrl.generate import draw_by, uniform_numbers
     from minivlmrl.logprobs import per_token_logps
+    from minivlmrl.sampling.captured import generate_captured
     from minivlmrl.scale.ranks import World
 
     import stages
@@ -484,7 +485,7 @@ def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
         def rollout(tokens):
             sampling.max_new_tokens = tokens
             draw = draw_by(uniform_numbers([row.key for row in rows], 3, tokens), CUDA)
-            return count(lambda: generate(model, prompts, 3, sampling, (), draw))
+            return count(lambda: generate_captured(model, prompts, 3, sampling, (), draw))
 
         (groups, shorter), (_, longer) = rollout(5), rollout(21)
         found["16 decode steps"] = longer - shorter

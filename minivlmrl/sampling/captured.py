@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.batch import pack
-from minivlmrl.generate import ASK_EVERY, Completion, SamplingConfig, next_tokens, prefill, stop_tokens
+from minivlmrl.generate import Completion, SamplingConfig, next_tokens, prefill, stop_tokens
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.rope import text_rotary
 from minivlmrl.rows import Prompt
 from minivlmrl.sampling.filters import Filters
 
+ASK_EVERY = 16  # steps until a card is asked which rows have ended; what these draw is left out
 KEYS = 256  # own keys that a step reads at first; twice as many when they are full
 SHRINK = 4  # rows move together when one in so many slots is enough
 
