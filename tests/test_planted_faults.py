@@ -137,6 +137,14 @@ def test_check_names_it_before_a_run(fault, home, plant, capsys):
     assert fault.cure in said
 
 
+def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant, capsys):
+    fault = BEFORE["a template without the form that a reward asks for"]
+    rows = {"completion": "<think>hm</think><answer>cat</answer>"}
+    check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
+    out = capsys.readouterr().out
+    assert "no completions were drawn" in out and fault.sentence not in out
+
+
 @pytest.mark.parametrize("fault", DURING)
 @pytest.mark.usefixtures("plain", "lively")
 def test_a_run_names_it(fault, run, plant, capsys):

@@ -57,12 +57,14 @@ def check(config) -> Iterator[str]:
     asked = rows_of.get("prompts")
     if asked is not None:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
-        yield from check_lengths(config, model, rows, processor)
+        begins = config.model.path and stages[config.stages[0]].needs == "prompts"  # with the model as it is
+        yield from check_prompts(config, rows, processor, begins)
         yield from check_rewards(config, rows, processor)
-        if config.model.path:
+        if begins:
             yield from check_rollouts(config, model, rows, processor, world)
         else:
-            print("no completions were drawn: random weights have to learn the form first")
+            cure = "check again with --stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
+            print(f"no completions were drawn, as the model has to learn their form first; after that {cure}")
     ranks.shutdown()
 
 
@@ -95,8 +97,8 @@ def check_demonstrations(config, rows: Sequence[Row] | None, processor: Processo
             yield f"demonstrations earn {mean:.2f} of reward {name}: sft would teach what is not rewarded; {cure}"
 
 
-def check_lengths(config, model, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Prompts that leave the model no room."""
+def check_prompts(config, rows: Sequence[Row], processor: Processor, begins: bool) -> Iterator[str]:
+    """Prompts that are too long, have no image, or do not ask a model that begins with them for the form."""
     longest = max(len(row.prompt(processor).input_ids) for row in rows)
     if longest > 8192:
         yield f"a prompt has {longest} tokens; attention grows with its square: lower data.max_pixels or cut the text"
@@ -104,7 +106,7 @@ def check_lengths(config, model, rows: Sequence[Row], processor: Processor) -> I
     if seen == 0:
         yield "no row has an image or video: the model trains on text alone; name the column image or images"
     asked = [" ".join(map(text_of, row.messages)) for row in rows]
-    if "format" in config.rewards and config.model.path and not any("<answer>" in text for text in asked):
+    if "format" in config.rewards and begins and not any("<answer>" in text for text in asked):
         cure = "say it in data.prompt_template, as recipes/own_data.yaml does, or drop the reward"
         yield f"reward format asks for <think> and <answer>, and no prompt does; {cure}"
 
