@@ -42,6 +42,6 @@ def test_answers_are_in_the_space_of_the_row(write_rows, tmp_path, space, box):
     rows = Rescaled(FileDataset(file, constants={"box_space": space}), lambda row: seen_sizes(row, PROCESSOR))
     assert rows[0].completion == str(box)
     assert rows[1].completion[0]["content"] == str(box) and rows[1].completion[1] == turns[2]
-    assert rows[2].completion == "[45, 25, 90, 50]" and "4, " in summary(rows, PROCESSOR)
+    assert rows[2].completion == "[45, 25, 90, 50]" and "4 (2 with 1 image, " in summary(rows, PROCESSOR)
     with pytest.raises(ValueError, match=r"rows\.jsonl:4: data\.rescale_boxes: the row has several images"):
         rows[3]

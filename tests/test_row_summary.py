@@ -41,7 +41,7 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
     monkeypatch.setattr(PIL.Image.Image, "resize", None)  # calling it would fail
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_prepare", None)
     expected = (
-        f"6, 3 with 1 image, 1 with 2 images, 2 with no image; prompts of {min(lengths)} to {max(lengths)} tokens"
+        f"6 (3 with 1 image, 1 with 2 images, 2 with no image); prompts of {min(lengths)} to {max(lengths)} tokens"
     )
     assert summary(made, PROCESSOR) == expected
     assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
@@ -49,9 +49,9 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
 
 def test_of_many_rows_some_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
-    task = f"1000, 1000 with 1 image; prompts of {length} to {length} tokens (64 of them)"
+    task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(rows((100, [])), PROCESSOR).endswith("tokens (64 of them)")
+    assert summary(rows((100, [])), PROCESSOR).endswith("tokens (64 were measured)")
 
 
 def test_rows_that_were_picked_say_of_how_many(rows):
@@ -61,4 +61,4 @@ def test_rows_that_were_picked_say_of_how_many(rows):
 def test_videos_and_urls_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["https://x/1.png"]}, {"problem": "a", "image": "https://x/1.png"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2, 1 with 1 image, 1 with 1 video"
+    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2 (1 with 1 image, 1 with 1 video)"

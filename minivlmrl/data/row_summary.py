@@ -23,22 +23,23 @@ class Sizes(ImageProcessor):
 
 
 def summary(rows: Dataset, processor: Processor) -> str:
-    """Example: "1204, 1200 with 1 image and 4 with none; prompts of 212 to 580 tokens (64 of them)"."""
+    """Example: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (64 were measured)"."""
     rows = rows.rows if isinstance(rows, Rescaled) else rows
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
     if isinstance(rows, Picked):
-        shown = f"picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
+        shown = f"{len(rows)} picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
         counts = rows.counts if isinstance(rows, FileDataset) else {(len(sample[0].images), 0): len(rows)}
         counts = {_words(*each): count for each, count in counts.items()}
         shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
+        shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
-        return f"{len(rows)}, {shown}"
-    of = f" ({len(lengths)} of them)" if len(lengths) < len(rows) else ""
-    return f"{len(rows)}, {shown}; prompts of {lengths[0]} to {lengths[-1]} tokens{of}"
+        return shown
+    of = f" ({len(lengths)} were measured)" if len(lengths) < len(rows) else ""
+    return f"{shown}; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens{of}"
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
