@@ -55,7 +55,7 @@ def test_of_many_rows_some_are_measured(rows):
 
 
 def test_rows_that_were_picked_say_of_how_many(rows):
-    assert summary(pick(rows((3, [])), [0, 2]), PROCESSOR).startswith("2, picked out of 3 in 1 file(s); prompts of")
+    assert summary(pick(rows((3, [])), [0, 2]), PROCESSOR).startswith("2 picked out of 3 in 1 file(s); prompts of")
 
 
 def test_videos_and_urls_are_counted_and_not_opened(tmp_path):

@@ -32,8 +32,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
         shown = f"{len(rows)} picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
         counts = rows.counts if isinstance(rows, FileDataset) else {(len(sample[0].images), 0): len(rows)}
-        counts = {_words(*each): count for each, count in counts.items()}
-        shown = ", ".join(f"{count} with {words}" for words, count in sorted(counts.items()))
+        shown = ", ".join(f"{n} with {words}" for words, n in sorted((_words(*each), n) for each, n in counts.items()))
         shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
