@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch
 
 HEALTHY = {
@@ -61,11 +62,13 @@ def test_weights_without_a_gradient_are_named():
 
 
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run():
-    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0))
+    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAConfig())
     check_mismatch(run, {"rollout/logp_mismatch": 0.9})
     check_mismatch(run, {"loss": 1.0})
     with pytest.raises(ValueError, match=r"differ by 1\.5 nats about a token.*\.inf does not check"):
         check_mismatch(run, {"rollout/logp_mismatch": 1.5})
+    run.adapter.dropout = 0.1
+    check_mismatch(run, {"rollout/logp_mismatch": 1.5})
 
 
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])

@@ -91,8 +91,9 @@ class RunConfig:
             self.resume = "never"
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
-        if lacking := [name for name in ("path", "quantize") if getattr(self.adapter, name) and not self.adapter.r]:
-            raise ValueError(f"adapter.{lacking[0]} is {getattr(self.adapter, lacking[0])!r}, it needs adapter.r")
+        given = {name: getattr(self.adapter, name) for name in ("dropout", "path", "quantize")}
+        if lacking := [f"adapter.{name} is {x!r}" for name, x in given.items() if x and not self.adapter.r]:
+            raise ValueError(f"{lacking[0]}, it needs adapter.r")
 
     @property
     def uses_fsdp(self) -> bool:
