@@ -35,7 +35,7 @@ BEFORE = {
         "sampling.temperature is 0.01", "take 1.0", ["--sampling.temperature=0.01"]
     ),
     "a large learning rate": Fault(
-        "grpo.learning_rate is 1e+06: over 0.0001", "lower it", ["--grpo.learning_rate=1e6"]
+        "grpo.learning_rate is 1e+06: over 0.01", "lower it", ["--grpo.learning_rate=1e6"]
     ),
     "max_new_tokens too small": Fault(
         "100% of 24 completions are cut", "raise it, or ask for shorter answers", CUT
@@ -50,7 +50,7 @@ BEFORE = {
         "no row has an image or video", "name the column image or images", change={"image": None}
     ),
     "a template without the form that a reward asks for": Fault(
-        "no prompt does", "say it in data.prompt_template", ["--rewards={format: 1, accuracy: 1}"]
+        "no prompt does, and no completion", "say it in data.prompt_template", ["--rewards={format: 1, accuracy: 1}"]
     ),
     "all rows have one solution": Fault(
         "always writing '<think>hm</think><answer>cat</answer>' earns 1.00", "balance them", change={"solution": "cat"}
@@ -196,11 +196,12 @@ def test_shuffled_solutions_of_a_model_that_learns(shuffled, learned, tmp_path, 
         for i, (row, solution) in enumerate(zip(shapes, solutions, strict=True)):
             row.images[0].save(tmp_path / f"{i}.png")
             print(json.dumps({"image": f"{i}.png", "problem": "What is it?", "solution": solution}), file=file)
-    options = [*learned, f"--data.train_file={tmp_path / 'rows.jsonl'}", "--rewards={accuracy: 1}"]
+    options = [*learned, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     capsys.readouterr()
     assert check.main(options) == int(shuffled)
     assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled
     steps = [f"--grpo.max_steps={BLIND + 1}", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8"]
+    steps += ["--grpo.learning_rate=1e-4", "--rewards={accuracy: 1}"]
     train.main([*options, f"--output_dir={tmp_path / 'run'}", *steps])
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert len(said) == int(shuffled)
@@ -214,4 +215,4 @@ def learned(tmp_path_factory):
     few = ["--num_threads=1", "--data.eval_rows=1"]
     train.main([recipe, "--stages=[sft]", f"--output_dir={folder}", *few])
     model = ["--model.config=null", f"--model.path={folder / 'checkpoint'}", "--data.task=null", "--stages=[grpo]"]
-    return [recipe, *few, *model, "--grpo.learning_rate=1e-4"]
+    return [recipe, *few, *model]

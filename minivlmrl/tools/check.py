@@ -51,16 +51,15 @@ def check(config) -> Iterator[str]:
         algorithm.check(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     model, processor, datasets = prepare(config, stages, world)  # refuses what does not fit the GPU
-    yield from check_settings(config)
+    yield from check_settings(config, model)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     yield from check_demonstrations(config, rows_of.get("demonstrations"), processor)
     asked = rows_of.get("prompts")
     if asked is not None:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
-        begins = config.model.path and stages[config.stages[0]].needs == "prompts"  # with the model as it is
-        yield from check_prompts(config, rows, processor, begins)
+        yield from check_prompts(rows, processor)
         yield from check_rewards(config, rows, processor)
-        if begins:
+        if config.model.path and stages[config.stages[0]].needs == "prompts":  # else the model is another by then
             yield from check_rollouts(config, model, rows, processor, world)
         else:
             cure = "check again with --stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
@@ -68,13 +67,14 @@ def check(config) -> Iterator[str]:
     ranks.shutdown()
 
 
-def check_settings(config) -> Iterator[str]:
+def check_settings(config, model) -> Iterator[str]:
     """Numbers that no run learns with."""
+    small = sum(parameter.numel() for parameter in model.parameters()) < 10**8
+    usual = 1e-2 if small or not config.model.path else 1e-3 if config.adapter.r else 1e-4
     for stage in config.stages:
-        rate, usual = getattr(config, stage).learning_rate, 1e-4 if config.model.path else 1e-2
+        rate = getattr(config, stage).learning_rate
         if rate > usual:
-            kind = "a trained model" if config.model.path else "random weights"
-            yield f"{stage}.learning_rate is {rate:g}: over {usual:g} {kind} are lost within a few steps; lower it"
+            yield f"{stage}.learning_rate is {rate:g}: over {usual:g} such weights are lost in a few steps; lower it"
     if {"grpo", "ppo"} & set(config.stages) and config.sampling.temperature < 0.2:
         cure = "all completions of a group will be alike; take 1.0"
         yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
@@ -97,18 +97,14 @@ def check_demonstrations(config, rows: Sequence[Row] | None, processor: Processo
             yield f"demonstrations earn {mean:.2f} of reward {name}: sft would teach what is not rewarded; {cure}"
 
 
-def check_prompts(config, rows: Sequence[Row], processor: Processor, begins: bool) -> Iterator[str]:
-    """Prompts that are too long, have no image, or do not ask a model that begins with them for the form."""
+def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """Prompts that are too long, or have no image."""
     longest = max(len(row.prompt(processor).input_ids) for row in rows)
     if longest > 8192:
         yield f"a prompt has {longest} tokens; attention grows with its square: lower data.max_pixels or cut the text"
     seen = sum(bool(row.images or row.videos) for row in rows)
     if seen == 0:
         yield "no row has an image or video: the model trains on text alone; name the column image or images"
-    asked = [" ".join(map(text_of, row.messages)) for row in rows]
-    if "format" in config.rewards and begins and not any("<answer>" in text for text in asked):
-        cure = "say it in data.prompt_template, as recipes/own_data.yaml does, or drop the reward"
-        yield f"reward format asks for <think> and <answer>, and no prompt does; {cure}"
 
 
 def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -157,6 +153,10 @@ def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, wor
     if equal > 0.9:
         cure = "take easier or harder prompts, train sft first, or look at what the rewards ask for"
         yield f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions and would teach nothing; {cure}"
+    asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
+    if "format" in names and not asked and rewards[:, names.index("format")].nanmean() < 0.05:
+        cure = "say it in data.prompt_template, as recipes/own_data.yaml does, train sft first, or drop the reward"
+        yield f"reward format asks for <think> and <answer>, no prompt does, and no completion has it; {cure}"
     texts = [processor.decode(c.ids) for c in flat]
     unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
     if unparsed > 0.5:
