@@ -17,7 +17,6 @@ from minivlmrl.rows import Processor, Prompt, Row
 
 Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # a label, "" where labels do not count, and its box
-WRONG = "is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []"
 
 
 def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -35,7 +34,7 @@ def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents
     Raises:
         ValueError: a solution is no box (named).
     """
-    return judge_boxes("iou", read_boxes, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes("iou", BOXES, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
 
 
 def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -44,7 +43,7 @@ def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_ext
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
     """
     hits = mean(overlap, of=lambda value: value >= 0.5)
-    return judge_boxes("acc_0_5", read_boxes, hits, answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes("acc_0_5", BOXES, hits, answer_texts, solution, image_sizes, answer_extents)
 
 
 def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
@@ -54,7 +53,7 @@ def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extent
     the share of the true box in it, so this reward alone first teaches large boxes.
     """
     measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
-    return judge_boxes("giou", read_boxes, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0)
+    return judge_boxes("giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0)
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
@@ -94,11 +93,6 @@ def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
     return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
 
 
-def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Read boxes whose labels do not count."""
-    return [("", box) for box in answered_boxes(text, extent)]
-
-
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     """IoU of two objects, 0 if they have different labels."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
@@ -116,9 +110,9 @@ def mean(similarity: Callable, nothing: float = 0.0, of: Callable = float) -> Ca
     return measure
 
 
-def judge_boxes(name: str, read: Callable, measure: Callable, *columns: list, nothing=0.0, wrong=WRONG) -> list:
+def judge_boxes(name: str, kind: tuple[Callable, str], measure: Callable, *columns: list, nothing=0.0) -> list:
     """Measure what n answers say against the truth, see iou; `nothing`: what an answer without objects earns."""
-    found = []
+    found, (read, wrong) = [], kind
     for said, solution, size, extent in zip(*columns, strict=True):
         if solution is None or size is None or extent is None:
             found.append(None)
@@ -133,3 +127,10 @@ def judge_boxes(name: str, read: Callable, measure: Callable, *columns: list, no
         given = [(label, box.to(size)) for label, box in read(said or "", extent)]
         found.append(measure(given, true) if given else nothing)
     return found
+
+
+# how objects are read from text, and what is wrong with a solution without any
+BOXES = (
+    lambda text, extent: [("", box) for box in answered_boxes(text, extent)],
+    "is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []",
+)

@@ -10,13 +10,10 @@ from minivlmrl.data import boxes
 from minivlmrl.data.boxes import FENCED, Box
 from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
 
-WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-
 
 def detection(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
-    given = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("detection", read_objects, mean(overlap), *given, wrong=WRONG)
+    return judge_boxes("detection", LABELLED, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -30,8 +27,7 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
         both = ([[item for item in items if item[0] == label] for items in (said, true)] for label in labels)
         return sum(_average_precision(*items) for items in both) / len(labels)
 
-    given = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("ap_50", read_objects, average_precision, *given, wrong=WRONG)
+    return judge_boxes("ap_50", LABELLED, average_precision, answer_texts, solution, image_sizes, answer_extents)
 
 
 def weighted_sum(
@@ -54,8 +50,7 @@ def weighted_sum(
         scores = sum(right) / len(true), len(right) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    given = answer_texts, solution, image_sizes, answer_extents
-    return judge_boxes("weighted_sum", read_objects, weighted, *given, wrong=WRONG)
+    return judge_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
@@ -66,6 +61,9 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
         return [(item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in said]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return []
+
+
+LABELLED = read_objects, 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
 
 
 def _average_precision(said: Objects, true: Objects) -> float:
