@@ -99,7 +99,8 @@ def place_media(
                     shown = ((part_kind(part), part) for part in content)
                     contents[number] = [part if kind == "text" else show(kind, part) for kind, part in shown]
     else:
-        if marks := MARK.findall("\n".join(part["text"] for turn in turns for part in content_parts(turn))):
+        texts = [content for content in contents if isinstance(content, str)] + [part["text"] for part in parts]
+        if marks := MARK.findall("\n".join(texts)):
             check_counts(marks, "<{}> placeholder(s)", listed)
         contents = [show_in(content) for content in contents]
         if not marks and any(listed.values()):

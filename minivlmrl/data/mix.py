@@ -68,9 +68,8 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     for number, (rows, section) in enumerate(zip(parts, files, strict=True)):
         with naming(section.file):
             chosen = sample(section.sampling, len(rows))
-        total = round(section.weight * len(chosen))
         picks += [(number, row) for row in chosen for _ in range(int(section.weight))]
-        more = total - int(section.weight) * len(chosen)
+        more = round(section.weight * len(chosen)) - int(section.weight) * len(chosen)
         picks += [(number, chosen[i * len(chosen) // more]) for i in range(more)]
     return Picked(parts, picks)
 

@@ -20,7 +20,7 @@ from minivlmrl.hub.checker import naming, require
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 CELLS = ("messages", "prompt", "conversations", "images", "videos", "objects", "reward_model")  # of a CSV file: JSON
 DECODE = json.JSONDecoder().decode
-BOM = b"\xef\xbb\xbf"
+BLANK = b"\xef\xbb\xbf \t\r\n"  # and the BOM
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
@@ -35,7 +35,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     if path.suffix in (".csv", ".tsv"):
         return Cells(path)
     with path.open("rb") as file:
-        start = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"").strip(b"\xef\xbb\xbf \t\r\n")
+        start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
     return Values(path) if start[:1] == b"[" or start == b"{" else Lines(path)
 
 
@@ -90,7 +90,7 @@ class Lines:
         """Yield where the rows begin and end, and the lines on which they begin."""
         position = 0
         for number, line in enumerate(file, start=1):
-            if line.strip(BOM + b" \t\r\n"):
+            if line.strip(BLANK):
                 yield position, position + len(line), number
             position += len(line)
 

@@ -65,7 +65,7 @@ def check_messages(messages: list[dict], tool_calls: bool = False):
         known = message if isinstance(message, dict) else {}
         role, content, calls = map(known.get, ("role", "content", "tool_calls"))
         if isinstance(content, str) and isinstance(role, str) and not calls and len(content) <= MAX_TEXT:
-            continue  # as in almost all of many rows
+            continue  # most of many rows
         parts = content if isinstance(content, list) else ()
         said = parts is content or isinstance(content, str) or (content is None and calls)
         if not said or not isinstance(role, str):
@@ -92,7 +92,7 @@ def check_ends(turns: list[dict]):
         roles = [turn["role"] for turn in turns]
         raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
     for turn in turns:
-        for part in turn["content"] if isinstance(turn.get("content"), list) else ():
-            if (kind := part_kind(part)) != "text":
+        for kind in map(part_kind, turn["content"] if isinstance(turn.get("content"), list) else ()):
+            if kind != "text":
                 where = f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's first turn"
                 raise ValueError(f"there is {where}; {kind}s belong into the prompt")

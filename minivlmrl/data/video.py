@@ -58,9 +58,8 @@ def load_video(
             were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`).
     """
     if isinstance(source, list | tuple):
-        for name, value in sampling.items():
-            if name != "fps" and value is not None:
-                raise ValueError(f"{name} chooses frames of a video file; a list of frames is taken whole")
+        if other := next((name for name, value in sampling.items() if name != "fps" and value is not None), None):
+            raise ValueError(f"{other} chooses frames of a video file; a list of frames is taken whole")
         frames, fps = [], sampling.get("fps")
         for frame in source:
             frames.append(load_image(frame, folder, allow_url))
