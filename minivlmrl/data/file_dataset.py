@@ -100,10 +100,9 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
     check_columns(columns, media)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            known = sorted(column for column in given if given[column] is not None)
-            raise ValueError(
-                f"column {name!r} is missing; the row has {known}; data.columns: {{YOURS: {name}}} renames"
-            )
+            own = sorted(column for column in given if given[column] is not None)
+            cure = f"data.columns: {{YOURS: {name}}} renames one"
+            raise ValueError(f"column {name!r} is missing; the row has {own}; {cure}")
     columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
     return Row(messages, [], columns, **answers), media
 

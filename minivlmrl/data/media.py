@@ -73,7 +73,7 @@ def place_media(
 
     def show(kind: str, part: dict | None = None) -> dict:
         media = _media(part, kind) if part and _sources(part, kind) else next(waiting[kind])
-        options = media.options | _options(part, kind) if part else media.options
+        options = media.options | (_options(part, kind) if part else {})
         if kind == "video":
             fixed = isinstance(media.source, list) or "nframes" in options
             options = (_without(video_options, SAMPLING_OPTIONS) if fixed else video_options) | options
