@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports that read it: nothing here needs the network
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl/__main__.py sets it for runs
 import datasets
 import torch
 import transformers
