@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from on_ranks import launch, stage_on_ranks
-from pretend_cuda import BUDGETS, CUDA, DeviceMix, Pretend, PretendCuda, by_line, pretend, waits_of_a_step
+from pretend_cuda import BUDGETS, CUDA, ROOT, DeviceMix, Pretend, PretendCuda, by_line, pretend, waits_of_a_step
 from runs import metrics
 from test_ranks import REFERENCE, assert_equal, prepare
 
@@ -265,7 +265,8 @@ def test_two_cards_make_what_one_cpu_makes(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_a_step(monkeypatch, capsys):
     """Both models, transformers' too, at toy size: completions that are on the card already can be packed."""
-    from benchmarks import gpu_step
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_step
 
     monkeypatch.setattr(gpu_step, "CARD", CUDA)
     monkeypatch.setattr(torch, "Generator", lambda device=None, make=torch.Generator: make())
