@@ -1,11 +1,11 @@
 """Weights under adapters in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
 
-A block of 64 values has a scale, its largest absolute value, and each value is the index of the nearest of 16 quantiles
-of a normal distribution. The scales, less their mean, have 8 bits each (adamw8bit.py): 4.13 bits a value in all. A
-layer computes with the weight that these numbers mean, which is there only then, and in the backward once more.
+64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of a normal. Scales,
+less their mean, have 8 bits: 4.13 bits a value. A layer unpacks its weight while it computes, the backward again.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ NF4 = (  # the appendix of the paper, in float32
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+_pairs = cache(lambda device: torch.cartesian_prod(torch.tensor(NF4), torch.tensor(NF4)).to(device))  # of each byte
+_scale_code = cache(lambda device: dynamic_code(True).to(device))  # kept there: a GPU would wait, a graph refuses it
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -26,16 +28,14 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
     offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
-    indices, scale_scales = quantize(scales - offset, dynamic_code(True).to(weight.device))
+    indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
     return {"packed": packed, "scale_indices": indices[0], "scale_scales": scale_scales[0], "offset": offset}
 
 
 def unpack(packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor) -> Tensor:
     """The (n,) float32 values that pack's result means, n filled up to whole blocks."""
-    numbers = torch.tensor(NF4, device=packed.device)
-    pairs = torch.stack([numbers.repeat_interleave(16), numbers.repeat(16)], 1)  # (256, 2) of each byte
-    scales = dequantize(scale_indices[None], scale_scales[None], dynamic_code(True).to(packed.device))[0] + offset
-    return (pairs[packed.int()].view(-1, BLOCK) * scales[:, None]).flatten()
+    scales = dequantize(scale_indices[None], scale_scales[None], _scale_code(packed.device))[0] + offset
+    return (_pairs(packed.device)[packed.int()].view(-1, BLOCK) * scales[:, None]).flatten()
 
 
 class NF4Product(torch.autograd.Function):
