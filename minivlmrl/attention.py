@@ -34,11 +34,11 @@ class Bucket:
         owner, begins, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
         offset = torch.arange(max((tokens for *_, tokens in rows), default=0))  # (C,)
         prompts = torch.tensor(starts)[:, None] + torch.arange(length)
+        # 0 after the end of a shorter one
         completions = torch.where(offset < lengths[:, None], begins[:, None] + offset, 0)
-        self.prompts = to_device(prompts, device)  # (b, P) index in the run of each prompt token
-        self.completions = to_device(
-            completions, device
-        )  # (r, C); 0 after the end of a shorter one
+        # indices in the run
+        self.prompts = to_device(prompts, device)  # (b, P)
+        self.completions = to_device(completions, device)  # (r, C)
         self.slots = PromptSlots(owner, len(starts), device) if rows else None
 
 

@@ -82,7 +82,7 @@ class Algorithm:
         """Take what state_dict gave, maybe on another number of ranks."""
 
     def save(self, folder):
-        """Write what was trained into the run's folder; all ranks call it."""
+        """Write what was trained into the run's folder (a Path); all ranks call it."""
         from minivlmrl.hub.checkpoint import save_model
 
         save_model(folder / "checkpoint", self.policy, self.processor, self.world)
