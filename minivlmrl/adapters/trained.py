@@ -30,8 +30,7 @@ def select_trained(model: nn.Module, freeze: list[Part]):
     for name, parameter in model.named_parameters():
         own, chosen = name.removeprefix("backbone."), is_adapter(name) >= has_adapters
         chosen = own == "score.weight" or (name != "backbone.lm_head.weight" and part_of(own) not in freeze and chosen)
-        parameter.requires_grad_(chosen)
-        trained += parameter.requires_grad
+        trained += parameter.requires_grad_(chosen).requires_grad
     if not trained:
         why = "adapter.target names no other part" if has_adapters else "these are all parts"
         raise ValueError(f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {why}")
