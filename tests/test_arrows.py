@@ -1,0 +1,75 @@
+"""recipes/arrows.py, a task outside the package: its pictures say the answer, and nothing shorter does."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from runs import summary
+
+ROOT = Path(__file__).parents[1]
+ARROWS = runpy.run_path(str(ROOT / "recipes" / "arrows.py"))
+NAMES = {color: name for name, color in ARROWS["COLORS"].items()} | {(0, 0, 0): None}  # a shaft
+EDGES = [(6, 0), (13, 6), (6, 13), (0, 6)]  # pixels of a cell that a head which points into it fills
+CELL, COLUMNS, ROWS = (ARROWS[name] for name in ("CELL", "COLUMNS", "ROWS"))
+
+
+def read(image) -> dict[str, str]:
+    """Cell -> the cell that its arrow points to, by name, from the pixels alone."""
+    name = lambda x, y: NAMES[image.getpixel((x, y))]  # noqa: E731
+    own = {(x, y): name(x * CELL, y * CELL) for x in range(COLUMNS) for y in range(ROWS)}  # a corner has no head
+    heads = {own[x, y]: [name(x * CELL + u, y * CELL + v) for u, v in EDGES] for x, y in own}
+    return {source: cell for cell, sources in heads.items() for source in sources if source not in (cell, None)}
+
+
+@pytest.mark.parametrize("index", range(40))
+def test_the_picture_says_the_answer(index):
+    row = ARROWS["Arrows"](40, "test")[index]
+    following, thought = read(row.images[0]), [row.columns["problem"].removeprefix("From ")]
+    while thought[-1] in following:
+        thought.append(following[thought[-1]])
+    assert row.completion == f"<think> {' '.join(thought)}</think><answer> {row.columns['solution']}</answer>"
+    assert len(thought) == row.columns["moves"] + 1 and row.columns["unseen"] == (row.columns["moves"] > 2)
+    starts = set(following) - set(following.values())
+    ends = []
+    for cell in starts:
+        moves = 0
+        while cell in following:
+            cell, moves = following[cell], moves + 1
+        ends.append((cell, moves))
+    assert len(ends) > 1 and {moves for _, moves in ends} == {row.columns["moves"]}, "another way is as long"
+
+
+def test_controls():
+    assert {ARROWS["HARD"].datasets(data(), 0)[0]["prompts"][i].columns["moves"] for i in range(40)} == {3, 4}
+    training, held_out = ARROWS["TASK"].datasets(data(), 0)
+    assert {training["prompts"][i].columns["moves"] for i in range(40)} == {1, 2, 3, 4}
+    assert {training["demonstrations"][i].columns["moves"] for i in range(40)} == {1, 2}
+    blank = ARROWS["BLANK"].datasets(data(), 0)[1]
+    for i in range(4):
+        assert read(blank[i].images[0]) == {} and blank[i].columns == held_out[i].columns
+
+
+def data():
+    from minivlmrl.run.batches import DataSection
+
+    return DataSection(demonstrations=40, eval_rows=8)
+
+
+def test_rewards_by_moves():
+    texts = [
+        "<think> red blue</think><answer> blue</answer>",
+        "<think> red blue lime</think><answer> red</answer>",
+        "x",
+    ]
+    columns = {"solution": ["blue", "lime", "lime"], "moves": [1, 2, 2]}
+    answers = [" blue", " red", None]
+    assert ARROWS["correct"](answers, **columns, k=1) == [1.0, None, None]
+    assert ARROWS["correct"](answers, **columns, k=2) == [None, 0.0, 0.0]
+    assert ARROWS["thought"](texts, moves=columns["moves"], k=2) == [None, 2.0, 0.0]
+
+
+def test_the_recipe_runs(run, plain, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
+    table = summary(run("--num_threads=1", "--data.eval_rows=8", *small, recipe=ROOT / "recipes" / "arrows.yaml"))
+    assert {"sampled", "unseen sampled", "recipes/arrows.py:correct(k=4) greedy"} <= set(table["after_grpo"])
