@@ -1,4 +1,4 @@
-"""Answer the rows of a file, or score such answers: one line a row in a results file, and a summary beside it.
+"""Answer the rows of a file and score the answers: one line a row in a results file, and a summary beside it.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -49,7 +49,9 @@ def generate(arguments: list[str]):
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", description=description, allow_abbrev=False)
+    more = "--section.name=value changes the recipe: --data.eval_rewards='[iou, box_format]', --data.max_pixels=401408"
+    options = {"description": description, "epilog": more, "allow_abbrev": False}
+    p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", **options)
     p.add_argument("--recipe", metavar="FILE", help="default: config.yaml of the model's run, else own_data.yaml")
     p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
     p.add_argument("--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md")
