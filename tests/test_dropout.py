@@ -5,7 +5,7 @@ import copy
 import peft
 import pytest
 import torch
-from test_lora import adapted, batch, loss
+from test_lora import adapted, batch, check_gradients, loss
 from test_trained import ADAPTERS
 from torch import nn
 
@@ -147,22 +147,7 @@ def place(model):
 
 
 def test_gradients_given_the_masks():
-    """Of each kind of layer along one direction, against central differences in float64."""
-    model = place(adapted())
-    loss(model).backward()
-    kinds = {name.partition(".0.")[2] or name: layer for name, layer in adapters(model).items()}
-    generator = torch.Generator().manual_seed(3)
-    for layer in kinds.values():
-        for matrix in (layer.lora_A, layer.lora_B):
-            direction, start = torch.randn(matrix.shape, generator=generator, dtype=torch.float64), matrix.data.clone()
-            ends = []
-            with torch.no_grad():
-                for sign in (1e-5, -1e-5):
-                    matrix.data = start + sign * direction
-                    ends.append(loss(model).item())
-            matrix.data = start
-            slope = (matrix.grad * direction).sum().item()
-            assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-9)
+    check_gradients(place(adapted()))
 
 
 def test_recomputed_blocks_have_the_same_masks():

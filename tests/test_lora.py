@@ -84,14 +84,10 @@ def test_new_adapters_change_nothing_and_are_drawn_as_pefts(dora):
         assert bound * 0.9 < layer.lora_A.abs().max() <= bound and not layer.lora_B.any()
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
-def test_gradients_of_every_adapted_kind_of_layer(model_type):
-    """Along one direction for each matrix, against central differences in float64."""
-    model = adapted(model_type=model_type)
+def check_gradients(model):
+    """Of each kind of layer along one direction for each matrix, against central differences in float64."""
     loss(model).backward()
-    kinds = {}
-    for name, layer in adapters(model).items():
-        kinds.setdefault(name.partition(".0.")[2] or name, layer)
+    kinds = {name.partition(".0.")[2] or name: layer for name, layer in adapters(model).items()}
     assert len(kinds) >= 7 + 4 + 2
     generator = torch.Generator().manual_seed(3)
     for layer in kinds.values():
@@ -105,6 +101,11 @@ def test_gradients_of_every_adapted_kind_of_layer(model_type):
             matrix.data = start
             slope = (matrix.grad * direction).sum().item()
             assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+def test_gradients_of_every_adapted_kind_of_layer(model_type):
+    check_gradients(adapted(model_type=model_type))
 
 
 def test_full_rank_is_training_the_matrix():
