@@ -26,6 +26,7 @@ class GroupBatch:
     vision_index: Tensor  # (merged tokens,) where the prompts' images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
+    prompts: Sequence[Prompt] = ()  # B, what it was packed from
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Split a flat (M,) tensor over completion tokens into one piece per completion."""
@@ -83,6 +84,7 @@ def pack(
         vision_index=to_device(torch.cat(vision_index), device),
         completion_ids=to_device(torch.cat([nothing, *scored]), device),
         layout=layout,
+        prompts=prompts,
     )
 
 

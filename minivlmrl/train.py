@@ -116,11 +116,12 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
     from minivlmrl.adapters.dropout import with_dropout
+    from minivlmrl.algorithms.idle_rows import without_idle_rows
     from minivlmrl.run.metrics import merge, to_floats
     from minivlmrl.run.optimizer import finish_gradients, learning_rate
 
     parts, config, world = [], algorithm.config, algorithm.world
-    for batch in with_dropout(algorithm, step, number):
+    for batch in with_dropout(algorithm, without_idle_rows(algorithm, step), number):
         loss, metrics = algorithm.loss(batch)
         loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}

@@ -13,7 +13,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, vision
 from minivlmrl.advantages import group_advantages
-from minivlmrl.batch import pack
+from minivlmrl.algorithms.idle_rows import some_rows
 from minivlmrl.grpo import GRPO
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import Batches
@@ -90,16 +90,9 @@ class Walk:
             raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(known) - 1}")
         found = [(batch, (own == known[index]).nonzero()[:, 0]) for batch, own in zip(batches, of, strict=True)]
         batch, chosen = max(found, key=lambda part: len(part[1]))  # max_tokens_per_micro_batch may divide a group
-        self.row, ids = rows[known[index]], batch.group.split(batch.group.completion_ids)
-        self.prompt, self.ids = self.row.prompt(algorithm.processor), [ids[place] for place in chosen]
-        self.group = pack([self.prompt], [self.ids], self.policy.config, algorithm.world.device)
-        own = {each.name: getattr(batch, each.name) for each in fields(batch)} | {"group": self.group}
-        for name, value in own.items():
-            if isinstance(value, Tensor) and value.dim():
-                each = len(batch.loss_mask) // len(value)  # 2 for numbers of a pair
-                part = value[chosen[::each] // each]
-                own[name] = part[:, : max(self.group.layout.row_lengths)] if part.dim() > 1 else part
-        self.batch = replace(batch, **own)  # a micro-batch of this prompt alone
+        self.batch = some_rows(algorithm, batch, chosen)  # a micro-batch of this prompt alone
+        self.row, self.group = rows[known[index]], self.batch.group
+        [self.prompt], self.ids = self.group.prompts, self.group.split(self.group.completion_ids)
 
     def stops(self) -> Iterator[Stop]:
         """All stops; the last ones train the step."""
