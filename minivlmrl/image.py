@@ -73,19 +73,19 @@ def patchify(
     """Cut frames into patches, in the order in which the vision tower reads them.
 
     Args:
-        frames (T, H, W, 3): H and W multiples of patch_size * merge_size. The last frame is
+        frames (T, 3, H, W): H and W multiples of patch_size * merge_size. The last frame is
             repeated up to a multiple of temporal_patch_size: an image is one frame shown twice.
     Returns:
-        patches (t * h * w, 3, temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w):
+        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w):
         blocks of merge_size x merge_size patches in raster order, in each block its patches in
         raster order, in a patch (channel, frame, y, x).
     """
     n, m, p = temporal_patch_size, merge_size, patch_size
     frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % n)])
-    t, h, w = len(frames) // n, frames.shape[1] // p, frames.shape[2] // p
-    # 0, 1: time, frame; 2, 3, 4: block row, row in it, y; 5, 6, 7: the same of columns; 8: channel
-    cut = frames.reshape(t, n, h // m, m, p, w // m, m, p, 3).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return cut.reshape(t * h * w, 3, n * p * p), (t, h, w)
+    t, h, w = len(frames) // n, frames.shape[2] // p, frames.shape[3] // p
+    # 0, 1: time, frame; 2: channel; 3, 4, 5: block row, row in it, y; 6, 7, 8: the same of columns
+    cut = frames.reshape(t, n, 3, h // m, m, p, w // m, m, p).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return cut.reshape(t * h * w, 3 * n * p * p), (t, h, w)
 
 
 @dataclass
@@ -139,10 +139,10 @@ class ImageProcessor:
 
             resized, table = resize_frames(frames, height, width, mean, std)
         else:
-            size, bicubic = (width, height), Resampling.BICUBIC
-            resized = np.stack([frame.resize(size, bicubic) for frame in frames])
+            bicubic = Resampling.BICUBIC
+            resized = np.stack([frame.resize((width, height), bicubic) for frame in frames])
             table = ((np.arange(256) / 255).astype(np.float32) - mean) / std  # (3, 256)
+        values = np.stack([table[c].take(resized[..., c]) for c in range(3)], axis=1)
         sizes = self.patch_size, self.temporal_patch_size, self.merge_size
-        values, image_grid_thw = patchify(resized, *sizes)
-        values = np.stack([table[c].take(values[:, c]) for c in range(3)], axis=1)
-        return torch.from_numpy(values.reshape(-1, self.patch_dim)), image_grid_thw
+        patches, image_grid_thw = patchify(values, *sizes)
+        return torch.from_numpy(patches), image_grid_thw
