@@ -4,8 +4,6 @@ Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads. `
 ModelConfig, in `vision_rotary` the VisionConfig, of hub/model_config.py.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -96,16 +94,12 @@ def vision_rotary(image_grid_thw: Tensor, config, device="cpu") -> tuple[Tensor,
         cos, sin: each (P, 1, D) float32 for apply_rotary.
     """
     merge, count = config.spatial_merge_size, config.hidden_size // config.num_heads // 4
-    frames = [_frame_angles(h, w, merge, count).repeat(t, 1) for t, h, w in image_grid_thw.tolist()]
+    inv_freq, frames = _inverse_frequencies(count, 10000.0, "cpu"), []
+    for t, h, w in image_grid_thw.tolist():
+        row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)
+        blocks = row_col.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+        frames.append((blocks.reshape(h * w, 2, 1) * inv_freq).flatten(1).repeat(t, 1))
     return _cos_sin(to_device(torch.cat(frames), device))
-
-
-@lru_cache(maxsize=256)
-def _frame_angles(h: int, w: int, merge: int, count: int) -> Tensor:
-    """(h * w, 2 * count) angles of the patches of a frame."""
-    row_col = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
-    blocks = row_col.reshape(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-    return (blocks.reshape(h * w, 2, 1) * _inverse_frequencies(count, 10000.0, "cpu")).flatten(1)
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:

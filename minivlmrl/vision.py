@@ -7,6 +7,8 @@ Dimension letters: P patches of all images together, E hidden_size, H heads, D h
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,6 +68,18 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
     return torch.cat(order), window_lengths, frame_lengths
 
 
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a later call may need gradients
+def _layout(grids: tuple, config, device: torch.device) -> tuple:
+    """Sort patches into windows and merged tokens back; cached for policy and reference."""
+    image_grid_thw = torch.tensor(grids)
+    order, *lengths = window_order(image_grid_thw, config)
+    patches = torch.arange(len(order) * config.spatial_merge_size**2).view(len(order), -1)
+    orders = [to_device(x, device) for x in (patches[order].flatten(), order.argsort())]
+    angles = [x[orders[0], None] for x in vision_rotary(image_grid_thw, config, device)]
+    return *orders, *angles, *(Segments(x, device) for x in lengths)
+
+
 class VisionTransformer(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -83,18 +97,12 @@ class VisionTransformer(nn.Module):
         Returns:
             (M, out_hidden_size), images and videos in order, merged tokens in raster order.
         """
-        order, window_lengths, frame_lengths = window_order(image_grid_thw, self.config)
-        order = to_device(order, pixel_values.device)
-        windows, frames = (Segments(x, order.device) for x in (window_lengths, frame_lengths))
-        # patches in window order; merging is per token, so raster order can wait until the end
-        patches = torch.arange(len(pixel_values), device=order.device)
-        patch_order = patches.view(len(order), -1)[order].flatten()  # (P,)
-        rotary = vision_rotary(image_grid_thw, self.config, order.device)
-        cos, sin = (angle[patch_order] for angle in rotary)
-        x = gather_rows(self.patch_embed(pixel_values), patch_order)  # (P, E)
+        grids, x = tuple(map(tuple, image_grid_thw.tolist())), self.patch_embed(pixel_values)
+        order, raster_order, cos, sin, windows, frames = _layout(grids, self.config, x.device)
+        x = gather_rows(x, order)  # (P, E), in window order
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
-        return self.merger(x)[order.argsort()]
+        return gather_rows(self.merger(x), raster_order)  # the merger needs no order of tokens
 
 
 def tower_mlp(config) -> nn.Module:
@@ -140,10 +148,10 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # each (P, H, D)
+        q_k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).split((2, 1), dim=1)
         # cos and sin are float32, so the rotation runs in float32, unlike the decoder's
-        q, k = (apply_rotary(x, cos, sin).to(v.dtype) for x in (q, k))
-        return self.proj(window_attention(q, k, v, segments).flatten(1))
+        q, k = apply_rotary(q_k, cos, sin).to(v.dtype).unbind(1)  # (P, H, D)
+        return self.proj(window_attention(q, k, v.squeeze(1), segments).flatten(1))
 
 
 class PatchMerger(nn.Module):

@@ -1,6 +1,7 @@
 """M-RoPE positions of text, images and videos, against recorded ones of transformers 4.51.3 and by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_positions_of_a_video():
 def test_text_resumes_after_the_time_of_a_video_not_after_its_width():
     """The example of Qwen's authors: 3 steps of 1 s, 25 positions a second: text goes on at 50 + 1 + 50."""
     config = tiny.config()
-    config.vision_config.tokens_per_second = 25
+    config.vision_config = replace(config.vision_config, tokens_per_second=25)
     ids = torch.tensor([*[tiny.VIDEO] * 12, 7])
     positions = rope.get_rope_index(ids, torch.tensor([[3, 4, 4]]), config, torch.tensor([2.0]))
     assert positions[0].tolist() == [0] * 4 + [50] * 4 + [100] * 4 + [101]

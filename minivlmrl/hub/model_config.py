@@ -11,7 +11,7 @@ Depth = Annotated[int, "[1, 1000]"]  # more would take minutes to build, before 
 HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp -> the hub's name
 
 
-@dataclass
+@dataclass(frozen=True)
 class VisionConfig:
     """The vision tower, with Qwen2.5-VL's names and transformers' class defaults, which config.json may leave out."""
 
