@@ -27,6 +27,7 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # B, what it was packed from
+    vision_embeds: Tensor | None = None  # of all of them, see sampling/frozen_tower.py
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Split a flat (M,) tensor over completion tokens into one piece per completion."""
@@ -75,6 +76,7 @@ def pack(
         vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
         start += len(prompt.input_ids) + sum(len(completion) - 1 for completion in group)
     scored = [completion.cpu() for group in completions for completion in group]
+    seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
         input_ids=to_device(torch.cat(ids), device),
@@ -85,6 +87,7 @@ def pack(
         completion_ids=to_device(torch.cat([nothing, *scored]), device),
         layout=layout,
         prompts=prompts,
+        vision_embeds=torch.cat(seen) if len(seen) == len(prompts) else None,
     )
 
 

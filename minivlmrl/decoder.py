@@ -41,7 +41,9 @@ class Qwen2_5_VL(nn.Module):
         """
         x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
         if len(batch.image_grid_thw):
-            vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
+            vision_embeds = batch.vision_embeds  # those of a frozen tower are known
+            if vision_embeds is None:
+                vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x = x.index_copy(0, batch.vision_index, vision_embeds.to(x.dtype))
         return self.model(x, batch.position_ids, attention or GroupAttention(batch.layout), select)
 

@@ -58,6 +58,7 @@ FURTHER = {
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
+    "grpo without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
 }  # fmt: skip
 SHORT = [f"--{stage}.max_steps=3" for stage in ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")]
 SHARDED = ["--sharding.enabled=true"]

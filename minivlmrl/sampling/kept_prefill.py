@@ -17,6 +17,7 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.prompt_slots import after_prompt
 from minivlmrl.rows import Prompt
+from minivlmrl.sampling.frozen_tower import see_once
 
 
 def keep_prefill(algorithm, prompts: Sequence[Prompt]):
@@ -27,6 +28,7 @@ def keep_prefill(algorithm, prompts: Sequence[Prompt]):
     computed again anyway.
     """
     policy, config, run = algorithm.policy, algorithm.config, algorithm.run
+    see_once(algorithm, prompts)
     trained_once = algorithm.stage == "grpo" and algorithm.on_policy and not run.model.activation_checkpointing
     budgets = run.sampling.max_tokens_at_once, config.max_tokens_per_micro_batch
     if not trained_once or len(prompts) > config.micro_batch_size or budgets != (None, None):

@@ -116,7 +116,7 @@ class VisionInStep:
 
     def before(self, model: nn.Module, arguments: tuple):
         batch, vision = arguments[0], model.config.vision_config
-        images, device = len(batch.image_grid_thw), batch.input_ids.device
+        images, device = len(batch.image_grid_thw) * (batch.vision_embeds is None), batch.input_ids.device
         if not self.joint or dist.get_world_size() == 1:
             return
         on_any_rank = torch.tensor(int(images > 0), device=device)
