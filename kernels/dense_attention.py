@@ -53,14 +53,16 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     if not short:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     else:
-        scores = attention_scores(q, k)  # (S, K, repeat*L, T)
-        scores = scores if mask is None else scores + mask
-        out = scores.softmax(-1).to(q.dtype) @ v
+        out = attention_scores(q, k, mask).softmax(-1).to(q.dtype) @ v  # scores (S, K, repeat*L, T)
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
 
 
-def attention_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Compute q k^T D^-1/2 in float32 (float64 of float64), (S, K, L, T), of q (S, K, L, D) and k (S, K, T, D)."""
-    if q.dtype == torch.promote_types(q.dtype, torch.float32):
-        return (q * q.shape[-1] ** -0.5) @ k.mT
-    return float32_matmul(q, k.mT) * q.shape[-1] ** -0.5  # a scaled q would be rounded
+def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute q k^T D^-1/2 + mask (L, T) in float32 (float64 of float64), (..., L, T), of q, k (..., L or T, D)."""
+    scale = q.shape[-1] ** -0.5
+    if q.dtype != torch.promote_types(q.dtype, torch.float32):
+        scores = float32_matmul(q, k.mT) * scale  # a scaled q would be rounded
+        return scores if mask is None else scores + mask
+    added, beta = (q.new_empty(()), 0) if mask is None else (mask, 1)
+    scores = torch.baddbmm(added, q.flatten(0, -3), k.flatten(0, -3).mT, beta=beta, alpha=scale)
+    return scores.unflatten(0, q.shape[:-2])

@@ -42,20 +42,20 @@ TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB o
 
 def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> list[Tensor]:
     """logp, H, top and s, each (M,)."""
-    (logits, scratch), head, scored = _buffers(hidden, weight), _wide(weight), []
+    (logits, scratch), head, scored = *_buffers(hidden, weight), []
     for h, y in zip(hidden.split(len(logits)), ids.split(len(logits)), strict=True):
-        scored.append(score_rows_(_product(h, head, logits), y, temperature, scratch[: len(h)]))
+        scored.append(score_rows_(float32_matmul(h, head, out=logits[: len(h)]), y, temperature, scratch[: len(h)]))
     return [torch.cat(parts) for parts in zip(*scored, strict=True)]
 
 
 def _differentiate_by_rows(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
     """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums; None: not needed."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
-    (logits, scratch), head = _buffers(hidden, weight), _wide(weight)
+    (logits, scratch), head = _buffers(hidden, weight)
     for start in range(0, len(hidden), len(logits)):
         rows = slice(start, start + len(logits))
         h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
-        d = differences_(_product(h, head, logits), kept[1], temperature)
+        d = differences_(float32_matmul(h, head, out=logits[: len(h)]), kept[1], temperature)
         dz = differentiate_rows_(d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]).to(h.dtype)
         if grad_hidden is not None:
             accumulate_(grad_hidden[rows], dz, weight)
@@ -63,26 +63,18 @@ def _differentiate_by_rows(inputs: list[Tensor], saved: list, upstream: list, te
             accumulate_(grad_weight, dz.T, h)
 
 
-def _buffers(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory for two pieces of logits, (2, rows, V), used for all pieces: fresh memory costs a page fault per page."""
-    rows = _rows(len(hidden), len(weight), hidden.device.type)
-    return torch.empty(2, rows, len(weight), dtype=_sum_dtype(hidden), device=hidden.device)
+def _buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for all pieces: two of logits (2, rows, V), as fresh memory costs page faults; and the head (D, V)."""
+    rows, dtype = _rows(len(hidden), len(weight), hidden.device.type), _sum_dtype(hidden)
+    logits = torch.empty(2, rows, len(weight), dtype=dtype, device=hidden.device)
+    # a CPU has no float32 products of bfloat16: it converts the head once
+    return logits, (weight if weight.is_cuda else weight.to(dtype)).T
 
 
 def _rows(rows: int, vocab: int, device_type: str) -> int:
     """Rows of one piece of the torch path."""
     most = min(max(CHUNK_BYTES // (4 * vocab), 32), 256) if device_type == "cpu" else GPU_ROWS
     return min(most, max(rows, 1))
-
-
-def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """hidden @ weight.T in the first rows of out."""
-    return float32_matmul(hidden, weight.T, out=out[: len(hidden)])
-
-
-def _wide(weight: Tensor) -> Tensor:
-    """The head for _product of all pieces; a CPU, which has no float32 products of bfloat16, converts it once."""
-    return weight if weight.is_cuda else weight.to(_sum_dtype(weight))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -226,6 +218,6 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
-    (logits, _), head = _buffers(hidden, weight), _wide(weight)
-    log_p = (_product(h, head, logits).log_softmax(-1) for h in hidden.split(len(logits)))
+    (logits, _), head = _buffers(hidden, weight)
+    log_p = (float32_matmul(h, head, out=logits[: len(h)]).log_softmax(-1) for h in hidden.split(len(logits)))
     return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])

@@ -56,11 +56,13 @@ def after_prompt(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Te
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
         k, v = (torch.cat([gather_rows(x, slots.owner), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
-    q = q.unflatten(1, (-1, repeat)).flatten(2, 3)  # (R, K, repeat*C, D)
-    unseen = q.new_full((C, C), -math.inf).triu(1).repeat(repeat, 1)
-    to_own = attention_scores(q, k) + unseen  # (R, K, repeat*C, C)
-    to_prompt = attention_scores(slots.by_prompt(q), prompt_k)  # (B, K, slots*repeat*C, P)
-    weights = torch.cat([to_prompt, slots.by_prompt(to_own)], dim=-1).softmax(-1).to(q.dtype)
+    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D): one copy of each
+    q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)
+    own_q, own_k, own_v = (x.unflatten(2, (slots.slots, -1)) for x in (q, slots.by_prompt(k), slots.by_prompt(v)))
+    unseen = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(repeat, 0)
+    to_own = attention_scores(own_q, own_k, unseen).view(*q.shape[:3], C)
+    weights = torch.cat([attention_scores(q, prompt_k), to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([P, C], dim=-1)
-    out = slots.by_row(to_prompt @ prompt_v) + slots.by_row(to_own) @ v
-    return out.unflatten(2, (repeat, C)).flatten(1, 2)
+    out = (to_prompt @ prompt_v).view_as(own_q) + to_own.unflatten(2, (slots.slots, -1)) @ own_v
+    out = out.view(*q.shape[:2], slots.slots, C, repeat, -1).permute(0, 3, 2, 1, 4, 5)  # (B, C, slots, K, repeat, D)
+    return slots.by_row(out).flatten(2, 4).transpose(1, 2)

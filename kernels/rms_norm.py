@@ -16,26 +16,31 @@ class RMSNorm(nn.RMSNorm):
     """torch's module, computed by its fused kernel on a GPU and by the formulas above elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # without gradients a CPU's steps in C++ have the same bits, if nothing is rounded to bfloat16 between them
-        wide = x.dtype == torch.promote_types(x.dtype, torch.float32)
-        if x.is_cuda or (wide and not torch.is_grad_enabled()):
+        if x.is_cuda:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        if torch.is_grad_enabled():
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return _normalize(x, self.weight, self.eps)[0]
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()  # (..., 1)
+    return (wide * r).to(x.dtype).mul_(weight), r
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
+        result, r = _normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).to(x.dtype).mul_(weight)
+        return result
 
     @staticmethod
     def backward(ctx, g: Tensor):
         x, weight, r = ctx.saved_tensors
         n, g, wide_weight = x * r, g.to(r.dtype), weight.to(r.dtype)
         products = (g * n).flatten(0, -2)
-        means = (products @ wide_weight / len(weight)).view(r.shape)  # of g weight n over each row
-        grad_x = torch.addcmul(g * wide_weight, n, means, value=-1).mul_(r)
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # of -g weight n over each row
+        grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -119,12 +119,14 @@ def test_gradcheck():
 def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
     """256 rows of 31 logits; with the vocabulary of Qwen2.5-VL 32 rows, 19 MB of float32."""
     sizes = []
-    original = kernel._product
-    monkeypatch.setattr(kernel, "_product", lambda h, *rest: (sizes.append(len(h)), original(h, *rest))[1])
+    original = kernel.float32_matmul
+    monkeypatch.setattr(
+        kernel, "float32_matmul", lambda h, *x, **out: (sizes.append(len(h)), original(h, *x, **out))[1]
+    )
     hidden, weight, ids, _ = inputs(rows=700)
     linear_log_softmax(hidden, weight, ids)[0].sum().backward()
     assert max(sizes) == 256 and sum(sizes) == 2 * 700  # each row once forward, once again backward
-    assert kernel._buffers(torch.empty(4096, 1), torch.empty(151936, 1)).shape == (2, 32, 151936)
+    assert kernel._buffers(torch.empty(4096, 1), torch.empty(151936, 1))[0].shape == (2, 32, 151936)
 
 
 def test_what_does_not_fit_is_said():
