@@ -111,10 +111,10 @@ class GroupAttention:
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
             self.keys.append((k, v))
-        out = []
+        out, alone = [], len(self.layout.buckets) == 1
         for bucket in self.layout.buckets:
             # (b, heads, P, D)
-            qp, kp, vp = (gather_rows(x, bucket.prompts).transpose(1, 2) for x in (q, k, v))
+            qp, kp, vp = (gather_rows(x, bucket.prompts, alone).transpose(1, 2) for x in (q, k, v))
             o = dense_attention(qp, kp, vp, is_causal=True)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (b*P, H, D)
             if not bucket.completions.numel():
@@ -123,7 +123,7 @@ class GroupAttention:
             qc, kc, vc = (gather_rows(x, bucket.completions).transpose(1, 2) for x in (q, k, v))
             o = after_prompt(qc, kc, vc, kp, vp, bucket.slots)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
-        return gather_rows(torch.cat(out), self.layout.inverse)
+        return gather_rows(torch.cat(out), self.layout.inverse) if out[1:] else out[0]
 
 
 class DecodeAttention:

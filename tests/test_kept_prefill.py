@@ -28,10 +28,17 @@ def gradients(model, policy, prompts, completions):
 
 @pytest.mark.parametrize("freeze_vision_tower", [False, True])
 @pytest.mark.parametrize("num_generations", [1, 4])
-def test_training_continues_the_prefill_with_the_gradients_of_the_whole_run(num_generations, freeze_vision_tower):
+@pytest.mark.parametrize("lengths", ["any", "any of one prompt", "the same"])
+def test_training_continues_the_prefill_with_the_gradients_of_the_whole_run(
+    num_generations, freeze_vision_tower, lengths
+):
     model = tiny.model(dtype=torch.float64)
     model.visual.requires_grad_(not freeze_vision_tower)
     prompts, completions = groups(num_generations)
+    if lengths != "any":  # then nothing has to be gathered, or the completions alone
+        prompts, completions = [prompts[0]] * 2, completions[:2]
+    if lengths == "the same":
+        completions = [[torch.arange(5) + i + row for row in range(num_generations)] for i in range(2)]
     expected, whole = gradients(model, model, prompts, completions)
     model.zero_grad()
     actual, continued = gradients(model, KeptPrefill(model, prompts, "cpu"), prompts, completions)

@@ -101,10 +101,10 @@ class CompletionAttention:
         self.inverse = inverse.index_copy(0, order.where(order >= 0, count), torch.arange(len(order)).to(order))[:count]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prompt_keys, out = self.keys[layer_index], []
+        prompt_keys, out, alone = self.keys[layer_index], [], len(self.slots) == 1
         for prompts, completions, slots in zip(self.prompts, self.completions, self.slots, strict=True):
             if completions.numel():
-                kp, vp = (gather_rows(x, prompts.prompts).transpose(1, 2) for x in prompt_keys)
-                qc, kc, vc = (gather_rows(x, completions).transpose(1, 2) for x in (q, k, v))
+                kp, vp = (gather_rows(x, prompts.prompts, alone).transpose(1, 2) for x in prompt_keys)
+                qc, kc, vc = (gather_rows(x, completions, alone).transpose(1, 2) for x in (q, k, v))
                 out.append(after_prompt(qc, kc, vc, kp, vp, slots).transpose(1, 2).flatten(0, 1))
-        return gather_rows(torch.cat(out), self.inverse)
+        return gather_rows(torch.cat(out) if out[1:] else out[0], self.inverse, alone)
