@@ -64,18 +64,20 @@ def pack(
     if any(length == 0 for group in lengths for length in group):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
+    completions = [[completion.cpu() for completion in group] for group in completions]
+    placeholders = torch.tensor([config.image_token_id, config.video_token_id])
     ids, positions, vision_index, start = [], [], [], 0
     for prompt, group in zip(prompts, completions, strict=True):
-        grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
-        positions.append(get_rope_index(prompt.input_ids, grids, config, seconds))  # (3, P)
-        ids += [prompt.input_ids, *(completion[:-1].cpu() for completion in group)]
-        following = int(positions[-1].max()) + 1
-        for completion in group:
-            positions.append((torch.arange(len(completion) - 1) + following).expand(3, -1))
-        placeholders = torch.tensor([config.image_token_id, config.video_token_id])
+        if prompt.position_ids is None:
+            grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
+            prompt.position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
+        next_position = int(prompt.position_ids.max()) + 1
+        following = [next_position + i for c in group for i in range(len(c) - 1)]
+        positions += [prompt.position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
+        ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
         vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
-        start += len(prompt.input_ids) + sum(len(completion) - 1 for completion in group)
-    scored = [completion.cpu() for group in completions for completion in group]
+        start += len(prompt.input_ids) + len(following)
+    scored = [completion for group in completions for completion in group]
     seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(

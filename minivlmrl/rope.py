@@ -46,7 +46,7 @@ def get_rope_index(
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             needed = f"the {length} image or video tokens that grid {(t, h, w)} needs at {begin}"
             raise ValueError(f"input_ids lack {needed}")
-        pieces.append((torch.arange(begin - end) + position).expand(3, -1))  # text
+        pieces.append(torch.arange(position, position + begin - end).expand(3, -1))  # text
         position += begin - end
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
@@ -56,7 +56,7 @@ def get_rope_index(
     if any(token in placeholders for token in ids[end:]):
         count = f"{len(image_grid_thw)} grids"
         raise ValueError(f"input_ids have an image or video token that none of the {count} needs")
-    pieces.append((torch.arange(len(ids) - end) + position).expand(3, -1))
+    pieces.append(torch.arange(position, position + len(ids) - end).expand(3, -1))
     return torch.cat(pieces, dim=1)
 
 
