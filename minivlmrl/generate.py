@@ -95,33 +95,33 @@ def generate(
         limits, most = filters.limits, int(filters.limits.max())
     logits, decode, position = prefill(model, batch, owner, most)
 
-    tokens = torch.zeros(len(owner), most, dtype=torch.long, device=device)
-    logps, lengths = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(running)
-    stopped = torch.zeros_like(running, dtype=torch.bool)
+    drawn = []  # in each step: running rows, their tokens, log-probabilities, whether they stop
     for step in range(most):
         ids, scored = next_tokens(logits, sampling.temperature, draw, filters, running, step)
-        tokens[running, step], logps[running, step] = ids, scored
-        lengths[running] += 1
-        ends = torch.isin(ids, stop) | (watch is not None and watch(running, ids))
-        stopped[running] = ends
-        going_on = (~ends & (limits[running] > step + 1)).cpu().nonzero()[:, 0]
+        ends = torch.isin(ids, stop)
+        if watch is not None:
+            ends |= watch(running, ids)
+        drawn.append((running, ids, scored, ends))
+        going_on = (~ends & (limits > step + 1)).cpu().nonzero()[:, 0]
         if len(going_on) == 0 or step + 1 == most:
             break
         if len(going_on) < len(running):
             going_on = decode.keep(going_on)  # the others leave
-            running, ids = running[going_on], ids[going_on]
+            running, ids, limits, position = (x[going_on] for x in (running, ids, limits, position))
         if joint is not None:
             joint.step()
-        position_ids = (position[running] + step).expand(3, -1)
+        position_ids = (position + step).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)
         decode.advance()
         logits = float32_matmul(hidden, model.lm_head.weight.T)  # (r, V)
     if joint is not None:
         joint.finish(model)
+    rows, ids, logps, ends = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
     if not logps.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    rows = zip(tokens.cpu(), logps.cpu(), lengths.tolist(), stopped.tolist(), strict=True)
-    rows = [Completion(ids[:n], scored[:n], ended) for ids, scored, n, ended in rows]
+    order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
+    ids, logps, ends = (x[order].split(lengths) for x in (ids, logps, ends))
+    rows = [Completion(*x, bool(e[-1])) for *x, e in zip(ids, logps, ends, strict=True)]
     return [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
 
 

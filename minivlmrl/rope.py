@@ -4,6 +4,8 @@ Dimension letters: N tokens of the packed run, P patches, D head_dim, H heads. `
 ModelConfig, in `vision_rotary` the VisionConfig, of hub/model_config.py.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -114,6 +116,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(partner, sin)
 
 
+@cache
 def _inverse_frequencies(count: int, theta: float, device) -> Tensor:
     """(count,) float32: theta^(-i/count), so the slowest turns about `theta` times slower."""
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
