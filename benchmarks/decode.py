@@ -1,31 +1,38 @@
 """Tokens a second of decoding, here and in transformers' `generate` with its cache: 1, 8 and 64 rows.
 
-python benchmarks/decode.py --json FILE                    # Qwen2.5-VL-3B on a GPU, random weights in bfloat16
-python benchmarks/decode.py --toy                          # at toy size in float32, on a CPU too: that it runs
-python benchmarks/decode.py --ways vllm                    # vLLM, if it is installed; alone, it takes the whole card
+python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; without one the default recipe's model on the CPU
+python benchmarks/decode.py --toy            # at toy size in float32, on a CPU too: that it runs
+python benchmarks/decode.py --ways vllm      # vLLM, if it is installed; alone, it takes the whole card
 
-1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8; each prompt has an image of 1,000 tokens and
-100 tokens of text, and each completion exactly 256 tokens. Seconds are from the prompt to the last token, prefill
-included. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager` kernel by kernel. `predicted` is
-roofline.py's. vLLM reads as many tokens of text alone: its processor needs files of the hub.
+1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8. On a GPU, in bfloat16, each prompt has an
+image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
+completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
+prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
+kernel by kernel, as on a CPU. `predicted` is roofline.py's. vLLM reads as many tokens of text alone: its processor
+needs files of the hub.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl/__main__.py sets it for runs
 import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, versions
 from sizes import HUB, card_named
 
+import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.generate import SamplingConfig, draw_by, generate
+from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.tasks import shapes
 from minivlmrl.tools.plan import Work
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
@@ -34,43 +41,71 @@ SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
-    parser.add_argument("--repeats", type=int, default=2, help="timed calls of each way")
-    ways = ["ours", "ours, eager", "transformers"]
-    parser.add_argument("--ways", nargs="+", default=ways, choices=(*ways, "vllm"))
+    parser.add_argument("--repeats", type=int, help="timed calls of each way, by default 2, without a GPU 10")
+    parser.add_argument("--threads", type=int, default=2, help="on a CPU")
+    on_cpu = ["ours, eager", "transformers"]
+    parser.add_argument("--ways", nargs="+", choices=("ours", *on_cpu, "vllm"), help="by default all but vllm")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     o = parser.parse_args()
-    if CARD.type == "cpu" and not o.toy:
-        sys.exit("no GPU here: --toy runs everything at toy size")
+    small = CARD.type == "cpu" and not o.toy
+    o.ways = o.ways or (on_cpu if small else ["ours", *on_cpu])
     if "vllm" in o.ways and (len(o.ways) > 1 or importlib.util.find_spec("vllm") is None):
         sys.exit("vLLM is not installed" if len(o.ways) == 1 else "--ways vllm runs alone")
-    case, rows = make_case(o.toy, peer_rows=1), []
-    calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, o.toy)
-    tokens = len(case.completions[0])
-    print("| rows | way | seconds | tokens/s | predicted tokens/s |\n|---|---|---|---|---|")
-    for prompts, generations in SIZES:
-        ways = {way: partial(calls[way], prompts, generations) for way in o.ways}
-        for way, numbers in take_turns(ways, o.repeats).items():
-            row = {"rows": prompts * generations, "way": way, **numbers}
-            if "seconds" in row:
-                row["tokens_per_second"] = row["rows"] * tokens / row["seconds"]
-            if way.startswith("ours"):
-                row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
-            cells = (row.get(name) for name in ("rows", "way", "seconds", "tokens_per_second", "predicted"))
-            shown = (f"{x:.2f}" if isinstance(x, float) else str(x or "") for x in cells)
-            print(f"| {' | '.join(shown)} |", flush=True)
-            rows.append(row)
+    if small:
+        torch.set_num_threads(o.threads)
+    rows = []
+    print("| prompt tokens | rows | way | seconds | tokens/s | times transformers | predicted tokens/s |")
+    print("|---|---|---|---|---|---|---|")
+    for case in small_cases() if small else [make_case(o.toy, peer_rows=1)]:
+        calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy)
+        for prompts, generations in SIZES:
+            ways = {way: partial(calls[way], prompts, generations) for way in o.ways}
+            results = take_turns(ways, o.repeats or (10 if small else 2))
+            peer = results.get("transformers", {}).get("seconds")
+            for way, numbers in results.items():
+                row = {"prompt_tokens": len(case.prompt.input_ids), "rows": prompts * generations, "way": way}
+                row |= numbers
+                if "seconds" in row:
+                    row["tokens_per_second"] = row["rows"] * len(case.completions[0]) / row["seconds"]
+                    row["times_transformers"] = peer and peer / row["seconds"]
+                if way.startswith("ours") and not small:
+                    row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
+                names = (
+                    "prompt_tokens",
+                    "rows",
+                    "way",
+                    "seconds",
+                    "tokens_per_second",
+                    "times_transformers",
+                    "predicted",
+                )
+                shown = (f"{x:.4g}" if isinstance(x, float) else str(x or "") for x in map(row.get, names))
+                print(f"| {' | '.join(shown)} |", flush=True)
+                rows.append(row)
     if o.json:
         about = {"card": card(), "versions": versions()}
         o.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
-def model_calls(case: Case, toy: bool) -> dict[str, Callable]:
+def small_cases() -> Iterator[Case]:
+    """The default recipe's model and the prompts of grpo_step.py, one of each length."""
+    import grpo_step  # here: a GPU's case needs no TRL
+
+    model, processor = random_model(grpo_step.MODEL_CONFIG, shapes.tokenizer(), seed=0)
+    completions = list(torch.zeros(grpo_step.NUM_GENERATIONS, grpo_step.NEW_TOKENS))
+    for size, _ in grpo_step.CASES:
+        [row] = grpo_step.make_rows(size, 1)
+        yield Case(model.config, processor(row.messages, row.images), completions, torch.zeros(0), peer_rows=1)
+
+
+def model_calls(case: Case, wide: bool) -> dict[str, Callable]:
     """way -> (prompts, completions of each) -> nothing; both share their weights."""
-    ours, theirs = build(case.config, torch.float32 if toy else torch.bfloat16)
+    ours, theirs = build(case.config, torch.float32 if wide else torch.bfloat16)
     theirs.generation_config.eos_token_id = None  # nothing ends a completion
     tokens = len(case.completions[0])
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
 
+    @torch.inference_mode()
     def decode(prompts, generations, sample=generate_captured):
         draw = draw_by(torch.rand(prompts, generations, tokens, dtype=torch.float64), CARD)
         sampling = SamplingConfig(max_new_tokens=tokens)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -27,6 +28,16 @@ def test_group_forward(tmp_path):
     assert (cell["prompt_tokens"], cell["num_generations"], cell["completion_tokens"]) == (64, 4, 16)
     assert cell["group_ms"] > 0 and cell["repeated_ms"] > 0
     assert numbers["float64_max_difference"]["gradients / largest"] < 1e-12
+
+
+@pytest.mark.slow
+def test_decode_without_a_gpu(tmp_path):
+    """The default recipe's model and the prompts of grpo_step.py; it asserts that both sides draw all tokens."""
+    table, numbers = run(tmp_path, "decode.py", "--repeats", "1", "--threads", "1")
+    cells = [(row["prompt_tokens"], row["rows"], row["way"]) for row in numbers["rows"]]
+    sizes, ways = product((48, 96, 288), (1, 8, 64)), ("ours, eager", "transformers")
+    assert cells == [(*size, way) for size in sizes for way in ways] and "times transformers" in table
+    assert all(row["tokens_per_second"] > 0 and row["times_transformers"] > 0 for row in numbers["rows"])
 
 
 @pytest.mark.slow
