@@ -98,9 +98,7 @@ def generate(
     drawn = []  # in each step: running rows, their tokens, log-probabilities, whether they stop
     for step in range(most):
         ids, scored = next_tokens(logits, sampling.temperature, draw, filters, running, step)
-        ends = torch.isin(ids, stop)
-        if watch is not None:
-            ends |= watch(running, ids)
+        ends = torch.isin(ids, stop) | (watch is not None and watch(running, ids))
         drawn.append((running, ids, scored, ends))
         going_on = (~ends & (limits > step + 1)).cpu().nonzero()[:, 0]
         if len(going_on) == 0 or step + 1 == most:
