@@ -1,8 +1,8 @@
 TASK = """
-Inside the loop, for one prompt and its completions: add the ids of the run to `ids`, the (3, n) positions of each
-completion to `positions` (those of the prompt are there already), to `vision_index` where in the run the prompt's image
-tokens are, and move `start` to where the next prompt begins. The last token of a completion is predicted but predicts
-nothing: it is not in the run.
+Inside the loop, for one prompt and its completions: add the ids of the run to `ids`, the (3, n) positions of the
+prompt, prompt.position_ids, and of its completions to `positions`, to `vision_index` where in the run the prompt's
+image tokens are, and move `start` to where the next prompt begins. The last token of a completion is predicted but
+predicts nothing: it is not in the run.
 """
 
 HINT = """
@@ -11,35 +11,35 @@ all completions of a prompt begin at the same one. torch.isin finds the placehol
 """
 
 WRONG = {
-    "the last token of a completion predicts nothing: it is not in the run": (
-        "completion[:-1].cpu()",
-        "completion.cpu()",
-    ),
+    "the last token of a completion predicts nothing: it is not in the run": ("completion[:-1]", "completion"),
     "you left out the first token of each completion; it is the last one that goes": (
         "completion[:-1]",
         "completion[1:]",
     ),
     "positions are not token counts: an image takes fewer, so look for the largest position": (
-        "int(positions[-1].max()) + 1",
+        "int(prompt.position_ids.max()) + 1",
         "len(prompt.input_ids)",
     ),
     "a completion begins one past its prompt's largest position": (
-        "int(positions[-1].max()) + 1",
-        "int(positions[-1].max())",
+        "int(prompt.position_ids.max()) + 1",
+        "int(prompt.position_ids.max())",
     ),
     "all completions of a prompt begin at the same position; yours follow one another": (
-        "+ following).expand(3, -1))",
-        "+ following).expand(3, -1))\n    following += len(completion) - 1",
+        "for c in group for i in range(len(c) - 1)]",
+        "for i in range(sum(len(c) - 1 for c in group))]",
     ),
     "image tokens are numbered in the run, not in their prompt: start is missing": (
         "nonzero()[:, 0] + start)",
         "nonzero()[:, 0])",
     ),
     "the next prompt begins after this one's completions, too": (
-        "len(prompt.input_ids) + sum(len(completion) - 1 for completion in group)",
+        "len(prompt.input_ids) + len(following)",
         "len(prompt.input_ids)",
     ),
-    "a completion of n tokens takes n - 1 in the run": ("sum(len(completion) - 1 for", "sum(len(completion) for"),
+    "a completion of n tokens takes n - 1 in the run": (
+        "len(prompt.input_ids) + len(following)",
+        "len(prompt.input_ids) + sum(len(completion) for completion in group)",
+    ),
 }
 
 
