@@ -39,7 +39,9 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
+from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
+from minivlmrl.rope import _cos_sin, apply_rotary
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEMPERATURE = 0.9
@@ -466,7 +468,53 @@ def off_windows(phase: str, got: list[Tensor], expected: dict[str, list[Tensor]]
     return max(relative(a[rows], b) for a, b in zip(got, expected[phase], strict=True))
 
 
-TABLES = {"logits": logits_table, "states": states_table, "windows": windows_table}
+# ------------------------------------------------------------------------------------------------ element by element
+
+
+def element_wise_table(run: Run) -> None:
+    """swiglu of 3B's decoder, and the rotary of its queries: one read and one write of each number."""
+    torch.manual_seed(0)
+    tokens = 50 if run.toy else 8800  # eight prompts of 1,100
+    gate, up, grad = torch.randn(3, tokens, 64 if run.toy else 11008, device=CARD, dtype=torch.bfloat16)
+    for name, function in (("swiglu", swiglu), ("rotary", apply_rotary)):
+        if name == "swiglu":
+            inputs, tables, plain = (gate, up), (), lambda g, u: F.silu(g) * u
+        else:
+            inputs, plain = (torch.randn(tokens, 16, 128, device=CARD, dtype=torch.bfloat16),), plain_rotary
+            tables, grad = [t.bfloat16() for t in _cos_sin(torch.randn(tokens, 64, device=CARD))], inputs[0].flip(0)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        both = {"ours": function, "torch": plain, "torch.compile": compiled(plain)}
+        ways = [element_wise_way(way, call, leaves, tables, grad) for way, call in both.items()]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        out = plain(*exact, *(t.double() for t in tables))
+        expected = {"forward": [out.detach()], "both": torch.autograd.grad(out, exact, grad.double())}
+        size, n = grad.numel() * grad.element_size(), len(inputs)
+        # forward: inputs and result; backward: gradient, inputs (a turn needs none) and their gradients
+        moved = {"forward": n + 1, "both": n + 1 + (5 if name == "swiglu" else 2)}
+        floors = {phase: run.ceilings.milliseconds(count * size) for phase, count in moved.items()}
+        error = partial(off_element_wise, expected=expected)
+        run.table(f"{name} {' x '.join(map(str, grad.shape))}", ways, error, 0.02, floors)
+
+
+def element_wise_way(name: str, function: Callable, leaves: list[Tensor], tables, grad: Tensor) -> Way:
+    """function (leaves, tables) -> as large a tensor as each leaf."""
+
+    @torch.no_grad()
+    def forward():
+        return [function(*leaves, *tables)]
+
+    return Way(name, forward, lambda: torch.autograd.grad(function(*leaves, *tables), leaves, grad))
+
+
+def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def off_element_wise(phase: str, got: list[Tensor], expected: dict) -> float:
+    return max(relative(a, b) for a, b in zip(got, expected[phase], strict=True))
+
+
+TABLES = {"logits": logits_table, "states": states_table, "windows": windows_table, "element-wise": element_wise_table}
 
 
 # ------------------------------------------------------------------------------------------------ shared

@@ -34,6 +34,7 @@ from typing import Any
 import triton
 
 from minivlmrl.kernels import backend as installed
+from minivlmrl.kernels import rotary, swiglu
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
@@ -104,9 +105,26 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     ]
 
 
+def element_wise_builds() -> list[Build]:
+    """SwiGLU, and the rotary of decoder (tables of bfloat16) and tower."""
+    tensors, size = dict.fromkeys(["gate", "up", "out"], "*bf16"), {"size": "i32"}
+    backward = dict.fromkeys(["grad", "gate", "up", "grad_gate", "grad_up"], "*bf16")
+    block, found = {"BLOCK": swiglu.BLOCK}, []
+    for name, given in (("forward", tensors), ("backward", backward)):
+        kernel = getattr(swiglu, f"_{name}_kernel")
+        found.append(Build(f"swiglu {name} bf16", kernel, given | size, block, swiglu.WARPS))
+    strides = dict.fromkeys(["row_stride", "head_stride", "H", "D"], "i32") | {"direction": "fp32"}
+    for heads, half, dtype in ((16, 64, "bf16"), (32, 64, "fp32")):
+        given = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["cos", "sin"], f"*{dtype}") | strides
+        sizes = {"HEADS": heads, "HALF": half}
+        found.append(Build(f"rotary {heads} heads, tables {dtype}", rotary._kernel, given, sizes))
+    return found
+
+
 def builds() -> list[Build]:
     """All builds."""
-    return [*log_softmax_builds(), *(build for case in CASES for build in window_builds(*case))]
+    of_windows = [build for case in CASES for build in window_builds(*case)]
+    return [*log_softmax_builds(), *of_windows, *element_wise_builds()]
 
 
 def main(arguments: list[str]) -> int:

@@ -30,6 +30,8 @@ from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels.linear_log_softmax import TILE
 from minivlmrl.kernels.rms_norm import RMSNorm
+from minivlmrl.kernels.rotary import rotary
+from minivlmrl.kernels.swiglu import _forward as fused_swiglu
 from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.sampling import captured
@@ -61,7 +63,7 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if func.namespace == "minivlmrl":  # linear_log_softmax
+        if name.startswith("linear_log_softmax"):
             self.count_head(name, *(args[0] if isinstance(args[0], list) else args)[:2])
         elif not is_view and name not in FREE:
             packet = getattr(torch.ops.aten, name.rstrip("_"), None)  # in place the FLOPs are the same
@@ -126,18 +128,20 @@ def on_card(card: str):
     def rms_norm(self, x):
         return Kernel.apply(count, "rms norm", 0.0, x, self.weight)
 
+    functions = {f.__name__: f for f in (dense_attention, window_attention, float32_matmul)}
+    functions |= {"swiglu": fused_swiglu, "apply_rotary": rotary}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(RMSNorm, "forward", rms_norm))
-        for function in (dense_attention, window_attention, float32_matmul):
-            for name, module in list(sys.modules.items()):
-                if name.startswith("minivlmrl") and hasattr(module, function.__name__):
-                    stack.enter_context(mock.patch.object(module, function.__name__, function))
+        for name, module in list(sys.modules.items()):
+            for known in functions.keys() & vars(module).keys() if name.startswith("minivlmrl") else ():
+                if callable(getattr(module, known)):
+                    stack.enter_context(mock.patch.object(module, known, functions[known]))
         yield stack.enter_context(count)
 
 
 def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute=False) -> dict[str, Count]:
     """Count the prefill of one card's prompts, a decode step and its draw, eager and static (what a graph captures);
-    forward and backward of `micro` prompts.
+    a forward of `micro` prompts as the reference scores them, and forward and backward.
     """
     with torch.device("meta"):
         model = Qwen2_5_VL(config).bfloat16()
@@ -162,10 +166,12 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     if recompute:
         recompute_blocks(model)
     batch = meta_batch(config, Work(micro, work.num_generations, *lengths, work.completion_tokens))
+    with torch.no_grad(), on_card(card) as scoring:
+        per_token_logps(model, batch)
     with on_card(card) as train:
         per_token_logps(model, batch)[0].sum().backward()
     eager = {"decode step, eager": step, "draw, eager": draw}
-    return {"prefill": prefill, "decode step": static, **eager, "train": train}
+    return {"prefill": prefill, "decode step": static, **eager, "scoring": scoring, "train": train}
 
 
 def grpo_step(

@@ -77,7 +77,6 @@ def pack(
         ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
         vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
         start += len(prompt.input_ids) + len(following)
-    scored = [completion for group in completions for completion in group]
     seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
@@ -86,7 +85,7 @@ def pack(
         pixel_values=to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device),
         image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in prompts]),
         vision_index=to_device(torch.cat(vision_index), device),
-        completion_ids=to_device(torch.cat([nothing, *scored]), device),
+        completion_ids=to_device(torch.cat(sum(completions, [nothing])), device),
         layout=layout,
         prompts=prompts,
         vision_embeds=torch.cat(seen) if len(seen) == len(prompts) else None,

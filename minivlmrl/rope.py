@@ -9,7 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.backend import backend_for, to_device
+from minivlmrl.kernels.rotary import rotary
 
 
 def get_rope_index(
@@ -112,8 +113,9 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x (N, H, D); cos, sin (N, 1, D)."""
-    partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos).addcmul_(partner, sin)
+    if backend_for(x) == "triton":
+        return rotary(x, cos, sin)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @cache

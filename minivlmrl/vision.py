@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.rms_norm import RMSNorm
+from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.rope import apply_rotary, vision_rotary
 
@@ -30,7 +31,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 EPS = 1e-6  # of the tower's norms

@@ -103,7 +103,7 @@ def test_gpu_kernels_at_toy_size(tmp_path):
     """Every table runs without a GPU, and all of our ways are right."""
     table, numbers = run(tmp_path, "gpu_kernels.py", "--toy")
     ours = [row for row in numbers["rows"] if row["way"].startswith("ours")]
-    assert {row["table"].split()[0] for row in ours} == {"logits", "states", "windows"}
+    assert {row["table"].split()[0] for row in ours} == {"logits", "states", "windows", "swiglu", "rotary"}
     assert not [row for row in ours if "skipped" in row]
     assert "left out" in table and numbers["ceilings"]["bytes"] > 0
 

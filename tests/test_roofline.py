@@ -75,3 +75,12 @@ def test_the_script_prints_a_table_and_a_step(capsys):
     output = capsys.readouterr().out
     assert output.count("| mm |") + output.count("| addmm |") >= 1
     assert "toy, 2 x h100: prefill" in output and "launches a layer of a decode step: " in output
+
+
+def test_3b_computes_products_for_most_of_the_time():
+    """Norms, rotary, activations and copies take at most .35 times as long as the products of every phase."""
+    work = Work(prompts=2, num_generations=8, text_tokens=100, image_tokens=1000, completion_tokens=256)
+    counts = roofline.phases(config_of("3b"), "h100", work)
+    for phase in ("prefill", "scoring", "train"):
+        *_, seconds, element_wise = counts[phase].total()
+        assert seconds <= 1.35 * (seconds - element_wise), phase

@@ -24,6 +24,7 @@ from minivlmrl.batch import pack
 from minivlmrl.generate import Completion, SamplingConfig, next_tokens, prefill, stop_tokens
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.rope import text_rotary
 from minivlmrl.rows import Prompt
 from minivlmrl.sampling.filters import Filters
@@ -171,7 +172,7 @@ def decode_step(s: DecodeState):
         heads = qkv(layer.input_layernorm(x))
         x = add_linear(x, layer.self_attn.o_proj, attend(heads, cos, sin, s.step, bias, keys))
         y = layer.post_attention_layernorm(x)
-        x = add_linear(x, layer.mlp.down_proj, F.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
+        x = add_linear(x, layer.mlp.down_proj, swiglu(layer.mlp.gate_proj(y), layer.mlp.up_proj(y)))
     s.logits = float32_matmul(decoder.norm(x), s.model.lm_head.weight.T)  # (n, V)
     if s.watch is None:
         next_token(s)
