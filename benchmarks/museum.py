@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from minivlmrl import advantages, batch, generate, grpo, losses
+from minivlmrl import advantages, generate, grpo, losses
 from minivlmrl.algorithms import reference, sft
 from minivlmrl.run import optimizer
 
@@ -32,7 +32,7 @@ GRPO, inner = grpo.GRPO, {}
 for owner, name in ((GRPO, "loss"), (GRPO, "compute_advantages"), (sft.SFT, "loss"), (generate, "prefill"),
                     (optimizer, "learning_rate"), (generate, "uniform_numbers"), (sft, "per_token_logps"),
                     (grpo, "sample_completions"), (grpo, "group_advantages"), (grpo, "pack"), (grpo, "judge"),
-                    (reference.Reference, "logps"), (batch, "get_rope_index"), (sft, "sft_loss")):  # fmt: skip
+                    (reference.Reference, "logps"), (sft, "sft_loss")):  # fmt: skip
     inner[owner, name] = getattr(owner, name)  # before any patch
 
 
@@ -239,11 +239,9 @@ def bfloat16_weights(put):
 
 @bug(GITHUB + "huggingface/trl/issues/5279")
 def text_positions_in_training(put):
-    def pack(*arguments):
-        batch.get_rope_index = lambda ids, *_: torch.arange(len(ids)).expand(3, -1)
-        result = inner[grpo, "pack"](*arguments)
-        batch.get_rope_index = inner[batch, "get_rope_index"]
-        return result
+    def pack(prompts, *arguments):
+        as_text = [replace(p, position_ids=torch.arange(len(p.input_ids)).expand(3, -1)) for p in prompts]
+        return inner[grpo, "pack"](as_text, *arguments)
 
     put(grpo, "pack", pack)
 

@@ -35,9 +35,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tenso
     heads = x.flatten(1, -2)  # (N, H, D)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
     (N, H, D), out = heads.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    cos, sin = (table.expand(N, *table.shape[1:]).contiguous() for table in (cos, sin))
     sizes = {"HEADS": triton.next_power_of_2(H), "HALF": triton.next_power_of_2(D // 2)}
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _kernel[(N,)](heads, cos.contiguous(), sin.contiguous(), out, *heads.stride()[:2], H, D, direction, **sizes)
+        _kernel[(N,)](heads, cos, sin, out, *heads.stride()[:2], H, D, direction, **sizes)
     return out
 
 

@@ -72,8 +72,11 @@ _forward.register_autograd(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up; any shape, both of one dtype.
+    """Compute silu(gate) * up; any shape. Two dtypes are promoted, by torch.
 
     Source: SwiGLU of arXiv 2002.05202; transformers' Qwen2MLP before down_proj.
     """
-    return _forward(gate, up) if backend_for(gate) == "triton" else F.silu(gate) * up
+    if gate.dtype == up.dtype and backend_for(gate) == "triton":
+        return _forward(gate, up)
+    gate = F.silu(gate)  # without gradients nobody needs the other, whose memory is free now
+    return gate * up

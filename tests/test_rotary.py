@@ -45,6 +45,13 @@ def test_a_turn_and_its_gradient(shape, dtype, tables):
     assert (actual.double() - back).norm() <= rounded * back.norm()
 
 
+def test_one_angle_for_all_tokens_and_tables_that_are_views():
+    x, cos, sin = make((5, 2, 8), torch.float32)
+    torch.testing.assert_close(apply_rotary(x, cos[:1], sin[:1]).double(), turned(x, cos[:1], sin[:1]))
+    wide = torch.stack([cos, sin], dim=-1)
+    torch.testing.assert_close(apply_rotary(x, wide[..., 0], wide[..., 1]).double(), turned(x, cos, sin))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the kernel's operator")
 def test_the_operator():
     x, cos, sin = make(SHAPES["q"], torch.float32)

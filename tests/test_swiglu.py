@@ -49,6 +49,11 @@ def test_large_numbers_and_other_strides():
     torch.testing.assert_close(up.grad, (gate * gate.sigmoid()).detach())
 
 
+def test_two_dtypes_are_promoted():
+    gate, up = torch.tensor([1.0, -2.0]).bfloat16(), torch.tensor([0.1, 0.3])
+    assert swiglu(gate, up).dtype == torch.float32
+
+
 @pytest.mark.skipif(INTERPRETED, reason="float64 is for the torch path")
 def test_derivatives_of_the_torch_path():
     gate, up = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
