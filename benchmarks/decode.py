@@ -30,10 +30,10 @@ from sizes import HUB, card_named
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.generate import SamplingConfig, draw_by, generate
-from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.run.plan import Work
 from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
-from minivlmrl.tools.plan import Work
 
 SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
 

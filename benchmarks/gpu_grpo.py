@@ -25,10 +25,10 @@ from gpu_step import CARD, build, card, synchronize, versions
 from grpo_step import NUM_GENERATIONS, make_rows, our_side, trl_side
 from sizes import HUB, card_named
 
-from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.run.plan import RESERVE, Costs, Work, most, plan
+from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.tasks import shapes
-from minivlmrl.tools.plan import RESERVE, Costs, Work, most, plan
 
 WARMUP = 1  # steps that are not counted
 PEER_ROWS = 4  # of TRL's forward and backward: 8 rows with an image each may not fit 80 GB

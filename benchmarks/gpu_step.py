@@ -38,12 +38,12 @@ from torch import Tensor
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, draw_by
-from minivlmrl.hub.checkpoint import initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Prompt
 from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.scale.checkpoint import initialize
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm

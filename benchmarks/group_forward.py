@@ -28,10 +28,10 @@ from torch import Tensor
 
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checkpoint import initialize, random_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
+from minivlmrl.scale.checkpoint import initialize, random_model
 from minivlmrl.tasks import shapes
 
 RECIPE_MODEL = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"

@@ -37,13 +37,13 @@ import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.grpo import GRPO
-from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import GRPOSection, RunConfig
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.train import optimizer_step

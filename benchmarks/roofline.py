@@ -34,9 +34,9 @@ from minivlmrl.kernels.rotary import rotary
 from minivlmrl.kernels.swiglu import _forward as fused_swiglu
 from minivlmrl.kernels.window_attention import MOST_TOKENS, batched_attention
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.plan import Work, meta_batch
 from minivlmrl.sampling import captured
 from minivlmrl.scale.sharding import recompute_blocks
-from minivlmrl.tools.plan import Work, meta_batch
 
 FREE = {"detach", "alias", "empty", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
 READ_WHAT_THEY_GIVE = {"embedding", "index", "gather", "index_select"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.tools.plan import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, most, plan
+from minivlmrl.run.plan import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, most, plan
 
 CARDS = (24, 48, 80)  # GB
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]

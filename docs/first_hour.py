@@ -33,7 +33,7 @@ rows[0]["image"].resize((168, 168))
 ---
 **A prompt is tensors.** The image becomes rows of patches, the text ids; the image has an id for each 2 x 2 patches.
 ---
-from minivlmrl.hub.checkpoint import random_model
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.run.config import recipes_folder
 from minivlmrl.tasks import shapes
 

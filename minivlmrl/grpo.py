@@ -83,7 +83,7 @@ class Algorithm:
 
     def save(self, folder):
         """Write what was trained into the run's folder (a Path); all ranks call it."""
-        from minivlmrl.hub.checkpoint import save_model
+        from minivlmrl.scale.checkpoint import save_model
 
         save_model(folder / "checkpoint", self.policy, self.processor, self.world)
 
@@ -106,7 +106,7 @@ class GRPO(Algorithm):
     def __init__(self, *args):
         super().__init__(*args)
         from minivlmrl.algorithms.reference import Reference
-        from minivlmrl.reward_functions.reward_model_scores import build_reward_model
+        from minivlmrl.algorithms.reward_model_scores import build_reward_model
 
         self.steps_per_rollout = self.config.steps_per_generation
         self.on_policy = self.config.num_iterations == self.steps_per_rollout == 1

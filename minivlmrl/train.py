@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
     from minivlmrl.hub.folder import locked
     from minivlmrl.run.config import load_config, recipes_folder
+    from minivlmrl.run.signals import StopSignals
     from minivlmrl.scale import ranks
-    from minivlmrl.scale.signals import StopSignals
 
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
@@ -59,9 +59,9 @@ def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
     from minivlmrl.run.completions import CompletionsLog
     from minivlmrl.run.metrics import MetricsLog
     from minivlmrl.run.results import Results, check_outputs
+    from minivlmrl.run.resume import States
     from minivlmrl.run.start import prepare
     from minivlmrl.run.trackers import Trackers
-    from minivlmrl.scale.resume import States
 
     check_outputs(config)
     model, processor, datasets = prepare(config, algorithms, world)

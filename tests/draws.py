@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from minivlmrl.hub.checkpoint import load_model
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 

@@ -34,11 +34,11 @@ def write(root: Path):
 
     from minivlmrl.batch import pack
     from minivlmrl.decoder import Qwen2_5_VL
-    from minivlmrl.hub.checkpoint import save_model
     from minivlmrl.hub.model_config import ModelConfig
     from minivlmrl.hub.tokenizer import train_tokenizer
     from minivlmrl.image import ImageProcessor
     from minivlmrl.rows import Processor
+    from minivlmrl.scale.checkpoint import save_model
 
     processor = Processor(train_tokenizer([TEXT], vocab_size=300), ImageProcessor())
     ramp = torch.arange(60 * 90 * 3).mul(7).remainder(251).to(torch.uint8).view(60, 90, 3)

@@ -9,12 +9,12 @@ import yaml
 from minivlmrl import train
 from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.grpo import GRPO
-from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.reward_functions import calls, names
 from minivlmrl.rows import Processor
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import LabelledShapes, Shapes

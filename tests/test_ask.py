@@ -17,11 +17,11 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
+from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tools import ask as command
 
 import tiny

@@ -15,11 +15,11 @@ from minivlmrl import chat
 from minivlmrl.batch import pack
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
-from minivlmrl.hub import checkpoint
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.folder import INDEX
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
+from minivlmrl.scale import checkpoint
+from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny

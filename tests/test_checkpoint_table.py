@@ -10,7 +10,7 @@ import torch
 from hub_configs import tiny_config
 from safetensors.torch import save_file
 
-from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 

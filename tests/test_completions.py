@@ -9,8 +9,8 @@ import torch
 from pytest import approx
 from runs import LETTERS, metrics
 
-from minivlmrl.hub.checkpoint import load_processor
 from minivlmrl.run.completions import best_and_worst, tokens
+from minivlmrl.scale.checkpoint import load_processor
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", LETTERS)
 

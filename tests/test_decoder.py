@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl import decoder, rope, vision
-from minivlmrl.hub.checkpoint import load_model
+from minivlmrl.scale.checkpoint import load_model
 
 import tiny
 

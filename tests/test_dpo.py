@@ -69,7 +69,7 @@ def test_a_resumed_run_has_what_was_precomputed(stage):
     resumed.algorithm.load_state_dict(run.algorithm.state_dict())
     assert resumed.go(3) == run.go(3)
     damaged = run.algorithm.state_dict() | {"train/lengths": torch.ones(2, 2).long()}
-    with pytest.raises(RuntimeError):  # which scale/resume.py puts into words
+    with pytest.raises(RuntimeError):  # which run/resume.py puts into words
         resumed.algorithm.load_state_dict(damaged)
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from minivlmrl.generate import Completion
-from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.rows import Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import Answer, equal_batches, evaluate
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.model_config import VisionConfig
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
 import tiny

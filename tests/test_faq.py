@@ -9,12 +9,12 @@ from minivlmrl.advantages import combine, group_advantages, group_std
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import Box, iou
 from minivlmrl.generate import next_tokens, random_numbers
-from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.image import smart_resize
 from minivlmrl.losses import Counts, PolicyLoss, correct_kl, grpo_loss, kl_term
 from minivlmrl.rewards import score
 from minivlmrl.rope import get_rope_index
 from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 
 RECIPES = recipes_folder()

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.hub.checkpoint import CARRIED, save_model
 from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
+from minivlmrl.scale.checkpoint import CARRIED, save_model
 from minivlmrl.tasks import shapes
 
 import tiny

@@ -14,11 +14,11 @@ from record_vision import encoded, noise
 
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.sampling.generation_config import from_generation_config
+from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny

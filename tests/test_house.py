@@ -11,7 +11,7 @@ import pytest
 from benchmarks import house
 
 ROOT = house.ROOT
-FILES = {  # minivlmrl.hub.checkpoint: its path
+FILES = {  # minivlmrl.scale.checkpoint: its path
     ".".join(path.relative_to(house.PACKAGE.parent).with_suffix("").parts): path
     for path in house.source_files(house.PACKAGE)
     if path.name != "__init__.py"
@@ -63,7 +63,7 @@ def ours(name: str, **options) -> set[str]:
 
 
 def shelf(name: str) -> str | None:
-    """minivlmrl.hub.checkpoint -> hub; None for a file that is in no folder."""
+    """minivlmrl.scale.checkpoint -> hub; None for a file that is in no folder."""
     parts = name.split(".")
     return parts[1] if len(parts) > 2 else None
 

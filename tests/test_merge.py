@@ -7,13 +7,13 @@ from test_lora import EVERYTHING, adapted
 from test_peft_folder import FORMS, base, prompts
 
 from minivlmrl.__main__ import main
-from minivlmrl.adapters import merge
 from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
-from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
+from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.tasks import shapes
+from minivlmrl.tools import merge
 
 
 @pytest.mark.parametrize("dora", [False, True])

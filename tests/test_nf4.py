@@ -14,8 +14,8 @@ from minivlmrl.adapters.nf4 import NF4, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.value_model import copy_as_value_model
-from minivlmrl.hub.checkpoint import load_model
 from minivlmrl.run.config import load_config
+from minivlmrl.scale.checkpoint import load_model
 
 
 def test_bits_are_those_of_bitsandbytes():

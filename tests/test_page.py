@@ -9,7 +9,7 @@ import pytest
 from pytest import approx
 from runs import LETTERS, metrics
 
-from minivlmrl.tools import page
+from minivlmrl.run import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -9,9 +9,9 @@ from test_lora import adapted
 
 from minivlmrl.adapters.lora import adapters
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
-from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
+from minivlmrl.scale.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny

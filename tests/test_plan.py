@@ -17,17 +17,13 @@ from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import Completion, SamplingConfig, generate, inverse_cdf, next_tokens
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.checkpoint import DTYPES, initialize
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run.config import ModelSection, RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.pieces import row_pieces
-from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
-from minivlmrl.tools.plan import (
+from minivlmrl.run.plan import (
     GB,
     IMAGE_TOKENS,
     STAGES,
@@ -42,6 +38,10 @@ from minivlmrl.tools.plan import (
     smallest_saving,
     table,
 )
+from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.pieces import row_pieces
+from minivlmrl.scale.checkpoint import DTYPES, initialize
+from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 import tiny
 from stages import ONE

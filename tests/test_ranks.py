@@ -12,10 +12,10 @@ import yaml
 from on_ranks import ONE, PROMPTS_PER_STEP, Uneven, launch, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
-from minivlmrl.hub.checkpoint import random_model
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
+from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World, find_device, setup
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import seeded_device

@@ -21,10 +21,10 @@ from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.audit.parity import families
-from minivlmrl.hub.checkpoint import random_model, save_model
 from minivlmrl.reward_functions import names
 from minivlmrl.rewards import score
 from minivlmrl.run.config import load_config
+from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 

@@ -14,11 +14,11 @@ from runs import metrics, summary
 from minivlmrl import generate as generate_file
 from minivlmrl import train
 from minivlmrl.generate import Completion
-from minivlmrl.hub.checkpoint import load_model, random_model, save_model
+from minivlmrl.run import report
 from minivlmrl.run.config import load_config
+from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from minivlmrl.tasks import localisation
 from minivlmrl.tasks.localisation import Localisation, constant_box
-from minivlmrl.tools import report
 
 ROOT = Path(__file__).parents[1]
 LOCALISATION = ROOT / "recipes" / "localisation.yaml"

@@ -11,17 +11,17 @@ import pytest
 import torch
 from runs import LETTERS, summary
 
-from minivlmrl.hub.checkpoint import load_model, random_model
 from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.page import collect
 from minivlmrl.run.results import Results
+from minivlmrl.run.resume import Progress
+from minivlmrl.scale.checkpoint import load_model, random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.resume import Progress
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.tools.page import collect
 
 from stages import ONE
 

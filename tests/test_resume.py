@@ -27,19 +27,18 @@ from safetensors.torch import load
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
 from minivlmrl.data.mix import shuffled
-from minivlmrl.hub import checkpoint as checkpoint_file
 from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate as evaluate_file
-from minivlmrl.run import results, state_files
+from minivlmrl.run import results, signals, state_files
+from minivlmrl.run import resume as resume_file
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.resume import Progress
+from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.state_files import find_pieces
-from minivlmrl.scale import resume as resume_file
-from minivlmrl.scale import signals
-from minivlmrl.scale.resume import Progress
-from minivlmrl.scale.signals import PREEMPTED
+from minivlmrl.scale import checkpoint as checkpoint_file
 
 import tiny
 

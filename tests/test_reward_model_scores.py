@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.algorithms import reward_model_scores as file
+from minivlmrl.algorithms.reward_model_scores import RewardModelScores, check_reward_model, reward_model
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 from minivlmrl.reward_functions import names
-from minivlmrl.reward_functions import reward_model_scores as file
-from minivlmrl.reward_functions.reward_model_scores import RewardModelScores, check_reward_model, reward_model
 
 from stages import ONE, drawn, main
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minivlmrl.tools.plan import Work
+from minivlmrl.run.plan import Work
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import roofline

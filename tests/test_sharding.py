@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import TrainingConfig, build_optimizer
+from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import (
     Sharding,

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from minivlmrl.scale import signals
+from minivlmrl.run import signals
+from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.signals import PREEMPTED, Preempted, StopSignals
 
 ONE = World(0, 1, torch.device("cpu"))
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from minivlmrl import grpo as grpo_file
 from minivlmrl import train
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.rewards import load_name
 from minivlmrl.rows import Processor
 from minivlmrl.run import results as results_file
 from minivlmrl.run.evaluate import Evaluation
+from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
 
 from stages import STAGES

@@ -13,14 +13,13 @@ from test_lora import adapted, batch
 from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
-from minivlmrl.algorithms import value_model
+from minivlmrl.algorithms import reward_model_scores, value_model
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.algorithms.value_model import copy_as_value_model
-from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.reward_functions import reward_model_scores
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
+from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tasks.shapes import Shapes
 

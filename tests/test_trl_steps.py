@@ -18,10 +18,10 @@ from minivlmrl.audit.updates import NAMES, pictures
 from minivlmrl.batch import Step
 from minivlmrl.generate import Completion
 from minivlmrl.grpo import GRPO, Rollout
-from minivlmrl.hub.checkpoint import load_model, load_processor
 from minivlmrl.rows import Prompt, Row
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.scale.checkpoint import load_model, load_processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.train import optimizer_step
 

@@ -13,10 +13,10 @@ from minivlmrl.algorithms.value_model import (
 )
 from minivlmrl.attention import GroupAttention
 from minivlmrl.batch import pack
-from minivlmrl.hub.checkpoint import load_model, save_model
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Processor, Prompt
+from minivlmrl.scale.checkpoint import load_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, ShardingSection
 from minivlmrl.tasks import shapes

@@ -74,7 +74,7 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
 
 def check_online(stage: str, run, kl_weight: float):
     """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
-    from minivlmrl.reward_functions.reward_model_scores import check_reward_model
+    from minivlmrl.algorithms.reward_model_scores import check_reward_model
 
     if run.sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")

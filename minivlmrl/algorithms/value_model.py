@@ -11,9 +11,9 @@ from minivlmrl.adapters.lora import adapters
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.hub.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Prompt
+from minivlmrl.scale.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
 HEAD_FILE = "score.safetensors"  # beside the model's own files

@@ -19,7 +19,7 @@ THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
     """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and that model."""
-    from minivlmrl.hub.checkpoint import load_model
+    from minivlmrl.scale.checkpoint import load_model
 
     dtype, given = getattr(torch, change.get("dtype", "float64")), d.about.get("temperature", 1.0)
     other = {"none": 1.0, "twice": given**2, "inverse": 1 / given}

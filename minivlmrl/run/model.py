@@ -11,14 +11,14 @@ from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.data.turns import as_turns, text_of
-from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
+from minivlmrl.run.plan import check_memory
+from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks
 from minivlmrl.tasks.table import get_task
-from minivlmrl.tools.plan import check_memory
 
 
 def build_model(config, world: World, datasets: dict[str, Dataset] | None = None) -> tuple[nn.Module, Processor]:

@@ -4,15 +4,15 @@ import shutil
 import time
 from pathlib import Path
 
-from minivlmrl.hub.checkpoint import save_model
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
 from minivlmrl.run.evaluate import Evaluation, evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
+from minivlmrl.run.page import write_page
+from minivlmrl.run.report import print_table, write_report
 from minivlmrl.run.trackers import check_trackers
+from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.tasks.table import get_task
-from minivlmrl.tools.page import write_page
-from minivlmrl.tools.report import print_table, write_report
 
 SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 
@@ -20,7 +20,7 @@ SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 def check_outputs(config: RunConfig):
     """Refuse to begin in the folder of a finished run, or of any run if nothing is trained (ValueError).
 
-    A folder with states is left to scale/resume.py. Also refuse a tracker that is not installed, and evaluations
+    A folder with states is left to run/resume.py. Also refuse a tracker that is not installed, and evaluations
     without held-out rows.
     """
     check_trackers(config.report_to)

@@ -12,7 +12,6 @@ from minivlmrl.adapters.trained import table
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
-from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.names import required_columns
@@ -20,6 +19,7 @@ from minivlmrl.rewards import judge
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
+from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
 
 INVENTED = "<think>invented</think><answer>to try the rewards</answer>"

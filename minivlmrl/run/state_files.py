@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minivlmrl.hub.checker import require
-from minivlmrl.hub.checkpoint import check_finite
 from minivlmrl.hub.folder import flush_file
+from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
 
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once

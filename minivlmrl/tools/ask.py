@@ -16,13 +16,13 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checker import build, help_of
-from minivlmrl.hub.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.image import load_image
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
+from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.scale.ranks import find_device
 
 

@@ -29,9 +29,9 @@ from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients
+from minivlmrl.run.resume import Progress, States
 from minivlmrl.run.start import prepare
 from minivlmrl.scale import ranks
-from minivlmrl.scale.resume import Progress, States
 
 
 @dataclass

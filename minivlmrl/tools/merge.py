@@ -4,7 +4,7 @@ import argparse
 
 from minivlmrl.adapters.lora import merge_adapters, quantize_base
 from minivlmrl.adapters.peft_folder import load_adapter
-from minivlmrl.hub.checkpoint import load_model, load_processor, save_model
+from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
 
 def main(arguments: list[str]) -> int:

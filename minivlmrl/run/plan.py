@@ -33,7 +33,6 @@ from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import inverse_cdf, next_tokens
-from minivlmrl.hub.checkpoint import DTYPES
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.model_config import ModelConfig
@@ -43,6 +42,7 @@ from minivlmrl.rows import Prompt
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
+from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.train import find_algorithm
 

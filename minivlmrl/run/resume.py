@@ -33,10 +33,10 @@ from minivlmrl.run.config import RunConfig
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
+from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
-from minivlmrl.scale.signals import Preempted, StopSignals
 
 RUN, COMPLETE, JOB, DIVERGED = "run.json", "complete.json", "job", "diverged.json"
 
