@@ -1,4 +1,4 @@
-"""`train.py --expect`: as printed to the last bit where the environment is the same, a band elsewhere."""
+"""`train.py --expect`: the recorded numbers to the last bit where the environment is the same, a band elsewhere."""
 
 import json
 
@@ -30,21 +30,31 @@ def trained(home, run, plain, tmp_path, capsys):
     return expected
 
 
-def test_here_as_printed_elsewhere_in_a_band(trained, tmp_path):
-    assert trained("--log_completions=0") == (0, ["expect: as printed, every number to the last bit"])
-    code, lines = trained(sampled=0.25)  # the environment is the same, so this is a mistake
-    assert code == 1 and lines[0] == "expect: after_sft sampled is 0.0000, not 0.2500: off by -0.2500"
-    code, lines = trained(environment="another CPU")
-    assert code == 0 and "has no run with seed 0, threads 1, environment" in lines[0]
-    assert lines[1] == "expect: after_sft sampled 0.000, in the band 0.000 to 0.000 of 1 runs"
-    # one of 4 rows with p = 0.5: two standard errors are 0.5
-    code, lines = trained(environment="another CPU", sampled=0.5)
-    assert code == 0 and lines[1] == "expect: after_sft sampled 0.000, in the band 0.000 to 1.000 of 1 runs"
-    code, lines = trained(environment="another CPU", sampled=0.9)
-    assert (
-        code == 1 and lines[1] == "expect: after_sft sampled 0.000, off by 0.600 from the band 0.600 to 1.200 of 1 runs"
+def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
+    assert trained("--log_completions=0") == (
+        0,
+        [
+            "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.000 of 1 runs",
+            "expect: after_sft greedy 0.000 is inside the band 0.000 to 0.000 of 1 runs",
+            "expect: after_sft format 0.000 is inside the band 0.000 to 0.000 of 1 runs",
+            "expect: as recorded on this machine, every number to the last bit",
+        ],
     )
+    code, lines = trained(sampled=0.25)  # inside the band, and yet a mistake
+    assert code == 1 and lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.683 of 1 runs"
+    assert lines[3:] == ["expect: after_sft sampled is 0.0000, recorded here 0.2500: off by -0.2500"]
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
+
+
+def test_elsewhere_the_band_decides(trained, monkeypatch):
+    code, lines = trained(environment="another CPU", sampled=0.5)  # of 4 rows: two standard errors are 0.5
+    assert code == 0 and len(lines) == 3
+    assert lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 1.000 of 1 runs"
+    code, lines = trained(environment="another CPU", sampled=0.9)
+    assert code == 1 and lines[0] == "expect: after_sft sampled 0.000 is below the band 0.600 to 1.000 of 1 runs"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, lines = trained(sampled=0.25)
+    assert code == 0 and len(lines) == 3, "several processes sum in another order"
 
 
 def test_another_recipe_is_refused_before_it_trains(trained, home):
@@ -68,6 +78,6 @@ def test_the_exit_status_is_of_the_run_then_of_the_comparison(monkeypatch):
 
 def test_the_file_names_recipes_that_load():
     path = recipes_folder() / expect.FILE
-    for run in json.loads(path.read_text()) if path.is_file() else []:
+    for run in json.loads(path.read_text()):
         stages = load_config(recipes_folder() / run["recipe"], run["overrides"]).stages
         assert list(run["results"]) == ["start", *(f"after_{stage}" for stage in stages)]
