@@ -103,6 +103,15 @@ def test_numbers_of_the_default_run():
     assert blocks(README, "text") == blocks(RESULTS, "text")
 
 
+def test_the_band_of_the_default_run():
+    """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
+    shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
+    for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
+        if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
+            assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
+    assert f"ends with {min(shown)} to {max(shown)} sampled" in README
+
+
 def test_what_is_installed_is_pinned():
     """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
