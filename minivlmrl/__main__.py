@@ -26,7 +26,6 @@ TOOLS = {  # name: (module:function, what it does)
     "exercise": ("minivlmrl.tools.exercise:main", "write a function of the book with a hole, and check what fills it"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
-    "exact": ("minivlmrl.audit.exact:main", "print the expected gradient of every loss, without sampling"),
 }
 
 

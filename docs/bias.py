@@ -1,11 +1,10 @@
-"""`python -m minivlmrl exact`: the expected gradient of every loss, without a single sample.
+"""Print the expected gradient of every loss, without a single sample: python docs/bias.py
 
 Three tokens, one of which ends a completion, and at most three tokens make 15 completions. The functions that training
 calls run on all of them, or on all groups of G, each weighed with its probability. A cell of a table is the expected
 gradient's cosine with the gradient that it is to have, and its length in multiples of that one's. See docs/bias.md.
 """
 
-import argparse
 from collections.abc import Callable
 from itertools import product
 from typing import get_args
@@ -191,9 +190,11 @@ def preference_table() -> list[list[str]]:
     return table
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the tables."""
-    argparse.ArgumentParser("python -m minivlmrl exact", description="Print expected gradients.").parse_args(arguments)
+def main():
+    """Print the tables of docs/bias.md, ppo.md and preferences.md."""
     for table in (policy_table, kl_table, ppo_table, preference_table):
         print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
-    return 0
+
+
+if __name__ == "__main__":
+    main()

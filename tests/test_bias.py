@@ -7,10 +7,10 @@ import pytest
 import torch
 from links import ROOT
 
+from docs import bias
 from minivlmrl import grpo
 from minivlmrl.algorithms.policy_losses import FamilyLoss
 from minivlmrl.algorithms.preference_losses import DPOLoss
-from minivlmrl.audit import exact
 from minivlmrl.batch import pack
 from minivlmrl.generate import Completion
 from minivlmrl.logprobs import per_token_logps
@@ -28,7 +28,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def tables():
-    return {name: getattr(exact, name)() for name in TABLES}
+    return {name: getattr(bias, name)() for name in TABLES}
 
 
 def lines(page: str) -> list[str]:
@@ -85,10 +85,10 @@ def test_the_columns_of_the_policy_gradients_page(tables):
 
 def test_what_is_exact_is_so_for_another_policy(tables):
     """A cell that says 1 or 0 does so for another policy, reference and rewards, and no other cell does."""
-    source = (ROOT / "minivlmrl" / "audit" / "exact.py").read_text()
+    source = (DOCS / "bias.py").read_text()
     other = types.ModuleType("other")
     exec(source.replace("manual_seed(1)", "manual_seed(5)"), other.__dict__)
-    assert other.BINARY.unique().tolist() == [0, 1] and not torch.equal(other.POLICY, exact.POLICY)
+    assert other.BINARY.unique().tolist() == [0, 1] and not torch.equal(other.POLICY, bias.POLICY)
 
     def exactness(table):
         return [[tuple(x in ("0", "1") for x in cell.split(", ")) for cell in row] for row in table]
@@ -98,9 +98,9 @@ def test_what_is_exact_is_so_for_another_policy(tables):
 
 
 def test_fifteen_completions():
-    assert len(exact.COMPLETIONS) == 15 and all(c.count(2) == (c[-1] == 2) for c in exact.COMPLETIONS)
-    assert exact.chances(exact.OLD).sum() == pytest.approx(1)
-    ratio = (exact.logps_of(exact.MOVED) - exact.OLD).exp()[exact.MASK.bool()]
+    assert len(bias.COMPLETIONS) == 15 and all(c.count(2) == (c[-1] == 2) for c in bias.COMPLETIONS)
+    assert bias.chances(bias.OLD).sum() == pytest.approx(1)
+    ratio = (bias.logps_of(bias.MOVED) - bias.OLD).exp()[bias.MASK.bool()]
     assert [f"{x:.2f}" for x in (ratio.min(), ratio.max())] == ["0.75", "1.33"]
 
 
@@ -115,8 +115,8 @@ def test_fifteen_completions():
     ],
 )
 def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
-    found = exact.gradient(exact.expected_policy_loss, exact.POLICY, exact.GRADED, options, "none", G, True)
-    close(-found, length * exact.reward_gradient(exact.POLICY, exact.GRADED))
+    found = bias.gradient(bias.expected_policy_loss, bias.POLICY, bias.GRADED, options, "none", G, True)
+    close(-found, length * bias.reward_gradient(bias.POLICY, bias.GRADED))
 
 
 def test_expected_gradients_by_hand():
@@ -129,41 +129,41 @@ def test_expected_gradients_by_hand():
     logits = torch.full((7, 3), -200.0, dtype=torch.float64)
     logits[:, 2] = 0  # the token that ends
     logits[0, 0], logits[0, 2] = (p / (1 - p)).log(), 0  # (0, 2) with chance p, (2,) else
-    rewards = torch.tensor([float(c == (0, 2)) for c in exact.COMPLETIONS], dtype=torch.float64)
-    found = exact.gradient(exact.expected_policy_loss, logits, rewards, FamilyLoss(loss_type="luspo"), "group")
+    rewards = torch.tensor([float(c == (0, 2)) for c in bias.COMPLETIONS], dtype=torch.float64)
+    found = bias.gradient(bias.expected_policy_loss, logits, rewards, FamilyLoss(loss_type="luspo"), "group")
     advantage = 0.5 / (0.5**0.5 + 1e-4)
     assert -found[0] == pytest.approx(float(2 * p * (1 - p) * advantage / 2))
 
 
 def test_the_gradient_of_the_kl_of_completions():
     """Differentiated as it is written, the log ratio included."""
-    kl = exact.gradient(lambda logps: exact.chances(logps) @ (logps - exact.REF).sum(1), exact.POLICY)
-    close(-exact.reward_gradient(exact.POLICY, 0 * exact.GRADED, 1.0), kl)
+    kl = bias.gradient(lambda logps: bias.chances(logps) @ (logps - bias.REF).sum(1), bias.POLICY)
+    close(-bias.reward_gradient(bias.POLICY, 0 * bias.GRADED, 1.0), kl)
     options = FamilyLoss(loss_type="luspo", beta=1.0, kl_estimator="k2")
-    k2 = exact.gradient(exact.expected_policy_loss, exact.POLICY, 0 * exact.GRADED, options, ref=exact.REF)
-    close(k2, exact.token_kl_gradient(exact.POLICY, exact.OLD))
+    k2 = bias.gradient(bias.expected_policy_loss, bias.POLICY, 0 * bias.GRADED, options, ref=bias.REF)
+    close(k2, bias.token_kl_gradient(bias.POLICY, bias.OLD))
     assert torch.cosine_similarity(k2, kl, dim=0).item() == pytest.approx(0.98654, abs=1e-5)
 
 
 def test_dpo_has_the_gradient_of_its_paper():
     """-beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), DPO after eq. 7 (arXiv 2305.18290), pair by pair."""
-    beta, rewards = exact.BETA, exact.GRADED
-    logits = exact.POLICY.clone().requires_grad_()
-    logps = exact.logps_of(logits).sum(1)
+    beta, rewards = bias.BETA, bias.GRADED
+    logits = bias.POLICY.clone().requires_grad_()
+    logps = bias.logps_of(logits).sum(1)
     scores = [torch.autograd.grad(x, logits, retain_graph=True)[0].flatten() for x in logps]
-    u, chance = (logps - exact.REF.sum(1)).tolist(), exact.REF.sum(1).exp().tolist()
+    u, chance = (logps - bias.REF.sum(1)).tolist(), bias.REF.sum(1).exp().tolist()
     target = torch.zeros(21, dtype=torch.float64)
     for c in range(15):
         for r in range(15):  # drawn in this order or in the other one
             wins = torch.sigmoid(rewards[c] - rewards[r])
             weight = torch.sigmoid(torch.tensor(beta * (u[r] - u[c]), dtype=torch.float64))
             target -= 2 * chance[c] * chance[r] * wins * beta * weight * (scores[c] - scores[r])
-    close(exact.gradient(exact.expected_dpo_loss, exact.POLICY, DPOLoss("sigmoid", beta=beta)), target)
+    close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, DPOLoss("sigmoid", beta=beta)), target)
 
 
 def test_the_command_prints_the_tables(capsys, tables, monkeypatch):
-    monkeypatch.setattr(exact, "preference_table", exact.ppo_table)  # it takes most of the time
-    assert exact.main([]) == 0
+    monkeypatch.setattr(bias, "preference_table", bias.ppo_table)  # it takes most of the time
+    bias.main()
     assert f"\n| {' | '.join(tables['policy_table'][1])} |\n" in capsys.readouterr().out
 
 
@@ -171,7 +171,7 @@ def test_the_command_prints_the_tables(capsys, tables, monkeypatch):
 
 
 def graded(completion_ids, **columns):
-    return [exact.GRADED[exact.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
+    return [bias.GRADED[bias.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
 
 
 class OnePicture(list):
@@ -190,31 +190,31 @@ def pictures(stage, monkeypatch):
     """pictures(groups of a rollout): GRPO by its defaults, dapo divided by the group's std, a group a step; G = 2."""
 
     def pictures(groups):
-        monkeypatch.setitem(names.REWARDS, "letters", "test_exact:graded")
+        monkeypatch.setitem(names.REWARDS, "letters", "test_bias:graded")
         options = f"--grpo.steps_per_generation={groups}", "--grpo.prompts_per_step=1", "--grpo.micro_batch_size=1"
-        options += "--grpo.num_generations=2", "--sampling.max_new_tokens=3", f"--sampling.stop_token_ids=[{exact.END}]"
+        options += "--grpo.num_generations=2", "--sampling.max_new_tokens=3", f"--sampling.stop_token_ids=[{bias.END}]"
         run = stage("grpo", *options, rows=OnePicture())
         telling_weights(run.model).lm_head = torch.nn.Linear(32, 3, bias=False).double()
         with torch.no_grad():
             run.model.lm_head.weight.copy_(0.12 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0)))
         weights = [*run.model.visual.parameters()]
         prompt = OnePicture()[0].prompt(run.algorithm.processor)
-        batch = pack([prompt], [[torch.tensor(c) for c in exact.COMPLETIONS]], run.model.config)
+        batch = pack([prompt], [[torch.tensor(c) for c in bias.COMPLETIONS]], run.model.config)
         logps = batch.pad(per_token_logps(run.model, batch)[0])
-        loss = exact.expected_policy_loss(logps, exact.GRADED, FamilyLoss(), "group", one_group=True)
+        loss = bias.expected_policy_loss(logps, bias.GRADED, FamilyLoss(), "group", one_group=True)
         expected = flat(torch.autograd.grad(loss, weights, retain_graph=True))
-        reward = flat(torch.autograd.grad(exact.chances(logps) @ exact.GRADED, weights))
+        reward = flat(torch.autograd.grad(bias.chances(logps) @ bias.GRADED, weights))
         drawn = (flat(torch.autograd.grad(run.algorithm.loss(batch)[0], weights)) for [batch] in iter(run.next, None))
-        return drawn, expected, -reward, exact.chances(logps.detach())
+        return drawn, expected, -reward, bias.chances(logps.detach())
 
     return pictures
 
 
 def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(pictures, monkeypatch):
-    groups = torch.cartesian_prod(exact.ALL, exact.ALL)
+    groups = torch.cartesian_prod(bias.ALL, bias.ALL)
 
     def every_group(*_):
-        completions = [Completion(torch.tensor(c), torch.zeros(len(c)), c[-1] == exact.END) for c in exact.COMPLETIONS]
+        completions = [Completion(torch.tensor(c), torch.zeros(len(c)), c[-1] == bias.END) for c in bias.COMPLETIONS]
         return [[completions[i] for i in group] for group in groups]
 
     monkeypatch.setattr(grpo, "sample_completions", every_group)
