@@ -14,7 +14,7 @@ READING_ORDER = (
     *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 16093
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15912
 SHELF_LINES = {
     "algorithms": 1826,
     "run": 2331,
@@ -26,7 +26,7 @@ SHELF_LINES = {
     "scale": 626,
     "audit": 1551,
     "adapters": 674,
-    "tools": 1179,
+    "tools": 999,
     "kernels": 1215,
 }
 

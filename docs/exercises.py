@@ -1,4 +1,4 @@
-"""Write the outputs in docs/exercises.md anew: python docs/exercises.py"""
+"""Write the outputs in docs/exercises.md anew: python -m docs.exercises"""
 
 import contextlib
 import io
@@ -6,8 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from minivlmrl.__main__ import main
-from minivlmrl.tools.exercise import load
+from exercises.__main__ import load, main
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -28,10 +27,10 @@ def page() -> str:
 
 
 def output(*arguments: str) -> str:
-    """What `python -m minivlmrl exercise` prints."""
+    """What `python -m exercises` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        main(["exercise", *arguments])
+        main([*arguments])
     return printed.getvalue()
 
 

@@ -1,6 +1,6 @@
 """Write every page and picture of docs/ that code prints: python -m docs.make_pages
 
-tests/test_pages.py compares them with the files; tests/test_faq.py, test_exercise.py and test_draw.py have their own.
+tests/test_pages.py compares them with the files; tests/test_faq.py, test_exercises.py and test_draw.py have their own.
 """
 
 from pathlib import Path

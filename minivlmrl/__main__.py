@@ -23,7 +23,6 @@ TOOLS = {  # name: (module:function, what it does)
     "check": ("minivlmrl.tools.check:main", "say what will go wrong with a recipe, before any training"),
     "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
     "replay": ("minivlmrl.tools.replay:main", "train a step of a run again and show all that happens to one prompt"),
-    "exercise": ("minivlmrl.tools.exercise:main", "write a function of the book with a hole, and check what fills it"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
     "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
 }

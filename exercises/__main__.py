@@ -1,10 +1,10 @@
 """Ten functions of the book with a hole: write one as a file, and say which mistake is in what was filled in.
 
-python -m minivlmrl exercise              # the list
-python -m minivlmrl exercise 9            # writes exercise_9.py here
-python -m minivlmrl exercise 9 --check    # says pass, or which mistake; there are --hint and --solution too
+python -m exercises              # the list, in the root of a clone
+python -m exercises 9            # writes exercise_9.py
+python -m exercises 9 --check    # says pass, or which mistake; there are --hint and --solution too
 
-An exercise is made of the book as it is now: exercises/holes.yaml names the function and the statements to cut. Beside
+An exercise is made of the book as it is now: holes.yaml names the function and the statements to cut. Beside
 it each exercise has a file with its task, its hint, wrong answers and `tries`, what is asked of the function. A wrong
 answer is an edit of the book's lines, and is recognised in a file that answers all tries as the edited book does.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import yaml
 
-BOOK = Path(__file__).resolve().parents[1]
-FOLDER = BOOK.parent / "exercises"
+FOLDER = Path(__file__).resolve().parent
+BOOK = FOLDER.parent / "minivlmrl"
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Exercise:
         hole += f'raise NotImplementedError("exercise {self.number}: fill this in")\n# ---- end of your lines'
         hole = textwrap.indent(hole if fill is None else fill, self.margin)
         head = f'"""Exercise {self.number}: {self.function.name} of minivlmrl/{self.path.name}, with a hole.\n'
-        head += f'{self.own["TASK"]}\npython -m minivlmrl exercise {self.number} --check    # or --hint\n"""\n'
+        head += f'{self.own["TASK"]}\npython -m exercises {self.number} --check    # or --hint\n"""\n'
         before, after = self.source(self.function.lineno, first - 1), self.source(last + 1, self.function.end_lineno)
         return "\n".join([head, *self.imports, "\n", *before, hole, *after, ""])
 
@@ -92,9 +92,7 @@ def load(number: int, book: Path = BOOK) -> Exercise:
 
 
 def markers() -> list[dict]:
-    """The list of holes (ValueError: this is no clone)."""
-    if not FOLDER.is_dir():
-        raise ValueError(f"{FOLDER} does not exist: exercises come with a clone of the repository, not with a wheel")
+    """The list of holes."""
     return yaml.safe_load((FOLDER / "holes.yaml").read_text(encoding="utf-8"))
 
 
@@ -151,14 +149,23 @@ def same(a, b) -> bool:
     return type(a) is type(b) and a == b
 
 
-def main(arguments: list[str]) -> int:
-    """Returns the exit status: 1 if what was filled in is not right."""
-    parser = argparse.ArgumentParser(prog="python -m minivlmrl exercise", description=__doc__.split("\n")[0])
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit status: 1 if what was filled in is not right, 2 for a mistake in the command."""
+    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__.split("\n")[0])
     parser.add_argument("number", type=int, nargs="?", help="1 to 10, in the order of the book; none: the list")
     parser.add_argument("--check", metavar="FILE", nargs="?", const="", help="by default exercise_NUMBER.py")
     parser.add_argument("--hint", action="store_true", help="print a hint")
     parser.add_argument("--solution", action="store_true", help="print the lines of the book")
     options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except ValueError as error:
+        print(f"python -m exercises: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line asks for."""
     if options.number is None:
         for number in range(1, len(markers()) + 1):
             exercise = load(number)
@@ -169,7 +176,7 @@ def main(arguments: list[str]) -> int:
     passed, says = True, (exercise.own["HINT"] if options.hint else exercise.solution).strip("\n")
     if options.check is not None:
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; `python -m minivlmrl exercise {options.number}` writes it")
+            raise ValueError(f"{file}: no such file; `python -m exercises {options.number}` writes it")
         passed, says = check(exercise, file.read_text(encoding="utf-8"), str(file))
     elif not options.hint and not options.solution:
         if file.exists():
@@ -178,3 +185,7 @@ def main(arguments: list[str]) -> int:
         says = f"{file} is {exercise.function.name} with a hole. Fill it in, then add --check to this command."
     print(says, file=sys.stdout if passed else sys.stderr)
     return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
