@@ -31,6 +31,13 @@ def test_cosine_by_hand():
     assert cosine([""] * 4, ids, max_length=100, right=(2.0, 0.0), wrong=(0.0, 0.0), **given) == [1.0, 0.0, 2.0, 0.0]
 
 
+def test_defaults_of_cosine():
+    """The scale ends at 1,024 tokens, and `accuracy` says what is right."""
+    solution, ids = ["a dog"] * 4, [[0] * 512, [0] * 1024, [0] * 512, [0] * 1024]
+    given = {"solution": solution, "answer_texts": ["a dog", "A dog", "a", "a cat"]}
+    assert cosine([""] * 4, ids, **given) == pytest.approx([0.75, 0.5, -0.75, -0.5])
+
+
 def test_repetition_equals_trl():
     rng = random.Random(1)
     ids = [[rng.randrange(4) for _ in range(rng.randrange(12))] for _ in range(40)]
@@ -41,3 +48,8 @@ def test_repetition_equals_trl():
 
 def test_repetition_docstring_example():
     assert repetition([[5, 5, 5, 5, 5], [1, 2]], ngram_size=2) == [-0.75, 0.0]
+
+
+def test_defaults_of_repetition():
+    """5 5 5 5 5 has three triples, of which two are repetitions."""
+    assert repetition([[5, 5, 5, 5, 5], [5, 5, 6, 5]]) == pytest.approx([-2 / 3, 0.0])

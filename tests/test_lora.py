@@ -6,7 +6,18 @@ import peft
 import pytest
 import torch
 
-from minivlmrl.adapters.lora import LoRAConfig, LoRALinear, adapters, draw_adapters, merge_adapters, scaling
+from minivlmrl.adapters.lora import (
+    AdapterCopy,
+    LoRAConfig,
+    LoRALinear,
+    adapter_parameters,
+    adapters,
+    draw_adapters,
+    full,
+    merge_adapters,
+    plain_weights,
+    scaling,
+)
 from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
@@ -149,6 +160,55 @@ def test_merged_is_a_plain_model_with_the_same_result():
     assert not adapters(model)
     assert dict(model.named_parameters()).keys() == dict(tiny.model().named_parameters()).keys()
     torch.testing.assert_close(model(batch(model)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_plain_weights_are_what_a_plain_models_are_made_of(quantize):
+    """Merged: of each adapted layer the layer. To be read: its own weight, or the layer where that is packed."""
+    model = tiny.model()
+    names = dict(model.named_parameters()).keys()
+    assert plain_weights(model).keys() == names
+    LoRAConfig(r=4, target=["language"], quantize=quantize).place(model)
+    draw_adapters(model, 0)
+    for layer in adapters(model).values():
+        layer.lora_B.data.fill_(0.1)
+    layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
+    base = {name: p for name, p in model.named_parameters() if name in names}
+    assert plain_weights(model) == {name: layers.get(name, base.get(name)) for name in names}
+    assert plain_weights(model, merged=False) == {name: base.get(name, layers.get(name)) for name in names}
+    weights = {name: full(weight) for name, weight in plain_weights(model).items()}
+    merge_adapters(model)
+    assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
+
+
+def test_a_copy_of_adapters_computes_as_they_were():
+    """As often as it is asked; the model has its own back afterwards, also after an error."""
+    model = adapted()
+    before, kept = loss(model).detach(), AdapterCopy(model)
+    assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # the base is no part of it
+    assert not any(parameter.requires_grad for parameter in kept.parameters())
+    for layer in adapters(model).values():
+        layer.lora_B.data *= 1.5
+    after = loss(model).detach()
+    assert after != before
+    for _ in range(2):
+        with pytest.raises(KeyError), kept.computing() as used:
+            assert used is model and torch.equal(loss(model), before)
+            raise KeyError
+        assert torch.equal(loss(model), after)
+
+
+def test_a_copy_of_adapters_leaves_an_older_graph_alone():
+    model = adapted()
+    kept = AdapterCopy(model)
+    for layer in adapters(model).values():
+        layer.lora_B.data *= 1.5
+    expected = torch.autograd.grad(loss(model), adapter_parameters(model))
+    graph = loss(model)
+    with kept.computing(), torch.no_grad():
+        loss(model)
+    found = torch.autograd.grad(graph, adapter_parameters(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_on_a_bfloat16_base_the_adapter_is_in_float32():

@@ -9,6 +9,11 @@ import pytest
 from minivlmrl.reward_functions.math_answer import math
 
 
+def test_the_solution_is_the_first_of_math_verifys_arguments():
+    """An interval answers an inequality, but the other way round math-verify wants what is asked for: an interval."""
+    assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
+
+
 def test_in_a_thread_too():
     """math-verify's alarms need the main thread."""
     found = []

@@ -97,6 +97,14 @@ def test_cispo():
     assert metrics == {"cispo_clip_ratio": 0.25}
 
 
+def test_cispos_clip_ratio_counts_good_tokens_above_the_bound():
+    """Of a good token above it, a good one below it and a bad one above it the first; a ratio at the bound is not."""
+    *_, metrics = policy([[1.5, 1.1], [1.5]], [1.0, -1.0], loss_type="cispo", epsilon_high=1.2)
+    assert metrics["cispo_clip_ratio"] == near(1 / 3)
+    *_, metrics = policy([[1.0]], [1.0], loss_type="cispo", epsilon_high=1.0)
+    assert metrics["cispo_clip_ratio"] == 0
+
+
 def test_sapo():
     """tau 1 for the good row, 1.05 for the bad: terms -4 s(0.5) | (4 / 1.05) (s(-0.525), s(0), s(0.105)).
 

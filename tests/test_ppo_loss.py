@@ -1,6 +1,7 @@
 """PPO's loss against numbers that TRL 1.12.0, the last version with a PPOTrainer, gave; and by hand."""
 
 import json
+from math import log
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,39 @@ def test_value_clipping_by_hand(new, old, returned, expected):
     rollout = PPORollout(one, old * one, advantages=0 * one, returns=returned * one)
     loss, _ = ppo_loss(one, value, one, rollout, PPOLoss(vf_coef=1.0))
     assert loss.item() == pytest.approx(expected)
+
+
+def test_metrics_by_hand():
+    """A ratio counts as clipped where its bound is the loss, a value where the one near the old value is; no padding.
+
+    Ratios 1.5 and 0.5 with advantage 1, the same with -1, and 1.1: clipped are the first and the fourth. Values as in
+    test_value_clipping_by_hand, and one at its old value: clipped is the second.
+    """
+    ratios, advantages = (
+        torch.tensor([[1.5, 0.5, 1.5, 0.5, 1.1, 9.0]]),
+        torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]]),
+    )
+    values, one = torch.tensor([[1.1, 1.5, 0.5, 1.0, 9.0, 9.0]]), torch.ones(1, 6)
+    mask, value_mask = torch.tensor([[1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 4 + [0.0] * 2])
+    rollout = PPORollout(0 * one, one, advantages, returns=2 * one)
+    _, metrics = ppo_loss(ratios.log(), values, mask, rollout, value_mask=value_mask)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
+        "policy_loss": (-1.2 - 0.5 + 1.5 + 0.8 - 1.1) / 5,
+        "value_loss": (0.405 + 0.32 + 1.125 + 0.5) / 4,
+        "approx_kl": 0.5 * (2 * log(1.5) ** 2 + 2 * log(0.5) ** 2 + log(1.1) ** 2) / 5,
+        "clip_ratio/policy": 2 / 5,
+        "clip_ratio/value": 1 / 4,
+        "ratio": (1.5 + 0.5 + 1.5 + 0.5 + 1.1) / 5,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [None, SimpleNamespace(tokens=0)])
+def test_no_token_is_no_loss(counts):
+    """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""
+    logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
+    loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), PPORollout(*torch.ones(4, 2, 3)), counts=counts)
+    assert [loss.item(), *(value.item() for value in metrics.values())] == [0.0] * 7
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (logps, values)))
 
 
 def test_counts_of_the_step_make_the_split_not_matter():
