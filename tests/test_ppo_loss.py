@@ -83,24 +83,24 @@ def test_value_clipping_by_hand(new, old, returned, expected):
 def test_metrics_by_hand():
     """A ratio counts as clipped where its bound is the loss, a value where the one near the old value is; no padding.
 
-    Ratios 1.5 and 0.5 with advantage 1, the same with -1, and 1.1: clipped are the first and the fourth. Values as in
-    test_value_clipping_by_hand, and one at its old value: clipped is the second.
+    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Values as
+    in test_value_clipping_by_hand, and one more too near the return: clipped are the second and the fourth.
     """
     ratios, advantages = (
-        torch.tensor([[1.5, 0.5, 1.5, 0.5, 1.1, 9.0]]),
+        torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]]),
         torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]]),
     )
-    values, one = torch.tensor([[1.1, 1.5, 0.5, 1.0, 9.0, 9.0]]), torch.ones(1, 6)
+    values, one = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]]), torch.ones(1, 6)
     mask, value_mask = torch.tensor([[1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 4 + [0.0] * 2])
     rollout = PPORollout(0 * one, one, advantages, returns=2 * one)
     _, metrics = ppo_loss(ratios.log(), values, mask, rollout, value_mask=value_mask)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
-        "policy_loss": (-1.2 - 0.5 + 1.5 + 0.8 - 1.1) / 5,
-        "value_loss": (0.405 + 0.32 + 1.125 + 0.5) / 4,
-        "approx_kl": 0.5 * (2 * log(1.5) ** 2 + 2 * log(0.5) ** 2 + log(1.1) ** 2) / 5,
+        "policy_loss": (-1.2 - 0.5 + 1.1 + 0.8 - 1.1) / 5,
+        "value_loss": (0.405 + 0.32 + 1.125 + 0.32) / 4,
+        "approx_kl": 0.5 * (log(1.5) ** 2 + 2 * log(0.5) ** 2 + 2 * log(1.1) ** 2) / 5,
         "clip_ratio/policy": 2 / 5,
-        "clip_ratio/value": 1 / 4,
-        "ratio": (1.5 + 0.5 + 1.5 + 0.5 + 1.1) / 5,
+        "clip_ratio/value": 2 / 4,
+        "ratio": (1.5 + 0.5 + 1.1 + 0.5 + 1.1) / 5,
     })  # fmt: skip
 
 
