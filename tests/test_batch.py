@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minivlmrl.batch import pack
+from minivlmrl.batch import MicroBatch, Step, pack
+from minivlmrl.losses import Counts
 
 import tiny
 
@@ -52,3 +53,50 @@ def test_an_empty_completion_is_refused():
     prompt = tiny.prompt(torch.Generator(), [])
     with pytest.raises(ValueError, match="no tokens"):
         pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())
+
+
+def micro_batch(mask):
+    """Completions of 3 and 2 tokens, of which `mask` is trained on."""
+    prompt = tiny.prompt(torch.Generator(), [])
+    group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
+    return MicroBatch(group, torch.tensor(mask), Counts(2, 5))
+
+
+def test_a_mean_is_over_the_tokens_that_are_trained_on():
+    """(1 + 4 + 16) / 3: tokens of equal weight, whatever row they are in; the mean has no gradient."""
+    part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
+    assert (mean.item(), mean.requires_grad, part.weight) == (7.0, False, 3.0)
+
+
+def test_a_mean_over_no_token_is_zero():
+    """A row that is left out, such as a truncated completion, may be alone in its micro-batch."""
+    part = micro_batch([[0.0] * 3] * 2)
+    assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
+
+
+def test_the_next_pack_takes_the_positions_of_the_first():
+    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
+    first = pack([prompt], [[]], tiny.config())
+    assert torch.equal(first.position_ids, prompt.position_ids)
+    prompt.position_ids = prompt.position_ids + 100
+    assert torch.equal(pack([prompt], [[]], tiny.config()).position_ids, first.position_ids + 100)
+
+
+def test_a_batch_without_completions():
+    """A prefill: no row to pad, nothing to score."""
+    batch = pack([tiny.prompt(torch.Generator(), [])], [[]], tiny.config())
+    assert (batch.completion_mask.shape, batch.completion_ids.dtype) == ((0, 0), torch.int64)
+
+
+def test_what_a_frozen_tower_saw_counts_when_it_saw_all():
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 2, 2)])]
+    prompts[0].vision_embeds = torch.ones(6, 64)
+    assert pack(prompts, [[], []], tiny.config()).vision_embeds is None
+    prompts[1].vision_embeds = torch.zeros(1, 64)
+    assert pack(prompts, [[], []], tiny.config()).vision_embeds.tolist() == [[1.0] * 64] * 6 + [[0.0] * 64]
+
+
+def test_a_state_may_be_written_after_a_step_unless_it_says_otherwise():
+    assert Step([]).ends_rollout and not Step([], ends_rollout=False).ends_rollout

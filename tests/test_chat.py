@@ -140,6 +140,13 @@ def test_images_and_videos_are_numbered_each_for_itself_through_the_conversation
     )
 
 
+def test_nothing_is_numbered_unless_asked_for():
+    """As the hub's template: add_vision_id is false there unless it is given."""
+    text = "".join(render(CONVERSATIONS["images and videos"]))
+    assert text == "".join(render(CONVERSATIONS["images and videos"], add_vision_id=False))
+    assert "Picture" not in text and "Video" not in text
+
+
 def test_docstring_example():
     messages = [{"role": "user", "content": [IMAGE_PART, {"type": "text", "text": "What?"}]}]
     assert "".join(render(messages)) == (

@@ -15,6 +15,7 @@ from minivlmrl import chat
 from minivlmrl.batch import pack
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
+from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.folder import INDEX
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -50,6 +51,28 @@ def copy(folder, tmp_path):
 @pytest.fixture(scope="module")
 def processor():
     return Processor(shapes.tokenizer(), ImageProcessor())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+def test_random_weights(model_type):
+    """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms are 1
+    and biases 0."""
+    model = Qwen2_5_VL(tiny.config(layers=3, model_type=model_type))
+    checkpoint.initialize(model, torch.Generator().manual_seed(0))
+    maps = 0
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            spread = 0.02 if "embed_tokens" in name else parameter[0].numel() ** -0.5
+            if any(part in name for part in ("o_proj", "down_proj", "fc2", "attn.proj")):
+                spread /= (2 * (4 if "visual" in name else 3)) ** 0.5  # attention and MLP of each layer add
+            error = 4 / parameter.numel() ** 0.5  # four standard errors of a mean, more of a spread
+            assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name
+            maps += 1
+    assert maps > 40
 
 
 def logits(model, rows):

@@ -132,6 +132,15 @@ def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
     assert prompt.pixel_values.shape == (24 + 80, 1176)
 
 
+def test_images_are_numbered_if_the_processor_says_so():
+    """A fresh one does not, as the hub's template."""
+    message, images = asked(IMAGE_PART, text("?")), [picture((56, 56))]
+    numbered = Processor(PROCESSOR.tokenizer, ImageProcessor(), add_vision_id=True)
+    decode = PROCESSOR.tokenizer.decode
+    assert "Picture" not in decode(PROCESSOR(message, images).input_ids.tolist())
+    assert "Picture 1: <|vision_start|>" in decode(numbered(message, images).input_ids.tolist())
+
+
 def test_a_prompt_without_images_has_empty_tensors_of_the_right_form():
     prompt = PROCESSOR(asked(text("hi")), [])
     assert prompt.pixel_values.shape == (0, 1176)

@@ -1,0 +1,90 @@
+"""benchmarks/mutate.py: what it changes in a file, and that it tells a tested line from an untested one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutate import mutants
+
+ROOT = Path(__file__).parents[1]
+SOURCE = '''"""Docstring of 1 line."""
+
+
+def between(x: "1 + 1", low=0, least=False) -> "1 < 2":
+    """A docstring: not 3."""
+    if not low < x or least == 1:
+        x += 1
+        raise ValueError(f"{x} is no number")
+    return -min(x, 2) // 3
+'''
+
+
+def test_the_mutants_of_a_file():
+    found = [(line, change.split("    in: ")[0]) for line, change, _ in mutants(SOURCE)]
+    condition = "not low < x or least == 1"
+    assert sorted(found) == [
+        (4, "0 -> 1"),
+        (4, "False -> True"),
+        (6, "1 -> 2"),
+        (6, f"if {condition}: -> pass"),
+        (6, "least == 1 -> least != 1"),
+        (6, "low < x -> low <= x"),
+        (6, "not low < x -> low < x"),
+        (6, f"{condition} -> not low < x and least == 1"),
+        (7, "1 -> 2"),
+        (7, "x += 1 -> pass"),
+        (8, "raise ValueError(f'{x} is no number') -> pass"),
+        (9, "-min(x, 2) -> min(x, 2)"),
+        (9, "-min(x, 2) // 3 -> -min(x, 2) * 3"),
+        (9, "2 -> 3"),
+        (9, "3 -> 4"),
+        (9, "min -> max"),
+        (9, "return -min(x, 2) // 3 -> pass"),
+    ]
+
+
+def test_each_mutant_is_another_program_with_one_change():
+    sources = [source for *_, source in mutants(SOURCE)]
+    assert len(set(sources)) == len(sources) == 17
+    assert (
+        "if not low <= x or least == 1:"
+        in sources[[c.startswith("low < x") for _, c, _ in mutants(SOURCE)].index(True)]
+    )
+    for source in sources:
+        compile(source, "mutant", "exec")
+        assert "A docstring: not 3." in source and "'1 + 1'" in source and "'1 < 2'" in source
+
+
+def mutate(tmp_path, tests):
+    """Mutate a project of one chapter."""
+    for folder in ("minivlmrl", "tests", "benchmarks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.', 'tests']\n")
+    (tmp_path / "minivlmrl" / "__init__.py").write_text("")
+    (tmp_path / "minivlmrl" / "half.py").write_text(
+        "def half(x):\n    return x // 2\n\n\ndef spin():\n    while False:\n        pass\n"
+    )
+    (tmp_path / "tests" / "test_half.py").write_text(
+        f"from minivlmrl.half import *\n\n\ndef test_half():\n    {tests}\n"
+    )
+    script = tmp_path / "benchmarks" / "mutate.py"
+    script.write_text((ROOT / "benchmarks" / "mutate.py").read_text())
+    return subprocess.run([sys.executable, str(script), "half"], capture_output=True, text=True, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_tests_that_ask_kill_and_those_that_do_not_leave_survivors(tmp_path):
+    """A loop without end counts as killed; the chapter itself stays as it is."""
+    result = mutate(tmp_path, "assert half(1) == 0 and not spin()")
+    assert result.stdout.splitlines() == [
+        "survives: minivlmrl/half.py:2  2 -> 3    in: return x // 2",
+        "killed 3 of 4 mutants of minivlmrl/half.py with tests/test_half.py",
+    ]
+    assert "return x // 2\n" in (tmp_path / "minivlmrl" / "half.py").read_text()
+
+
+def test_tests_that_fail_without_a_change_are_no_measure(tmp_path):
+    result = mutate(tmp_path, "assert half(2) == 2")
+    assert result.returncode == 1 and "tests/test_half.py fails without a change" in result.stderr
