@@ -8,7 +8,9 @@ import sys
 from minivlmrl.__main__ import main
 
 if __name__ == "__main__":
-    if "--expect" in sys.argv:
+    if "--help" in sys.argv:
+        print(__doc__)
+    elif "--expect" in sys.argv:
         from benchmarks.expect import main as train_and_compare
 
         train_and_compare(sys.argv[1:])

@@ -5,11 +5,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
 from minivlmrl.data.turns import render_completion
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 

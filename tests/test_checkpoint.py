@@ -7,8 +7,6 @@ import weakref
 
 import pytest
 import torch
-import transformers
-from oracle import CLASSES, their_inputs, worst_difference
 from safetensors.torch import load_file, save_file
 
 from minivlmrl import chat
@@ -97,24 +95,25 @@ def edit_weights(path, change):
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 40_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("model_type", CLASSES)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
 def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, max_shard_size):
+    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     model = tiny.model(tied, model_type=model_type)
     save_model(tmp_path / "saved", model, processor, max_shard_size=max_shard_size)
     assert (tmp_path / "saved" / INDEX).exists() == (max_shard_size == 40_000)
-    theirs, info = CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
+    theirs, info = oracle.CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     generator = torch.Generator().manual_seed(0)
     rows = [tiny.prompt(generator, grids) for grids in ([], [(1, 6, 10)], [(1, 18, 4), (1, 6, 10)])]
-    assert worst_difference(theirs, model, rows) <= 1e-5
+    assert oracle.worst_difference(theirs, model, rows) <= 1e-5
     again = dict(load_model(tmp_path / "saved").named_parameters())
     assert all(torch.equal(again.pop(name), p) for name, p in model.named_parameters()) and not again
 
 
 def test_a_saved_processor_and_model_go_together_in_transformers(folder):
     """From the picture and the words on: their tokenizer and image processor on what we saved."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "I see green squares, 12 of them"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_processor(folder).tokenizer.encode(text)
@@ -124,7 +123,7 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder):
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder)
     ours = load_model(folder)
     for prompt in shape_prompts(folder):
-        inputs = their_inputs(prompt)
+        inputs = oracle.their_inputs(prompt)
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == ours.config.image_token_id).long()
         with torch.no_grad():
             expected = theirs(**inputs).logits[0]
@@ -133,6 +132,7 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder):
 
 def test_transformers_has_a_chat_template_for_it(folder):
     """In the file that its processor reads too; we ourselves go on with that of chat.py."""
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     expected = "".join(chat.render(messages))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,5 +1,6 @@
 """completions.jsonl: what it says is what the step trained on, and writing it changes nothing else."""
 
+import gc
 import json
 import shutil
 
@@ -58,6 +59,13 @@ def test_the_best_and_the_worst_are_of_a_group_that_differs():
     lines = [{"row": 1, "completions": alike}, {"row": 2, "completions": differ}]
     assert best_and_worst(7, lines) == "step 7, row 2, best  1.500 '1.5'\nstep 7, row 2, worst 0.000 '0.0'"
     assert best_and_worst(7, lines[:1]) == "step 7: the completions of each logged group earn the same"
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.filterwarnings("error")  # a file that is left open warns when it is collected
+def test_a_run_closes_its_file(run):
+    run("--stages=[sft]", "--sft.max_steps=1")
+    gc.collect()
 
 
 @pytest.mark.usefixtures("plain", "lively")

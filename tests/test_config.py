@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minivlmrl.run.config import GRPOSection, RunConfig, load_config, to_yaml
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 

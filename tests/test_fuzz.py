@@ -8,8 +8,6 @@ import numpy as np
 import PIL.features
 import PIL.Image
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from record_vision import encoded, noise
 
 from minivlmrl.data.template import ChatTemplate
@@ -22,6 +20,10 @@ from minivlmrl.scale.checkpoint import load_model, load_processor, random_model,
 from minivlmrl.tasks import shapes
 
 import tiny
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 IMAGES = [
     "PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", "DDS", "DIB", "ICNS", "IM", "MPO", "PCX",

@@ -157,7 +157,7 @@ def test_transparent_pixels_become_white_and_half_transparent_ones_half_white():
     image = PIL.Image.new("RGBA", (3, 1), (0, 0, 0, 0))
     image.putpixel((1, 0), (100, 0, 0, 255))
     image.putpixel((2, 0), (0, 0, 0, 51))  # a fifth of black on white
-    assert list(to_rgb(image).get_flattened_data()) == [(255, 255, 255), (100, 0, 0), (204, 204, 204)]
+    assert np.asarray(to_rgb(image)).tolist() == [[[255, 255, 255], [100, 0, 0], [204, 204, 204]]]
 
 
 def test_the_see_through_colour_of_a_palette_becomes_white(tmp_path):
@@ -165,7 +165,7 @@ def test_the_see_through_colour_of_a_palette_becomes_white(tmp_path):
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
     image.save(tmp_path / "p.png", transparency=0)
-    assert list(load_image(tmp_path / "p.png").get_flattened_data()) == [(255, 255, 255), (40, 50, 60)]
+    assert np.asarray(load_image(tmp_path / "p.png")).tolist() == [[[255, 255, 255], [40, 50, 60]]]
 
 
 def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
@@ -217,6 +217,7 @@ def test_too_long_an_image_is_refused_by_the_processor():
 
 def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path):
     """docs/exact.md: it agrees on an image in hand, but not its load_image, and not on premultiplied alpha."""
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.image_transforms import convert_to_rgb
     from transformers.image_utils import load_image as theirs
 

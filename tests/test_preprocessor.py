@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from record_vision import noise
 
 from minivlmrl.hub.preprocessor import read_image_processor, write_image_processor
 from minivlmrl.image import ImageProcessor
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def test_pixel_bounds_must_be_in_order():

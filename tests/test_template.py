@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from talk import renders_as_transformers
 
 from minivlmrl import chat
@@ -15,6 +13,10 @@ from minivlmrl.chat import IMAGE, VIDEO, Control
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.data.turns import render_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 # A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
 CHATML = (

@@ -8,11 +8,13 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 from minivlmrl.tasks import shapes
+
+pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 TINY = shapes.tokenizer()
 CONTROL_IDS = {TINY.special_tokens[token] for token in SPECIAL_TOKENS}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
 import patients
+import transformers
 import trl
 from patients import STEPS_OF
 from trl_bugs import BUGS

@@ -1,10 +1,14 @@
-"""A wheel contains all that a run needs: it is built without a network and trained from in an empty folder."""
+"""A wheel contains all that a run needs: it is built without a network and trained from in an empty folder.
+
+An sdist contains all that the README speaks of.
+"""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -60,3 +64,18 @@ def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(ins
                 assert (installed / "minivlmrl" / inside / path.relative_to(ROOT / folder)).is_file(), path
     [scripts] = installed.glob("*.dist-info/entry_points.txt")
     assert "minivlmrl = minivlmrl.__main__:main" in scripts.read_text()
+
+
+@pytest.mark.slow
+def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(tmp_path):
+    folders = "minivlmrl", "kernels", "recipes", "tests", "benchmarks", "docs", "exercises"
+    for name in folders:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "train.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    expected = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    build = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    [sdist] = tmp_path.glob("dist/*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert expected <= {name.partition("/")[2] for name in archive.getnames()}

@@ -43,13 +43,12 @@ class CompletionsLog:
         self.every = config.log_completions if world.is_main else 0
         if not self.every:
             return
-        path, kept = self.folder / COMPLETIONS, ""
+        self.path, kept = self.folder / COMPLETIONS, ""
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
-        elif path.is_file():
-            kept = "".join(line for line in path.read_text().splitlines(keepends=True) if is_past(line, progress))
-        path.write_text(kept)
-        self.file = path.open("a")
+        elif self.path.is_file():
+            kept = "".join(line for line in self.path.read_text().splitlines(keepends=True) if is_past(line, progress))
+        self.path.write_text(kept)
 
     def step(self, algorithm: Algorithm, step: Step, number: int):
         """Record an optimizer step, if it is due and trains on a rollout."""
@@ -60,8 +59,8 @@ class CompletionsLog:
             name = f"{algorithm.stage}-{row.index}"
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
-        self.file.writelines(json.dumps(line) + "\n" for line in lines)
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
         if self.show:
             tqdm.write(best_and_worst(number, lines))
 

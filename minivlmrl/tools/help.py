@@ -1,7 +1,7 @@
-"""What `train.py --help` prints: every option of a recipe with its default, type and sentence, section by section.
+"""What `train --help` prints: every option of a recipe with its default, type and sentence, section by section.
 
-torchrun train.py --help          # all sections
-torchrun train.py --help grpo     # one section
+python -m minivlmrl train --help          # all sections
+python -m minivlmrl train --help grpo     # one section
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def show(*names: str):
     for name in names:
         if name not in known:
             raise ValueError(f"--help {name}: no such section; sections are {', '.join(known)}")
-    print("usage: torchrun train.py [RECIPE] [--section.name=value ...] [--expect]\n")
+    print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Every option, as a recipe (YAML) or the command line sets it, with its default.")
     for name in names or known:
         config = known[name]
