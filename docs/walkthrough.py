@@ -252,7 +252,7 @@ def update() -> str:
     picture = Picture(760, 84 + 26 * max(len(norms), len(change)), "Gradients and what the update moves")
     picture.text(190, 28, "gradient norm by module", 14, bold=True)
     for row, (name, value) in enumerate(norms.items()):
-        y, length = 62 + 26 * row, 170 * value / max(norms.values())
+        y, length = 62 + 26 * row, round(170 * value / max(norms.values()), 2)
         picture.text(160, y + 12, name, 12, INK, "end")
         picture.box(168, y, max(length, 1), 16, BLUES[1], BLUES[1], 0)
         picture.text(174 + length, y + 12, f"{value:.2g}", 11, SOFT, "start")
@@ -260,7 +260,7 @@ def update() -> str:
     picture.text(580, 48, "number, advantage, change; blue: above the group's mean", 12, SOFT)
     far = max(map(abs, change))
     for row, (moved, advantage) in enumerate(zip(change, worth, strict=True)):
-        y, length = 62 + 26 * row, 80 * abs(moved) / far
+        y, length = 62 + 26 * row, round(80 * abs(moved) / far, 2)
         colour = BLUES[1] if advantage > 0 else ORANGES[1]
         picture.text(446, y + 12, f"{row}  {advantage:+.2f}", 12, INK, "end")
         picture.box(580 - length * (moved < 0), y, max(length, 1), 16, colour, colour, 0)

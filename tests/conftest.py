@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers ask for
 import PIL.Image
 import pytest
 import torch
+from children import default_signals  # noqa: F401 (fixtures)
+from fused import fused_linspace  # noqa: F401 (fixtures)
 from runs import checkpoint, home, own, plain, rows, run  # noqa: F401 (fixtures)
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)

@@ -12,7 +12,7 @@ OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_those_of_bitsandbytes(signed):
+def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
     theirs, code = recorded()["signed" if signed else "unsigned"], dynamic_code(signed)
     assert code.tolist() == theirs["code"]
     indices, scales = quantize(numbers(signed), code)

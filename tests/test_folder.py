@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from children import exit_code, fork
 
 from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing
 from minivlmrl.image import ImageProcessor
@@ -218,21 +219,22 @@ def saved(folder: Path) -> str:
 
 def killed_at(step: int, work) -> bool:
     """Do `work` in a process that ends at its `step`-th change of the file system, without a chance to clean up."""
-    pid = os.fork()
-    if pid == 0:
-        left = [step]
+    killed, left = 77, [step]
 
-        def count(event, arguments):
-            changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
-            changes |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
-            left[0] -= changes
-            if left[0] < 0:
-                os._exit(1)
+    def count(event, arguments):
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
+        changes |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        left[0] -= changes
+        if left[0] < 0:
+            os._exit(killed)
 
+    def child():
         sys.addaudithook(count)
         work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+    code = exit_code(fork(child))
+    assert code in (0, killed), "the work failed: see its traceback"
+    return code == killed
 
 
 @pytest.mark.parametrize("before", ["checkpoint", "checkpoint.replaced"], ids=["whole", "after a kill between renames"])

@@ -9,6 +9,8 @@ from test_lora import adapted, batch, loss
 from torch import nn
 
 from minivlmrl.__main__ import main
+from minivlmrl.adapters import nf4
+from minivlmrl.adapters.adamw8bit import dynamic_code
 from minivlmrl.adapters.lora import adapters, quantize_base
 from minivlmrl.adapters.nf4 import NF4, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
@@ -18,7 +20,8 @@ from minivlmrl.run.config import load_config
 from minivlmrl.scale.checkpoint import load_model
 
 
-def test_bits_are_those_of_bitsandbytes():
+def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
+    monkeypatch.setattr(nf4, "_scale_code", lambda device: dynamic_code(True))  # the cached one has its own linspace
     theirs, packed = recorded(), pack(numbers())
     assert list(NF4) == theirs["nf4"]
     theirs = theirs["nf4 numbers"]

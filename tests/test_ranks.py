@@ -6,6 +6,7 @@ sharded, weights full or layer by layer in a rollout, with one model or two besi
 
 import json
 
+import on_ranks
 import pytest
 import torch
 import yaml
@@ -300,3 +301,35 @@ def test_cudnns_attention_is_off(start):
     torch.backends.cuda.enable_cudnn_sdp(True)
     start()
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+class Clock:
+    """A time that goes on while one waits for a process, and a process that ends a case every `seconds`."""
+
+    def __init__(self, file, seconds, cases):
+        self.now, self.file, self.seconds, self.cases = 0.0, file, seconds, cases
+
+    def monotonic(self):
+        return self.now
+
+    def join(self, _):
+        self.now += 1
+        self.file.write_text(f"case {int(min(self.now // self.seconds, self.cases))}")
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    @property
+    def exitcode(self):
+        return 0 if self.now >= 10 * self.seconds else None
+
+
+def test_ranks_have_time_while_they_end_cases_and_what_they_were_at_is_said(tmp_path, monkeypatch):
+    steady, stuck = (Clock(tmp_path / name, on_ranks.PATIENCE - 9, cases) for name, cases in (("a", 10), ("b", 3)))
+    monkeypatch.setattr(on_ranks, "time", steady)
+    on_ranks.wait([steady], [steady.file])
+    assert steady.now > 5 * on_ranks.PATIENCE
+    monkeypatch.setattr(on_ranks, "time", stuck)
+    said = r"ran out of time: no case ended for 600 s; rank 0 after 'case 3', rank 1 in its first"
+    with pytest.raises(AssertionError, match=said):
+        on_ranks.wait([stuck, stuck], [stuck.file, tmp_path / "none"])

@@ -21,6 +21,7 @@ import pytest
 import torch
 import tqdm
 import yaml
+from children import exit_code, fork
 from on_ranks import ONE
 from safetensors.torch import load
 
@@ -42,6 +43,7 @@ from minivlmrl.scale import checkpoint as checkpoint_file
 
 import tiny
 
+pytestmark = pytest.mark.usefixtures("default_signals")
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
 RECIPE = tiny.recipe(
     STAGE,
@@ -127,26 +129,23 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, after=None, r
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
+    def begin(me):
+        gc.freeze()  # a process group of the parent, whose threads a fork does not have, must not be collected
+        os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if die and rank in (None, me):
+            owner, name, moment = PLACES[die]
+            counted(owner, name, number, **moment)
+        return train.main([str(recipe), f"--output_dir={output}", *options])
+
     children = []
     for me in range(ranks):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                gc.freeze()  # a process group of the parent, whose threads a fork does not have, must not be collected
-                os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                if die and rank in (None, me):
-                    owner, name, moment = PLACES[die]
-                    counted(owner, name, number, **moment)
-                code = train.main([str(recipe), f"--output_dir={output}", *options])
-            finally:
-                os._exit(code)
-        children.append(child)
+        children.append(fork(functools.partial(begin, me)))
     if after is not None:
         time.sleep(after)
         for child in children:
             os.kill(child, signal.SIGKILL)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return [exit_code(child) for child in children]
 
 
 def outcome(output):

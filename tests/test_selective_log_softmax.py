@@ -10,7 +10,7 @@ from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # relative to the norm of the float64 result; bfloat16 gradients are rounded once
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float64: 1e-14}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float64])
 
 
@@ -54,8 +54,10 @@ def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtyp
     actual = ours(logits, ids, temperature, upstream)
     assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
     assert actual[2].dtype == dtype
+    # in float64 the formula's own sum is rounded as much as ours
+    tolerance = TOLERANCE.get(dtype, (64 + vocab**0.5) * torch.finfo(torch.float64).eps)
     for mine, expected in zip(actual, exact(logits, ids, temperature, upstream), strict=True):
-        assert error(mine, expected) < TOLERANCE[dtype] or expected.norm() == 0
+        assert error(mine, expected) < tolerance or expected.norm() == 0
     assert (actual[0] <= 0).all()
 
 

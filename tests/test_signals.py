@@ -3,16 +3,20 @@
 import os
 import pty
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from children import exit_code, fork
 
 from minivlmrl.run import signals
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.scale.ranks import World
 
+pytestmark = pytest.mark.usefixtures("default_signals")
 ONE = World(0, 1, torch.device("cpu"))
 
 
@@ -38,8 +42,8 @@ def test_a_signal_that_was_ignored_stays_so():
 
 def test_a_lost_terminal_does_not_fail_what_is_printed():
     main, terminal = pty.openpty()
-    child = os.fork()
-    if child == 0:
+
+    def lose_it():
         os.dup2(terminal, 1)
         os.dup2(terminal, 2)
         with StopSignals(ONE) as stop:
@@ -47,10 +51,12 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
             os.close(terminal)
             os.kill(os.getpid(), signal.SIGHUP)
             os.write(1, b"a line")  # OSError: Input/output error
-            os._exit(0 if stop.asked() else 1)
+            assert stop.asked()
+
+    child = fork(lose_it)
     os.close(terminal)
     os.close(main)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code(child) == 0
 
 
 def test_long_work_ends_at_once_if_nothing_is_lost():
@@ -75,15 +81,14 @@ def test_only_the_first_rank_speaks(capfd):
 
 def test_a_later_signal_ends_the_process(monkeypatch):
     monkeypatch.setattr(signals, "SAME_REQUEST", 0.05)
-    child = os.fork()
-    if child == 0:
+
+    def signal_twice():
         with StopSignals(ONE):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)  # not reached
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+    assert exit_code(fork(signal_twice)) == -signal.SIGTERM
 
 
 def test_preempted_becomes_the_exit_code_and_its_message(capsys):
@@ -107,3 +112,16 @@ def test_a_run_in_a_thread_hears_no_signals():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(StopSignals(ONE).__enter__).result()
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before
+
+
+def test_a_forked_child_of_a_test_ends_where_its_work_ends():
+    """Also after an error: else it would go on as a second pytest."""
+    assert [exit_code(fork(work)) for work in (lambda: None, lambda: 3, lambda: 1 / 0)] == [0, 3, 1]
+
+
+@pytest.mark.slow
+def test_these_tests_pass_where_signals_are_ignored():
+    """As `nohup pytest &` in a script starts them."""
+    command = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh", sys.executable, "-m", "pytest"]
+    result = subprocess.run([*command, "-n", "0", "-p", "no:cacheprovider", __file__], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

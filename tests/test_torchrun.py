@@ -15,7 +15,7 @@ from minivlmrl import train
 
 from tiny import RUN_MODEL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_signals")]
 ROOT = Path(__file__).parents[1]
 RECIPE = {
     "stages": ["sft"],

@@ -127,7 +127,7 @@ def test_a_video_without_frames_or_rate_is_refused(total, video_fps):
         frame_range(total, video_fps)
 
 
-def test_sampling_equals_qwen_vl_utils():
+def test_sampling_equals_qwen_vl_utils(fused_linspace):
     """2,000 videos and options: the frames, their rate to the last bit, and which are refused."""
     cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
     assert len(cases) == 2000
