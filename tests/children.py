@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minivlmrl.scale.signals import StopSignals
+from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
