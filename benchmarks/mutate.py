@@ -54,12 +54,12 @@ class Mutate(ast.NodeTransformer):
 
     def __init__(self, tree: ast.AST, number: int):
         self.left, self.change = number, None
-        self.kept = [getattr(node, field, None) for node in ast.walk(tree) for field in ("annotation", "returns")]
+        self.kept = {id(getattr(node, field, None)) for node in ast.walk(tree) for field in ("annotation", "returns")}
         self.visit(tree)
 
     def visit(self, node: ast.AST) -> ast.AST:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if docstring or any(node is kept for kept in self.kept):
+        if docstring or id(node) in self.kept:
             return node
         for other in changed(node) if self.change is None else ():
             if self.left == 0:

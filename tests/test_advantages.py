@@ -57,3 +57,9 @@ def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
 def test_centring_alone():
     """Groups 3, 1 and 0, 0: less their means 2 and 0."""
     assert group_advantages(torch.tensor([3.0, 1.0, 0.0, 0.0]), 2, "none").tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_completion_nobody_could_judge_has_no_advantage_in_any_scale(scale):
+    advantages = group_advantages(torch.tensor([3.0, NAN, 1.0, 0.0, 4.0, 0.0]), 3, scale)
+    assert advantages[1] == 0 and (advantages[[0, 2, 3, 4, 5]] != 0).all()

@@ -196,6 +196,16 @@ def test_a_key_that_is_none_is_as_good_as_missing():
     assert render([{"role": "user", "content": filled}]) == render([{"role": "user", "content": bare}])
 
 
+@pytest.mark.parametrize(
+    "part", [{"type": "audio", "text": "a"}, {"type": "text"}, {"type": "text", "text": 3}, {}, "a"]
+)
+def test_a_part_that_shows_nothing_known(part):
+    """It is refused where the conversation is laid out."""
+    assert part_kind(part) is None
+    with pytest.raises(ValueError):
+        render([{"role": "user", "content": [part]}])
+
+
 def assistant(content):
     return {"role": "assistant", "content": content}
 

@@ -139,6 +139,13 @@ def test_order_of_patches_and_of_pixels_inside_a_patch():
     assert torch.equal(values[:, :, 0], values[:, :, 1])  # the second frame repeats the first
 
 
+def test_an_image_that_is_not_resized_has_the_same_patches_by_either_filter():
+    """They round the normalised values differently, in the last digit of float32."""
+    (ours, grid), (theirs, same) = (ImageProcessor(resize=name)(arithmetic(56, 84)) for name in ("pil", "torch"))
+    assert grid == same
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+
+
 def test_resized_noise_golden():
     """100 x 150 pixels are resized on the way: the digest holds for the bicubic filter of today's Pillow."""
     image = PIL.Image.fromarray(np.random.RandomState(0).randint(0, 256, (100, 150, 3), dtype=np.uint8))
@@ -149,6 +156,7 @@ def test_resized_noise_golden():
 
 def test_num_tokens_and_patch_dim():
     processor = ImageProcessor()
+    assert (processor.min_pixels, processor.max_pixels) == (3136, HUB)
     assert processor.num_tokens((1, 4, 6)) == 6
     assert processor.patch_dim == 1176
 

@@ -164,6 +164,19 @@ def test_gspo_ratio_by_hand():
     assert loss.item() == pytest.approx(-(2.718281828**0.1), rel=1e-6)
 
 
+def test_what_is_clipped_of_sequences_is_a_share_of_rows():
+    """Ratios 2 (of 2 tokens) and 1 (of 1): half of the rows, not two thirds of the tokens."""
+    given = {"old_per_token_logps": -tensor([log(2), log(2)], [0.0, 0.0]), "importance_sampling_level": "sequence"}
+    _, metrics = loss_of(torch.zeros(2, 2).double(), torch.ones(2), tensor([1.0, 1.0], [1.0, 0.0]), **given)
+    assert metrics["clip_ratio/high_mean"] == near(1 / 2)
+
+
+def test_a_token_without_advantage_is_never_clipped():
+    """Its gradient is 0 wherever its ratio is."""
+    *_, metrics = policy([[5.0], [0.2]], [0.0, 0.0])
+    assert set(metrics.values()) == {0.0}
+
+
 def test_kl_by_hand():
     """pi 0.5, reference 0.25: r = 0.5, k3 = 0.5 - log 0.5 - 1 = 0.1931."""
     _, metrics = loss_of(

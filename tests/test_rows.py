@@ -12,6 +12,7 @@ from talk import IMAGE_PART, assistant, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
+from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -130,6 +131,18 @@ def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
     assert ids[first + 6] == PROCESSOR.special["<|vision_end|>"]
     assert ids.count(PAD) == 6 + 20
     assert prompt.pixel_values.shape == (24 + 80, 1176)
+    assert prompt.second_per_grid_ts.tolist() == [0.0, 0.0]
+
+
+def test_a_video_beside_an_image():
+    """4 frames make 2 time steps of 12 x 12 merged tokens; at 2 frames a second they are 1 s apart."""
+    frames = [picture((336, 336), seed) for seed in range(4)]
+    messages = asked(IMAGE_PART, {"type": "video"}, text("?"))
+    prompt = PROCESSOR(messages, [picture((56, 84))], [Video(frames, fps=2.0)])
+    assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [2, 24, 24]]
+    assert prompt.second_per_grid_ts.tolist() == [0.0, 1.0]
+    assert prompt.pixel_values.shape == (24 + 1152, 1176)
+    assert prompt.input_ids.tolist().count(PROCESSOR.special["<|video_pad|>"]) == 288
 
 
 def test_images_are_numbered_if_the_processor_says_so():
