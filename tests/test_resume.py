@@ -504,6 +504,7 @@ def test_a_step_that_diverged_is_not_repeated_for_ever(recipe, copy, monkeypatch
         resume(recipe, copy, *options)
     resume(recipe, copy, *options, "--grpo.learning_rate=1e-5")
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 5
+    assert not (copy / "states" / "diverged.json").exists()  # it was of states that may be gone
 
 
 def test_two_runs_do_not_write_into_one_folder(recipe, copy):
@@ -527,6 +528,13 @@ def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
 def test_keep_states(recipe, tmp_path):
     resume(recipe, tmp_path, "--state_steps=1", "--keep_states=1")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["000003"]
+
+
+def test_stages_may_be_added_and_states_keep_their_beat(recipe, copy):
+    """Every third step of all stages, also after the resumption, and at the end of the stage."""
+    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3", "--keep_states=9"]
+    resume(recipe, copy, "--resume=auto", *options)
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003", "000005"]
 
 
 def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe, straight, tmp_path):

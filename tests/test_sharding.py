@@ -10,6 +10,7 @@ import torch
 import yaml
 from on_ranks import ONE, launch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import pack
@@ -238,7 +239,10 @@ def test_a_copy_in_the_dtype_that_computes_computes_the_same(alone):
 
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=str)
 def test_one_process_computes_what_it_would_unsharded(alone, options):
-    (logps, found), (expected, theirs) = gradients(sharded_model(**options)), gradients(tiny.model())
+    model = sharded_model(**options)
+    offloads = isinstance(model.sharding.options["offload_policy"], CPUOffloadPolicy)
+    assert offloads == bool(options)  # without a GPU no number shows it
+    (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
 
@@ -282,10 +286,15 @@ def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
     with rollout_weights(model, ONE, gather_weights) as joint:
         per_token_logps(model, batch())
         assert (joint is None) == gather_weights
+        assert model.vision_in_step.joint != gather_weights  # with full weights a rank may run alone
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     found = gradients(model)[1]  # and training goes on as if nothing had been
+    assert model.vision_in_step.joint
+    with torch.no_grad():
+        per_token_logps(model, batch())
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
 
 
