@@ -145,7 +145,7 @@ def test_every_module_has_a_test():
 
 @pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_plain_words(path):
-    """In names, comments, errors and prose; the table of house words is in docs/find.md."""
+    """In names, comments, errors and prose; the table of house words is in docs/README.md."""
     word = re.compile(rf"(?<![a-zA-Z])({BANNED})(?![a-zA-Z])", re.IGNORECASE)
     lines = enumerate(path.read_text().splitlines(), start=1)
     assert [f"{number}: {line.strip()}" for number, line in lines if word.search(line)] == []

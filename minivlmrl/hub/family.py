@@ -1,4 +1,4 @@
-"""Model families: all that differs between two of them, in one record each. docs/find.md says how to add a third."""
+"""Model families: all that differs between two of them, in one record each. docs/README.md says how to add a third."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

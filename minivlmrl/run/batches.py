@@ -39,7 +39,7 @@ class VideoSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own: docs/data.md."""
 
-    task: str | None = None  # "shapes", "localisation" or your own "file.py:TASK": docs/tasks.md
+    task: str | None = None  # "shapes", "localisation" or your own "file.py:TASK": docs/data.md
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     train: list[FileSection] = field(default_factory=list)  # several files instead of train_file: docs/data.md
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected

@@ -1,4 +1,4 @@
-"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object. docs/tasks.md adds one."""
+"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object. docs/data.md adds one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
