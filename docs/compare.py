@@ -32,7 +32,7 @@ HEAD = """\
 One picture of a purple triangle, one model (that of the [walkthrough](walkthrough.md), in float64), four answers that
 it has drawn. What does each method need to know about them, what does it compute, and which tokens does it push where?
 All numbers are printed by `python -m docs.make_pages` from the losses that training uses, and
-[test_pages.py](../tests/test_pages.py) compares the page.
+[test_docs.py](../tests/test_docs.py) compares the page.
 """
 READ = """\
 What to see here:

@@ -1,13 +1,13 @@
 """docs/first_hour.ipynb: a notebook for the first hour, made of the cells below. `python -m docs.make_pages` writes it.
 
-tests/test_first_hour.py runs its cells in order, with fewer rows and steps.
+tests/test_docs.py runs its cells in order, with fewer rows and steps.
 """
 
 import json
 import re
 from pathlib import Path
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+LOSSES = Path(__file__).with_name("policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
 # The first hour
 
@@ -50,7 +50,7 @@ from minivlmrl.generate import SamplingConfig, generate
 [answers] = generate(model, [prompt], 4, SamplingConfig(max_new_tokens=12), processor.stop_token_ids)
 [processor.decode(answer.ids) for answer in answers]
 ---
-**A loss** takes log-probabilities and advantages, and imports torch alone: this is the README's snippet. An answer's
+**A loss** takes log-probabilities and advantages, and imports torch alone, so it can be copied out. An answer's
 advantage is how much better it is than its group.
 ---
 LOSS
@@ -103,7 +103,7 @@ show("runs/triangles")
 
 def cells() -> list[tuple[str, str]]:
     """(kind, text) of each cell: "markdown" and "code" by turns."""
-    [loss] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "grpo_loss" in code]
+    [loss] = [code for code in re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL) if "grpo_loss" in code]
     texts = [text.strip("\n").replace("LOSS\n", loss, 1) for text in CELLS.split("\n---\n")]
     return [("code" if number % 2 else "markdown", text) for number, text in enumerate(texts)]
 

@@ -1,6 +1,6 @@
 """Write every page and picture of docs/ that code prints: python -m docs.make_pages
 
-tests/test_pages.py compares them with the files; tests/test_faq.py, test_exercises.py and test_draw.py have their own.
+tests/test_docs.py compares them with the files, test_exercises.py that of exercises.md.
 """
 
 from pathlib import Path
@@ -9,14 +9,13 @@ from docs import compare, draw, exercises, faq, first_hour, walkthrough
 
 DOCS = Path(__file__).parent
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES, "compare.md": compare.page, **compare.PICTURES}
-PAGES["first_hour.ipynb"] = first_hour.page
-OTHERS = {"faq.md": faq.page, "exercises.md": exercises.page, **draw.PICTURES}
+PAGES |= {"first_hour.ipynb": first_hour.page, "faq.md": faq.page, **draw.PICTURES}
 
 
 def main():
     """Write all."""
     walkthrough.write_picture()
-    for name, page in {**PAGES, **OTHERS}.items():
+    for name, page in {**PAGES, "exercises.md": exercises.page}.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
 
 

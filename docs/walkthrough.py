@@ -46,7 +46,7 @@ It trains again from the nearest state in `runs/shapes/states` (`--state_steps=2
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
 no digit depends on the machine: one thread, two threads and torch without AVX print the same.
-`python -m docs.make_pages` writes this page anew, and [test_pages.py](../tests/test_pages.py) compares it.
+`python -m docs.make_pages` writes this page anew, and [test_docs.py](../tests/test_docs.py) compares it.
 
 Letters: P tokens of the prompt, R completions of the group, M their tokens together, T tokens of the longest.
 """

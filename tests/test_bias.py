@@ -56,33 +56,6 @@ def test_every_number_of_the_prose_is_in_a_table(tables, page):
     assert len(named) >= 3 and named <= set(NUMBER.findall(cells))
 
 
-def test_the_columns_of_the_policy_gradients_page(tables):
-    """In each table with a column "expected gradient": first cell -> that cell."""
-    policy = {tuple(row[:3]): row[3:] for row in tables["policy_table"]}
-    kl = {row[1]: row[2] for row in tables["kl_table"] if row[0] == "luspo"}
-    names = ["grpo", "sapo", "rloo", "dapo", "dr_grpo", "luspo", "bnpo"]
-    expected = {f"`{name}`": policy[name, "token", "none"][1] for name in names}
-    expected |= {f"`{level}`": policy["dr_grpo", level, "none"][4] for level in ("token", "sequence", "sequence_token")}
-    expected |= {f"`{scale}`": policy["dr_grpo", "token", scale][1] for scale in ("batch", "none")}
-    expected["`scale_rewards` `group`"] = policy["dr_grpo", "token", "group"][1]
-    expected["`cispo`, `vespo`"] = policy["cispo", "token", "none"][1]
-    expected["rloo's own"] = policy["rloo", "token", "none"][4]
-    expected["leave one out (rloo)"] = policy["rloo", "token", "none"][1]
-    expected |= {"`kl_estimator` `k1`": kl["k1"], "`k2`": kl["k2"], "`k3`": kl["k3"]}
-    expected |= {"`kl_straight_through`": kl["k3 straight-through"], "`use_bias_correction_kl`": kl["k3 corrected"]}
-    assert policy["cispo", "token", "none"][1] == policy["vespo", "token", "none"][1]
-    found, column = {}, None
-    for line in lines("policy_gradients.md"):
-        cells = line[2:-2].split(" | ")
-        if not line.startswith("|"):
-            column = None
-        elif "expected gradient" in line:
-            [column] = [i for i, cell in enumerate(cells) if cell.startswith("expected gradient")]
-        elif column is not None and not line.startswith("|---"):
-            found[cells[0]] = cells[column].split(": ")[-1]
-    assert {name: found[name] for name in expected} == expected
-
-
 def test_what_is_exact_is_so_for_another_policy(tables):
     """A cell that says 1 or 0 does so for another policy, reference and rewards, and no other cell does."""
     source = (DOCS / "bias.py").read_text()

@@ -55,10 +55,11 @@ def test_negative_loss():
 def test_divide_by_the_std():
     """Divide by the standard deviation, or not?
 
-    Dividing gives each group the same total weight, G - 1 = 7 below: one right answer of eight as much as four, and
-    also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards, and with `dr_grpo`
-    the mean update points exactly where the expected reward grows ([bias](bias.md#rewards)). Do not divide when small
-    differences of a reward are noise, such as IoU or a judge; divide when rare right answers must count.
+    Dividing gives each group the same total weight, G - 1 = 7 in the test: one right answer of eight as much as
+    four, and also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards, and
+    with `dr_grpo` the mean update points exactly where the expected reward grows ([bias](bias.md#rewards)). Do not
+    divide when small differences of a reward are noise, such as IoU or a judge; divide when rare right answers must
+    count.
     """
     rare, even = torch.tensor([1.0] + [0.0] * 7), torch.tensor([1.0] * 4 + [0.0] * 4)
     groups = {"1 of 8": rare, "4 of 8": even, "0.500 or 0.501": 0.5 + 0.001 * even}
@@ -91,8 +92,8 @@ def test_old_or_reference():
 
     `pi_old` is the policy that sampled this rollout: it is in the ratio, and changes with every rollout. `pi_ref` is
     the policy before training: it is in the KL alone, does not move (but with `sync_ref_model`), and with `beta: 0`
-    there is none. Below the policy says 0.6, pi_old 0.3 and pi_ref 0.5: the ratio 2 is clipped to 1.2, and the KL knows
-    nothing of it.
+    there is none. In the test the policy says 0.6, pi_old 0.3 and pi_ref 0.5: the ratio 2 is clipped to 1.2, and
+    the KL does not see it.
     """
     policy, old, ref = (torch.tensor([[p]]).log() for p in (0.6, 0.3, 0.5))
     options = PolicyLoss("grpo", beta=0.1, use_bias_correction_kl=False)
@@ -191,9 +192,9 @@ def test_batch_size():
 def test_gradient_accumulation():
     """Does the micro-batch size, or gradient accumulation, change the result?
 
-    It must not, and here it does not: each micro-batch divides by the counts of the whole step, so their gradients add
-    up to it. A trainer that averages micro-batches lets the token of a short one weigh more, below twice as much. Asked
-    in TRL #3021, ms-swift #10117.
+    It must not, and here it does not: each micro-batch divides by the counts of the whole step, so their gradients
+    add up to it. A trainer that averages micro-batches lets the token of a short one weigh more, in the test twice
+    as much. Asked in TRL #3021, ms-swift #10117.
     """
     advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 0, 0], [1, 1, 1]])
 
@@ -255,9 +256,10 @@ def test_image_tokens():
 def test_shifted_boxes():
     """Why do boxes come out shifted?
 
-    Qwen2.5-VL writes pixels of the image as it was resized for it, your file is in pixels of the original. Below a
-    model that is exactly right gets an IoU of 0.08 when nobody converts. `data.box_space` says which space an answer
-    has, and rewards convert it; convert in your own evaluation too. Asked in VLM-R1 #198, #226, #254, #320.
+    Qwen2.5-VL writes pixels of the image as it was resized for it, your file is in pixels of the original. In the
+    test a model that is exactly right gets an IoU of 0.08 when nobody converts. `data.box_space` says which space
+    an answer has, and rewards convert it; convert in your own evaluation too. Asked in VLM-R1 #198, #226, #254,
+    #320.
     """
     height, width = smart_resize(1200, 1600, factor=28, min_pixels=56 * 56, max_pixels=1003520)
     truth = Box(800, 600, 1400, 1100, extent=(1600, 1200))
@@ -270,9 +272,10 @@ def test_shifted_boxes():
 def test_reward_and_accuracy():
     """Why did the reward rise and accuracy not?
 
-    The reward is a weighted sum, and the easiest part rises first, mostly the form. Below it rises from 0.5 to 0.625
-    while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each, and held-out accuracy, which no reward
-    can buy. If each reward rises and held-out accuracy does not, read completions: the reward pays for something else.
+    The reward is a weighted sum, and the easiest part rises first, mostly the form. In the test it rises from 0.5
+    to 0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each, and held-out accuracy, which
+    no reward can buy. If each reward rises and held-out accuracy does not, read completions: the reward pays for
+    something else.
     """
     right, wrong = (f"<think>I see it</think><answer>{label}</answer>" for label in ("red square", "blue square"))
     before, after = [right] * 2 + [wrong] * 2 + ["a square"] * 4, [right] + [wrong] * 7
@@ -285,9 +288,10 @@ def test_reward_and_accuracy():
 def test_the_form():
     """Why does my model stop writing the form, or the thought?
 
-    Because nothing pays for it. With `answer: whole` a bare right answer earns what a thoughtful one does; with `tags`
-    it earns nothing, and with the reward `format` at least less. The gap between the two is all that holds a form in
-    place. The other cause is a low `max_new_tokens`, see below. Asked in ms-swift #6515, R1-V #19, VLM-R1 #280.
+    Because nothing pays for it. With `answer: whole` a bare right answer earns what a thoughtful one does; with
+    `tags` it earns nothing, and with the reward `format` at least less. The gap between the two is all that holds a
+    form in place. The other cause is a low `max_new_tokens`, see the next answer. Asked in ms-swift #6515, R1-V
+    #19, VLM-R1 #280.
     """
     texts = ["<think>I see red</think><answer>red square</answer>", "red square"]
 

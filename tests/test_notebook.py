@@ -1,4 +1,4 @@
-"""Training from Python: own rows and rewards. The README's lines are run in test_readme.py."""
+"""Training from Python: own rows and rewards. The README's lines are run in test_docs.py."""
 
 import json
 from functools import partial

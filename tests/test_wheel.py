@@ -1,18 +1,24 @@
 """A wheel contains all that a run needs: it is built without a network and trained from in an empty folder.
 
-An sdist contains all that the README speaks of.
+An sdist contains all that the README speaks of, and what is installed is pinned.
 """
 
+import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,3 +85,25 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(tmp_path):
     [sdist] = tmp_path.glob("dist/*.tar.gz")
     with tarfile.open(sdist) as archive:
         assert expected <= {name.partition("/")[2] for name in archive.getnames()}
+
+
+def test_what_is_installed_is_pinned():
+    """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = {name.replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    found = {}
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        if name in found or name == "minivlmrl" or name.startswith(("nvidia", "cuda")):
+            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
+            found[name] = metadata.version(name)
+            waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
+    assert {name: version for name, version in found.items() if pins.get(name) != version.partition("+")[0]} == {}
+
+
+def for_us(requirement, extras):
+    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras})

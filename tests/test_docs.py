@@ -1,0 +1,389 @@
+"""README and docs/ are promises: links lead somewhere, commands and snippets run, numbers and pages are today's."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import shlex
+import typing
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import yaml
+from hub_configs import real_config
+from links import links, missing, names
+from runs import metrics
+
+from benchmarks import house, learning
+from docs import compare, make_pages, walkthrough
+from minivlmrl import losses, train
+from minivlmrl.__main__ import TOOLS
+from minivlmrl.__main__ import main as start
+from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
+from minivlmrl.audit.parity import families
+from minivlmrl.image import load_image
+from minivlmrl.reward_functions.names import REWARDS, required_columns
+from minivlmrl.rewards import score
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.optimizer import TrainingConfig
+from minivlmrl.sampling.pieces import PiecesConfig
+from minivlmrl.scale.checkpoint import random_model, save_model
+from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+README, RESULTS, MEMORY, EXACT, REWARDS_PAGE, DATA = (
+    PAGES[name]
+    for name in ("README.md", *(f"docs/{page}.md" for page in ("results", "memory", "exact", "rewards", "data")))
+)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def rows_of(text: str, title: str) -> list[list[str]]:
+    """Cells of the first table below a title, without its head."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+
+
+COMMANDS = [line for text in PAGES.values() for block in blocks(text, "bash") for line in block.splitlines()]
+COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
+
+
+# ---- links and commands --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """Files, titles and lines of code; a link with code as its text leads to a file that defines the name."""
+    text = PAGES[page]
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
+        file, _, title = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if re.fullmatch(r"L\d+", title):
+            assert re.search(r"^\s*(def|class|@)", path.read_text().splitlines()[int(title[1:]) - 1]), target
+        elif title:
+            titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+            assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
+    assert all((ROOT / file).is_file() for file in re.findall(r"(?:recipes|benchmarks|tests)/\w+\.\w+", text))
+    cells = {name for name, file in links(ROOT / page) if file.parent.name == "audit"} & set(families())
+    assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
+
+
+def test_every_page_is_in_the_index():
+    index = PAGES["docs/README.md"]
+    pages = {path.name for pattern in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)} - {"README.md"}
+    assert [page for page in sorted(pages) if f"({page})" not in index] == []
+    assert "(docs/README.md)" in README
+
+
+def test_the_readme_is_short_and_begins_with_two_commands():
+    run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
+    assert run.endswith("pip install -c constraints.txt -e '.[report]' && torchrun train.py")
+    assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
+    assert len(README.splitlines()) <= 160
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "-c constraints.txt -e '.[test]'" in ci and re.search(r"^pytest$", ci, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.search(r"train\.py|minivlmrl", c)}))
+def test_commands_use_real_tools_recipes_and_options(command):
+    words = [word for word in shlex.split(command) if word != "..."]
+    if "minivlmrl" in words:
+        tool = words[words.index("-m") + 2 :][:1]
+        assert not tool or tool[0] in TOOLS or tool == ["TOOL"]
+        if tool not in (["plan"], ["train"]):
+            return
+    recipes = [word for word in words if word.startswith("recipes/")] or ["recipes/shapes.yaml"]
+    options = [word for word in words if re.match(r"--\w+(\.\w+)*=", word)]
+    ours = [word for word in options if not re.match(r"--(nnodes|nproc|node_|master|rdzv|max-|shutdown|signals)", word)]
+    load_config(ROOT / recipes[0], ours)
+
+
+def test_the_book_is_in_its_order_and_the_step_names_its_functions():
+    assert [row[0] for row in rows_of(README, "The book")] == [
+        f"[{n}.py](minivlmrl/{n}.py)" for n in house.READING_ORDER
+    ]
+    named = re.findall(r"`([\w.]+)` in\s+\[[\w.]+\]\((minivlmrl/\w+\.py)\)", README)
+    assert len(named) == 8 and [name for name, file in named if name not in names(ROOT / file)] == []
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_the_default_run():
+    """0.74 million weights, 96 demonstrations of which half are wrong, 256 held-out pictures, the table at the end."""
+    recipe = yaml.safe_load((ROOT / "recipes" / "shapes.yaml").read_text())
+    model, _ = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million" in README
+    assert f"{recipe['data']['demonstrations']}\ndemonstrations" in README
+    assert recipe["data"]["wrong_demonstrations"] == 0.5
+    assert f"{recipe['data']['eval_rows']} held-out pictures" in README
+    assert blocks(README, "text") == blocks(RESULTS, "text")
+
+
+def test_the_band_of_the_default_run():
+    """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
+    shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
+    for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
+        if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
+            assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
+    assert f"ends with {min(shown)} to {max(shown)} sampled" in README
+
+
+def test_other_numbers_of_the_readme_are_those_of_the_pages():
+    ratios = [row[4] for row in rows_of(RESULTS, "Speed") if len(row) == 5]
+    assert f"{ratios[0]} to {ratios[-1]} times" in README
+    plans = {row[0]: row for row in rows_of(MEMORY, "One card")}
+    for model, *ways in rows_of(README, "What a 3B or 7B needs"):
+        for card, way in zip((24, 48, 80), ways, strict=True):
+            what, gigabytes = way.rsplit(", ", 1)
+            need, fits = plans[what][1 if "3B" in model else 2].split(": ")
+            assert gigabytes == need and str(card) in fits.split(", "), way
+    exactness = README.split("## How exact")[1].split("\n## ")[0]
+    stated = " ".join(itertools.chain(*rows_of(EXACT, "In short")))
+    assert [number for number in ("1e-5", "32 forms", "1884 cells", "1e-12") if number not in exactness] == []
+    assert [number for number in ("1e-5", "32 forms", "1884 cells", "1e-12") if number not in stated] == []
+
+
+def test_how_exact_is_what_the_tests_ask():
+    """The tolerance or the number of cases of each row, in the test that the row names."""
+    import test_checkpoint_table
+    import test_generate
+
+    rows = {row[3].partition("]")[0].strip("["): row for row in rows_of(EXACT, "In short")}
+    assert len(rows) == 6 and all((ROOT / "tests" / name).is_file() for name in rows)
+    assert f"{sum(map(len, families().values()))} cells" in rows["test_parity.py"][0]
+    assert f"{len(test_generate.SETTINGS + test_generate.MORE_SETTINGS)} settings" in rows["test_generate.py"][0]
+    assert float(rows["test_checkpoint_table.py"][2]) == test_checkpoint_table.TOLERANCE
+    for name in ("test_logprobs.py", "test_ranks.py"):
+        assert rows[name][2] == "1e-12" and "1e-12" in (ROOT / "tests" / name).read_text()
+
+
+def test_every_run_of_the_learning_table_is_shown():
+    assert [row[0] for row in rows_of(RESULTS, "Every algorithm, three seeds")] == [e.name for e in learning.PLAN]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_memory_plan(tmp_path, capsys):
+    """docs/memory.md: its command with the model, GPUs and options of each row of its table."""
+    [command] = [line for block in blocks(MEMORY, "bash") for line in block.splitlines()]
+    rows = re.findall(r"\| (Qwen\S+), (\d+) GPUs(?:, `(\S+)`)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", MEMORY)
+    assert len(rows) == 3
+    for model, gpus, option, *expected in rows:
+        (tmp_path / "config.json").write_text(json.dumps(real_config(model)))
+        words = shlex.split(command.replace("FOLDER", str(tmp_path)).replace("--gpus 8", f"--gpus {gpus}"))[3:]
+        assert start([*words, *filter(None, [option])]) == 0
+        [total] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| all |")]
+        assert re.findall(r"[\d.]+", total) == expected, model
+
+
+def test_versions_are_those_of_the_constraints():
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert "transformers==5.23.0" in constraints and "transformers 5.23" in README
+    assert "trl==1.16.0" in constraints and "TRL 1.16" in README
+    assert "torch==2.13.0" in constraints and "torch 2.13.0" in RESULTS
+
+
+# ---- what pages must explain ---------------------------------------------------------------------------------
+
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo"))
+CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
+MODULES = (losses, policy_losses, preference_losses, sft_loss, ppo_loss)
+OPTIONS = [
+    value
+    for module in MODULES
+    for value in vars(module).values()
+    if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
+]
+STAGES = [
+    kind for name, kind in typing.get_type_hints(RunConfig).items() if name in {*train.ALGORITHMS} - {"grpo family"}
+]
+FUNCTIONS = [losses.grpo_loss, policy_losses.policy_loss, policy_losses.rollout_importance_ratio]
+FUNCTIONS += [preference_losses.dpo_loss, preference_losses.kto_loss, preference_losses.reward_loss]
+FUNCTIONS += [sft_loss.sft_loss, ppo_loss.ppo_loss]
+TABLES = [losses.LOSSES, losses.AVERAGES, policy_losses.AVERAGES, policy_losses.CORRECTION_MODES]
+TABLES += [preference_losses.DPO_LOSSES]
+SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
+
+
+def choices(hint) -> set[str]:
+    """Texts of the Literals in an annotation."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {text for text in typing.get_args(hint) if isinstance(text, str)}
+    return {text for part in typing.get_args(hint) for text in choices(part)}
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *STAGES], ids=lambda options: options.__name__)
+def test_every_option_of_a_loss_or_stage_is_explained(options):
+    """Optional fields of a dataclass, and the texts that they take."""
+    given = {field.name for field in dataclasses.fields(options) if field.default is not dataclasses.MISSING}
+    hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name in given - SHARED}
+    assert ({*hints} | {text for hint in hints.values() for text in choices(hint)}) - CODE == set()
+
+
+def test_every_parameter_and_every_loss_is_explained():
+    for function in FUNCTIONS:
+        parameters = inspect.signature(function).parameters.values()
+        optional = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+        assert optional - CODE == set(), function.__name__
+    assert {name for table in TABLES for name in table} - CODE == set()
+
+
+def test_every_metric_is_explained(run, plain):
+    """By its name, or by what follows its group; a reward's is under NAME."""
+    folder = run("--stages=[sft, dpo, kto, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
+    logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
+    logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}  # `min_...`, `max_...`
+    short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
+    page = PAGES["docs/metrics.md"]
+    assert len(logged) > 30
+    assert {n for n in short if f"`{n}`" not in page and f"`{n.partition('/')[2]}`" not in page} == set()
+
+
+def test_the_table_of_rewards():
+    """docs/rewards.md has every reward, and its examples earn 1."""
+    rows = rows_of(REWARDS_PAGE, "By name")
+    named = {row[0].strip("`") for row in rows}
+    assert set(REWARDS) - {"acc_0_5", "giou", "box_format"} == named
+    examples = {row[0].strip("`"): re.findall("`([^`]+)`", row[3]) for row in rows if row[3]}
+    assert len(examples) == len(rows) - 4
+    for name, (answer, *solution) in examples.items():
+        columns = {"solution": solution} if solution else {}
+        sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
+        assert score([name], [answer], columns | sizes, "whole").item() == 1, name
+        assert required_columns([name]) == (["solution"] if solution else []), name
+
+
+# ---- snippets ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder with what the README writes: train.jsonl, an image beside it, my_rewards.py; and a tiny model."""
+    folder = tmp_path_factory.mktemp("own")
+    [line] = blocks(README, "json")
+    (folder / "train.jsonl").write_text(line)
+    (folder / "eval.jsonl").write_text(line)
+    PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
+    (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def brevity" in code))
+    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    save_model(folder / "model", model, processor, World(0, 1, model.lm_head.weight.device))
+    return folder
+
+
+def test_your_own_data_and_your_own_reward(own, tmp_path, monkeypatch):
+    [command] = [c for c in COMMANDS if "my_rewards.py" in c and c in README]
+    monkeypatch.chdir(own)
+    words = shlex.split(command.replace("FOLDER", "model"))[2:]
+    small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4", "--num_threads=1"]
+    code = train.main([str(ROOT / words[0]), *words[1:], *small, f"--output_dir={tmp_path}"])
+    [line] = metrics(tmp_path)
+    assert code == 0 and line["rewards/my_rewards.py:brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+
+
+def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
+    [code] = [code for code in blocks(DATA, "python") if "tools.notebook" in code]
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    small = {"grpo": {"max_steps": 1, "prompts_per_step": 1}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}
+    more = "".join(f", {name}={value!r}" for name, value in {**small, "output_dir": str(tmp_path)}.items())
+    exec(code.replace('"FOLDER"}', '"model"}' + more), {})
+    [line] = metrics(tmp_path)
+    assert line["rewards/brevity/mean"] == 1.0 and line["rewards/accuracy/mean"] == 0.0
+    del REWARDS["brevity"]
+
+
+def test_a_task_of_your_own(tmp_path, monkeypatch):
+    """docs/data.md: its file and its command, a few steps of it."""
+    [code] = [code for code in blocks(DATA, "python") if "TASK =" in code]
+    [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
+    (tmp_path / "dots.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[2:]
+    small = ["--data.eval_rows=8", "--num_threads=1", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo"))]
+    assert train.main([str(ROOT / words[0]), *words[1:], *small]) == 0
+    summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
+    assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
+
+
+def test_a_loss_alone():
+    [code] = [code for code in blocks(PAGES["docs/policy_gradients.md"], "python") if "grpo_loss" in code]
+    space = {}
+    exec(code, space)
+    assert space["loss"].item() == -0.5 and space["logps"].grad.tolist() == [[-0.25, -0.25]]
+
+
+# ---- pages that code writes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", make_pages.PAGES)
+def test_a_page_is_as_committed(name):
+    """If this fails after a change, read the new page: python -m docs.make_pages."""
+    text = make_pages.PAGES[name]()
+    assert (make_pages.DOCS / name).read_text(encoding="utf-8") == text
+    assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_what_the_written_pages_say_is_so():
+    """Sentences without numbers: the picture is the file, and who rises and who falls."""
+    file = np.asarray(load_image(make_pages.DOCS / "walkthrough.png"))
+    assert np.array_equal(file, walkthrough.data("RGB")["pixels"]) and file.shape == (56, 56, 3)
+    moved = dict(enumerate(walkthrough.data("Update")["change"]))
+    worth = [one["reward"] for one in walkthrough.data("Rewards")["completions"]]
+    assert [number for number, reward in enumerate(worth) if reward == 1.5] == [1, 5] and moved[1] > 0 and moved[5] > 0
+    assert [number for number, reward in enumerate(worth) if reward == 0] == [3, 6] and moved[3] < 0 and moved[6] < 0
+    assert sum(moved[number] > 0 for number in (0, 2, 4, 7)) == 3
+    for name, push in compare.pushes().items():
+        assert compare.changes(name)[2] > 0, f"answer 2 rises with {name}"
+        assert name in ("SFT", "DPO") or (push[3][compare.scene().mask[3].bool()] < 0).all()
+
+
+def test_questions_are_short():
+    """A question, an answer of at most five lines, at most 15 lines of code without fixtures."""
+    tests = [n for n in ast.parse((ROOT / "tests/test_faq.py").read_text()).body if isinstance(n, ast.FunctionDef)]
+    assert len(tests) >= 12
+    for test in tests:
+        question, empty, *answer = ast.get_docstring(test).splitlines()
+        assert "?" in question and not empty and 1 <= len(answer) <= 5, test.name
+        assert test.end_lineno - test.body[0].end_lineno < 15 and not test.args.args, test.name
+
+
+def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):
+    """Without Jupyter: with few rows, and few steps of each stage; it ends with a reward of the reader's own."""
+    monkeypatch.chdir(tmp_path)
+    space = {"__name__": "__main__"}
+    cells = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert len(cells) <= 15 and [cell["cell_type"] for cell in cells[:2]] == ["markdown", "code"]
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile(small("".join(cell["source"])), "first_hour.ipynb", "exec"), space)
+    printed = capsys.readouterr().out
+    assert "loss" in space and "triangles answered: 0.00 0.00\nright answers:      0.00 0.00" in printed
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "triangles"}
+    assert space["triangles"](["<think>I see red</think><answer>red triangle</answer>", "red"]) == [1.0, 0.0]
+    del REWARDS["triangles"]
+
+
+def small(code: str) -> ast.Module:
+    """The cell with few rows and steps."""
+    sizes = {"ROWS": 16, "HELD_OUT": 4, "STEPS": 1}
+    more = "dict(sft={'max_steps': 1, 'prompts_per_step': 4}, sampling={'max_new_tokens': 4}, "
+    more += "num_threads=1, log_completions=1)"
+    module = ast.parse(code)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"({', '.join(sizes)})":
+            node.value = ast.parse(str(tuple(sizes.values())), mode="eval").body
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "train":
+            node.keywords += ast.parse(more, mode="eval").body.keywords
+    return ast.fix_missing_locations(module)
