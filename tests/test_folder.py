@@ -134,7 +134,8 @@ class Hub(BaseHTTPRequestHandler):
             body = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in FILES.items()]
             self.answer(json.dumps(body).encode())
         elif path.startswith("api/models/"):
-            self.answer(json.dumps({"_id": "1", "id": REPOSITORY, "sha": COMMIT, "siblings": []}).encode())
+            siblings = [{"rfilename": name} for name in FILES]  # what older versions of huggingface_hub download
+            self.answer(json.dumps({"_id": "1", "id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode())
         else:
             self.answer(FILES[path.rpartition("/")[2]], path.rpartition("/")[2])
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import LETTERS, metrics
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minivlmrl.run import trackers as file
 from minivlmrl.run.trackers import Trackers
 from minivlmrl.scale.ranks import World
+
+pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # what minivlmrl calls of wandb: writes it down in the folder of the run
 WANDB = """
