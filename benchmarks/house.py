@@ -14,14 +14,14 @@ READING_ORDER = (
     *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15912
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15733
 SHELF_LINES = {
     "algorithms": 1826,
-    "run": 2331,
+    "run": 2328,
     "hub": 685,
     "data": 2239,
     "reward_functions": 682,
-    "tasks": 351,
+    "tasks": 175,
     "sampling": 671,
     "scale": 626,
     "audit": 1551,

@@ -19,7 +19,10 @@ from minivlmrl.run import batches as batches_file
 from minivlmrl.run.batches import Batches, DataSection, check_shares
 from minivlmrl.run.config import RunConfig
 from minivlmrl.scale.ranks import World
-from minivlmrl.tasks import localisation, shapes
+from minivlmrl.tasks import shapes
+from recipes import localisation
+
+BOXES = f"{localisation.__file__}:TASK"
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(10, 5), (10, 3), (3, 7), (1, 4)])
@@ -101,14 +104,14 @@ def test_either_a_task_or_a_file(data):
 @pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("reward_model", "pairs")])
 def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
     with pytest.raises(
-        ValueError, match=rf"stages: {stage} needs {needs}, which data\.task localisation does not have"
+        ValueError, match=rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
     ):
-        load_datasets(DataSection(task="localisation"), {"sft": "demonstrations", stage: needs}, 0)
+        load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", stage: needs}, 0)
 
 
 def test_rows_of_the_localisation_task():
     """Only demonstrations are noisy; stages do not share pictures; what is held out does not depend on the seed."""
-    config = DataSection(task="localisation", demonstrations=5, eval_rows=7, jitter=7, wrong_demonstrations=1.0)
+    config = DataSection(task=BOXES, demonstrations=5, eval_rows=7, wrong_demonstrations=1.0)
     stages = {"sft": "demonstrations", "grpo": "prompts"}
     one, two = (load_datasets(config, stages, seed) for seed in (0, 1))
     assert {name: len(rows) for name, rows in one.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}

@@ -14,7 +14,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.box_rewards import acc_0_5, answered_boxes, box_columns, box_format, giou, iou
 from minivlmrl.rewards import score
 from minivlmrl.rows import Processor, Row
-from minivlmrl.tasks import localisation
+from recipes import localisation
 
 SIZE = (200, 100)  # of the image file
 EXTENT = (100.0, 50.0)  # of what the model sees

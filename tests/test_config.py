@@ -319,6 +319,10 @@ def test_a_config_that_the_command_line_names_is_looked_for_where_it_runs(recipe
     monkeypatch.chdir(tmp_path / "here")
     here = load_config(recipe, ["--model.config=own.json"])
     assert here.model.config == str((tmp_path / "here" / "own.json").resolve())
+    for name in ("shapes", "package.module:TASK", None):
+        assert load_config(recipe, [f"--data.task={name or 'null'}"]).data.task == name
+    here = load_config(recipe, ["--data.task=own.py:TASK"])
+    assert here.data.task == str((tmp_path / "here" / "own.py").resolve()) + ":TASK"
 
 
 def test_a_missing_recipe_is_named(tmp_path):
@@ -327,9 +331,10 @@ def test_a_missing_recipe_is_named(tmp_path):
             load_config(path)
 
 
-def test_the_models_config_lies_beside_the_recipe(write, tmp_path):
-    config = load_config(write({"model": {"config": "sub/model.json"}}))
+def test_the_models_config_and_the_task_lie_beside_the_recipe(write, tmp_path):
+    config = load_config(write({"model": {"config": "sub/model.json"}, "data": {"task": "dots.py:TASK"}}))
     assert config.model.config == str((tmp_path / "sub" / "model.json").resolve())
+    assert config.data.task == str((tmp_path / "dots.py").resolve()) + ":TASK"
 
 
 def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from minivlmrl.rows import Processor
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.model import build_model
+from recipes import localisation
 
 from stages import ONE, STAGES
 
@@ -28,7 +29,6 @@ BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
 DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5", "--rollout.max_logp_mismatch=.inf"]
-BOXED = [*SFT, "--data.task=localisation"]
 FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
@@ -160,10 +160,7 @@ OPTIONS = [  # field, another value, base
     ("data.video.min_pixels", 6272, FILM),
     ("data.video.max_pixels", 1568, FILM),
     ("data.video.total_pixels", 3 * 1568, FILM),
-    ("data.task", "localisation", SFT),
-    ("data.jitter", 0, BOXED),
-    ("data.objects", "[2, 3]", BOXED),
-    ("data.thinking", "position", BOXED),
+    ("data.task", f"{localisation.__file__}:TASK", SFT),
 ]
 
 
@@ -247,7 +244,7 @@ def lines_of(home, own):
                 overrides = overrides[1:]
                 patch.setattr(generate, "next_tokens", drifting)
             patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation({}, []))
-            for module in ("hub.checkpoint", "run.results", "algorithms.value_model"):
+            for module in ("scale.checkpoint", "run.results", "algorithms.value_model"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
             train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--overwrite=true", *overrides])
         return metrics(home / "option")
@@ -315,7 +312,7 @@ def test_every_choice_is_in_the_table():
             with contextlib.suppress(StopIteration):
                 choices(name)
                 literal.add(name)
-    others = {"model.dtype", "data.allow_urls", "data.resize", "data.thinking", "model.compute_dtype", "model.freeze"}
+    others = {"model.dtype", "data.allow_urls", "data.resize", "model.compute_dtype", "model.freeze"}
     others |= {"adapter.quantize", "sampling.graph"}
     others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type", "optimizer")}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}

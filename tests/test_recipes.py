@@ -17,8 +17,8 @@ from minivlmrl.generate import Completion
 from minivlmrl.run import report
 from minivlmrl.run.config import load_config
 from minivlmrl.scale.checkpoint import load_model, random_model, save_model
-from minivlmrl.tasks import localisation
-from minivlmrl.tasks.localisation import Localisation, constant_box
+from recipes import localisation
+from recipes.localisation import Localisation, constant_box
 
 ROOT = Path(__file__).parents[1]
 LOCALISATION = ROOT / "recipes" / "localisation.yaml"
@@ -61,7 +61,7 @@ def test_the_localisation_recipe_repeats_to_the_byte(run, plain):
 
 def test_eval_rewards_say_what_is_reported(run, plain):
     """The first is what counts, the second the form, further ones have metrics of their own."""
-    options = ["--stages=[]", "--data.task=localisation", "--data.eval_rows=2"]
+    options = ["--stages=[]", f"--data.task={localisation.__file__}:TASK", "--data.eval_rows=2"]
     tables = [
         summary(run(*options, f"--data.eval_rewards=[{names}]", name=names))["start"]
         for names in ("giou, format", "iou, box_format, acc_0_5, giou")

@@ -9,8 +9,8 @@ from minivlmrl.rows import Row
 from minivlmrl.run import report
 from minivlmrl.run.evaluate import Answer, Evaluation
 from minivlmrl.run.report import print_table, write_report
-from minivlmrl.tasks.localisation import Localisation
 from minivlmrl.tasks.shapes import Shapes
+from recipes.localisation import Localisation
 
 
 def test_characters_that_the_font_does_not_have_are_drawn_without_a_warning(tmp_path):

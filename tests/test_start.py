@@ -17,8 +17,8 @@ from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.start import describe_run, fit_rows, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.localisation import Localisation
 from minivlmrl.tasks.shapes import Shapes
+from recipes.localisation import Localisation
 
 from stages import ONE
 

@@ -1,15 +1,19 @@
 """The table of embedded tasks: what a run asks of each."""
 
+from pathlib import Path
+
 import pytest
 
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.run.config import DataSection
-from minivlmrl.tasks import localisation
 from minivlmrl.tasks.table import TASKS, get_task
+from recipes.localisation import Localisation, constant_box
+
+BOXES = str(Path(__file__).parents[1] / "recipes" / "localisation.py")
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_each_embedded_task_has_rows_and_a_tokenizer(name):
+@pytest.mark.parametrize("name", [*TASKS, f"{BOXES}:TASK", f"{BOXES}:THREE"])
+def test_each_task_has_rows_and_a_tokenizer(name):
     task = get_task(name)
     training, held_out = task.datasets(DataSection(task=name, eval_rows=3), seed=0)
     assert {"demonstrations", "prompts"} <= set(training)
@@ -17,13 +21,14 @@ def test_each_embedded_task_has_rows_and_a_tokenizer(name):
     assert isinstance(task.tokenizer(), Tokenizer)
 
 
-def test_chance_is_that_of_an_embedded_task():
+def test_chance_is_that_of_a_task():
     """A random label's accuracy, or the best constant box's mean IoU over the held-out rows."""
     assert get_task("shapes").chance(None) == 1 / 12
-    few, more = (localisation.Localisation(size, "test") for size in (1, 30))
-    assert get_task("localisation").chance(few) == 1.0  # the box itself
-    assert get_task("localisation").chance(more) == localisation.constant_box(more)[1]
-    assert [get_task(name).chance_name for name in TASKS] == ["chance", "constant box"]
+    few, more = (Localisation(size, "test") for size in (1, 30))
+    boxes = get_task(f"{BOXES}:TASK")
+    assert boxes.chance(few) == 1.0  # the box itself
+    assert boxes.chance(more) == constant_box(more)[1]
+    assert (get_task("shapes").chance_name, boxes.chance_name) == ("chance", "constant box")
 
 
 def test_a_task_of_ones_own(tmp_path, monkeypatch):
@@ -37,7 +42,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, error",
     [
-        ("counting", r"^data\.task is 'counting'; there are shapes, localisation, or file\.py:TASK of your own$"),
+        ("counting", r"^data\.task is 'counting'; there are shapes, or file\.py:TASK of your own$"),
         ("nowhere.py:TASK", r"^data\.task nowhere\.py:TASK: there is no such task \(FileNotFoundError"),
         ("minivlmrl.tasks.shapes:NOTHING", r"there is no such task \(AttributeError"),
         (

@@ -59,6 +59,13 @@ def test_the_default_recipe_trains_from_the_wheel_alone(installed, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_recipe_of_the_wheel_finds_its_task_beside_it(installed, tmp_path):
+    recipe = str(installed / "minivlmrl" / "recipes" / "localisation.yaml")
+    small = ["--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4", "--data.demonstrations=4"]
+    assert "constant box" in run(installed, tmp_path, "train", recipe, *small)
+
+
+@pytest.mark.slow
 def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(installed):
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in [

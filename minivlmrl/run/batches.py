@@ -39,7 +39,7 @@ class VideoSection:
 class DataSection:
     """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own: docs/data.md."""
 
-    task: str | None = None  # "shapes", "localisation" or your own "file.py:TASK": docs/data.md
+    task: str | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     train: list[FileSection] = field(default_factory=list)  # several files instead of train_file: docs/data.md
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
@@ -62,12 +62,9 @@ class DataSection:
     answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
     rescale_boxes: bool = False  # boxes of demonstrated answers are in pixels of the file: write them in box_space
     eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
-    demonstrations: Annotated[int, ">= 1"] = 96  # embedded tasks: rows for sft
-    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # embedded tasks: share of them with a random label or box
+    demonstrations: Annotated[int, ">= 1"] = 96  # tasks: rows for sft
+    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # tasks: share of them with a random label or box
     pairs: Annotated[int, ">= 1"] = 1024  # shapes: rows for dpo, kto and reward_model
-    jitter: Annotated[int, ">= 0"] = 7  # localisation: pixels by which demonstrated coordinates may be off
-    objects: list[int] = field(default_factory=lambda: [1, 1])  # localisation: fewest and most in a picture, 1 to 3
-    thinking: Literal["name", "position"] = "name"  # localisation: what is thought, the object's name or its position
 
     def __post_init__(self):
         template = self.prompt_template
@@ -75,8 +72,6 @@ class DataSection:
         require(len(self.eval_rewards) > 1, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
-        valid = len(self.objects) == 2 and 1 <= self.objects[0] <= self.objects[1] <= 3
-        require(valid, "objects", self.objects, "[fewest, most], 1 to 3")
 
 
 def load_datasets(run, stages: dict[str, str], reward_columns=(), eval_columns=("solution",)) -> dict:

@@ -122,12 +122,15 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         value = _value(key, text)
-        if key == "model.config" and value:  # not beside the recipe, as what a recipe says
-            value = str(Path(value).resolve())
+        if value and (key == "model.config" or (key == "data.task" and ".py:" in value)):
+            value = str(Path(value).resolve())  # not beside the recipe, as what a recipe says
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")
-    if config.model.config:  # beside the recipe; the others below from where the command runs
+    # these two are beside the recipe, the files below are found from where the command runs
+    if config.model.config:
         config.model.config = str((path.parent / config.model.config).resolve())
+    if config.data.task and ".py:" in config.data.task:
+        config.data.task = str((path.parent / config.data.task).resolve())
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
     files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
     files += [(getattr(config, stage), "data") for stage in STAGES] + [(config.ppo, "critic_path")]

@@ -1,1 +1,1 @@
-"""Embedded tasks that need no downloads."""
+"""The embedded task, which needs no downloads, and the table of tasks."""

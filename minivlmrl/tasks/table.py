@@ -22,7 +22,7 @@ class Task:
 
 
 # name: task, or module:name of one; a script may add its own
-TASKS: dict[str, str | Task] = {name: f"minivlmrl.tasks.{name}:TASK" for name in ("shapes", "localisation")}
+TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:

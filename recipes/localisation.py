@@ -1,10 +1,10 @@
-"""The task with boxes: where in a small picture is the object that the prompt names?
+"""Where in a small picture is the object that the prompt names? The task of recipes/localisation.yaml.
 
 A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
 A box is left, top, right, bottom in units of 7 pixels, one digit each: 1 2 5 6 are the pixels from 7 to 35 across and
-from 14 to 42 down. As in shapes.py demonstrations are few and often wrong. Some boxes are held out, see `is_unseen`:
-only pictures of the seeds "validation" and "test" have objects there, and say so in their column `unseen`.
+from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see `is_unseen`: only pictures of the seeds
+"validation" and "test" have objects there, and say so in their column `unseen`.
 """
 
 import random
@@ -15,7 +15,6 @@ import numpy as np
 import PIL.Image
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.checker import require
 from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE, fill
@@ -45,14 +44,11 @@ class Localisation:
     size: int
     seed: int | str
     objects: tuple[int, int] = (1, 1)  # fewest and most in a picture, of different colours, which do not overlap
-    jitter: int = 0  # pixels by which each coordinate of a demonstrated box may be moved, see `jittered`
+    jitter: int = 0  # units by which each coordinate of a demonstrated box may be moved, see `jittered`
     wrong_boxes: float = 0.0  # share of rows that demonstrate, before jitter, a box drawn at random
     thinking: str = "name"  # of a demonstration: "name" or "position", see `answer`
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-
-    def __post_init__(self):
-        require(self.jitter % UNIT == 0, "jitter", self.jitter, f"a multiple of {UNIT}")
 
     def __len__(self) -> int:
         return self.size
@@ -64,7 +60,7 @@ class Localisation:
         # its own generator: pictures and true boxes are those of a row without noise
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
         shown = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
-        shown = jittered(shown, self.jitter // UNIT, noise)
+        shown = jittered(shown, self.jitter, noise)
         messages = conversation(PROBLEM.format(name), {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM.format(name), "solution": pixels(box)}
         columns |= {"answer_extent": (GRID, GRID), "unseen": is_unseen(box)}
@@ -164,13 +160,20 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(texts, vocab_size=512)
 
 
-def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-    """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
-    same = {name: getattr(data, name) for name in ("objects", "thinking", "prompt_template", "system_prompt")}
-    noise = {"jitter": data.jitter, "wrong_boxes": data.wrong_demonstrations}
-    demonstrations = Localisation(data.demonstrations, f"{seed}/sft", **noise, **same)
-    training = {"demonstrations": demonstrations, "prompts": Localisation(FRESH_ROWS, f"{seed}/grpo", **same)}
-    return training, Localisation(data.eval_rows, "test", **same)
+def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, thinking: str = "name") -> Task:
+    """Make the task; the arguments are those of Localisation, and only demonstrations are jittered."""
+
+    def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
+        same = {"objects": objects, "thinking": thinking}
+        same |= {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
+        noise = {"jitter": jitter, "wrong_boxes": data.wrong_demonstrations}
+        demonstrations = Localisation(data.demonstrations, f"{seed}/sft", **noise, **same)
+        prompts = Localisation(FRESH_ROWS, f"{seed}/grpo", **same)
+        training = {"demonstrations": demonstrations, "prompts": prompts}
+        return training, Localisation(data.eval_rows, "test", **same)
+
+    return Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")
 
 
-TASK = Task(datasets, tokenizer, lambda held_out: constant_box(held_out)[1], "constant box")
+TASK = task()
+THREE = task(objects=(3, 3), jitter=0, thinking="position")
