@@ -17,14 +17,15 @@ SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
 class PromptSlots:
     """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most rows."""
 
-    def __init__(self, owner: Tensor, prompts: int, device: torch.device | str = "cpu"):
-        # owner: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked; prompts: B
-        counts = owner.bincount(minlength=prompts)
+    def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
+        # prompt_index: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked; prompts: B
+        counts = prompt_index.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
-        self.prompts, self.slots, self.owner = prompts, int(counts.max()), to_device(owner, device)
-        slot = owner * self.slots + torch.arange(len(owner)) - first[owner]
+        self.prompts, self.slots = prompts, int(counts.max())
+        self.prompt_index = to_device(prompt_index, device)
+        slot = prompt_index * self.slots + torch.arange(len(prompt_index)) - first[prompt_index]
         self.slot = to_device(slot, device)
-        self.full = len(owner) == prompts * self.slots  # then the slots are the rows in order
+        self.full = len(prompt_index) == prompts * self.slots  # then the slots are the rows in order
 
     def by_prompt(self, x: Tensor) -> Tensor:
         """(R, K, h, X) -> (B, K, slots*h, X): the rows of a prompt as more queries of it, zeros in empty slots."""
@@ -54,7 +55,7 @@ def after_prompt(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Te
     """
     repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
-        k, v = (torch.cat([gather_rows(x, slots.owner), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
+        k, v = (torch.cat([gather_rows(x, slots.prompt_index), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
     # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D): one copy of each
     q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Who attends to whom. Only this file knows; the decoder calls the attention that it is given.
+"""Who attends to whom. The decoder does not know; it calls the attention that it is given.
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
@@ -27,19 +27,26 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Bucket:
-    """Groups whose prompts have one length: their attention needs no padding of prompts."""
+    """Groups whose prompts have one length: their attention needs no padding of prompts.
+
+    Args:
+        length: P, tokens of each prompt.
+        starts: where in the run each of the b prompts begins.
+        rows: of each of the r completions (number of its prompt, where it begins, its tokens).
+    """
 
     def __init__(self, length: int, starts: list[int], rows: list[tuple], device):
-        # starts: of b prompts; rows: (which of these, start, tokens) of r completions
-        owner, begins, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-        offset = torch.arange(max((tokens for *_, tokens in rows), default=0))  # (C,)
-        prompts = torch.tensor(starts)[:, None] + torch.arange(length)
-        # 0 after the end of a shorter one
-        completions = torch.where(offset < lengths[:, None], begins[:, None] + offset, 0)
-        # indices in the run
-        self.prompts = to_device(prompts, device)  # (b, P)
-        self.completions = to_device(completions, device)  # (r, C)
-        self.slots = PromptSlots(owner, len(starts), device) if rows else None
+        prompts = torch.tensor(starts)[:, None] + torch.arange(length)  # (b, P) indices in the run
+        prompt_index, begins, tokens = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
+        offset = torch.arange(int(tokens.max()) if rows else 0)  # (C,)
+        completions = begins[:, None] + offset  # (r, C) indices in the run ...
+        ended = offset >= tokens[:, None]  # ... but for those after the end of a shorter one
+        # where each result of this bucket belongs in the run, -1 for what only fills up
+        belongs = prompts.flatten(), completions.masked_fill(ended, -1).flatten()
+        self.belongs = torch.cat(belongs)
+        self.prompts = to_device(prompts, device)
+        self.completions = to_device(completions.masked_fill(ended, 0), device)
+        self.slots = PromptSlots(prompt_index, len(starts), device) if rows else None
 
 
 class GroupLayout:
@@ -49,38 +56,41 @@ class GroupLayout:
     completion of n tokens has a span of n - 1.
 
     Args:
-        prompt_lengths: [int] tokens of each prompt, B of them.
-        completion_lengths: [[int]] for each prompt the tokens of each of its completions.
+        prompt_lengths: tokens of each of the B prompts.
+        completion_lengths: for each prompt the tokens of each of its completions.
     """
 
     def __init__(self, prompt_lengths: list, completion_lengths: list, device="cpu"):
         self.prompt_lengths, self.completion_lengths = prompt_lengths, completion_lengths
         self.row_lengths = [n for group in completion_lengths for n in group]  # R, they sum to M
-        last, predict, end = [], [], 0
-        found = {length: ([], []) for length in prompt_lengths}  # -> starts and rows of a Bucket
-        for prompt, completions in zip(prompt_lengths, completion_lengths, strict=True):
-            starts, rows = found[prompt]
+        starts, rows, end = [], [], 0  # rows: (prompt, start, tokens in the run) of each completion
+        for prompt, completions in enumerate(completion_lengths):
             starts.append(end)
-            end += prompt
-            last.append(end - 1)
+            end += prompt_lengths[prompt]
             for n in completions:
-                rows.append((len(starts) - 1, end, n - 1))
-                predict += [last[-1], *range(end, end + n - 1)]
+                rows.append((prompt, end, n - 1))
                 end += n - 1
         self.num_tokens = end  # N
+        last = [start + length - 1 for start, length in zip(starts, prompt_lengths, strict=True)]
         self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
         # (M,) index of the token that predicts each completion token: the one before it, which for
         # the first token of a completion is the last token of its prompt
+        predict = [i for prompt, start, n in rows for i in (last[prompt], *range(start, start + n))]
         self.predict_index = to_device(torch.tensor(predict, dtype=torch.long), device)
         longest = max(self.row_lengths, default=0)  # T
         cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
         self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
-        self.buckets = [Bucket(length, *lists, device) for length, lists in found.items()]
-        # (N,) where the buckets' results, laid end to end, have each token
-        order = torch.cat([x.flatten() for b in self.buckets for x in (b.prompts, b.completions)])
-        self.inverse = torch.empty(end, dtype=torch.long, device=device)
-        self.inverse[order] = torch.arange(len(order), device=device)
-        self.inverse[0] = 0  # it fills up completions too; its own result is the first
+        self.buckets = []
+        for length in dict.fromkeys(prompt_lengths):
+            prompts = [i for i, other in enumerate(prompt_lengths) if other == length]
+            number = {prompt: i for i, prompt in enumerate(prompts)}
+            own = [(number[prompt], *span) for prompt, *span in rows if prompt in number]
+            self.buckets.append(Bucket(length, [starts[i] for i in prompts], own, device))
+        # (N,) where the buckets' results, laid end to end, have each token of the run
+        belongs = torch.cat([bucket.belongs for bucket in self.buckets])
+        inverse = torch.empty(end, dtype=torch.long)
+        inverse[belongs[belongs >= 0]] = (belongs >= 0).nonzero()[:, 0]
+        self.inverse = to_device(inverse, device)
 
 
 def visible(layout: GroupLayout) -> Tensor:
@@ -99,9 +109,7 @@ def visible(layout: GroupLayout) -> Tensor:
 class GroupAttention:
     """The attention of training, scoring and prefill: two calls for each length of prompts.
 
-    Args:
-        layout: the spans.
-        keep_keys: remember k and v of every layer in `self.keys`, for decoding after a prefill.
+    With keep_keys it remembers k and v of every layer in `self.keys`, for decoding after a prefill.
     """
 
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
@@ -132,13 +140,15 @@ class DecodeAttention:
     A prompt's keys are in memory once, however many completions read them.
 
     Args:
-        keys: per layer k, v (N, K, D) of the packed prompts, from GroupAttention(keep_keys=True).
-        layout: the layout of that prefill (prompts only).
-        owner: (R,) prompt of each completion, ascending, on the host, as `rows` of `keep`.
+        keys, layout: of a prefill of prompts alone: GroupAttention(layout, keep_keys=True).keys.
+        prompt_index: (R,) prompt of each completion, ascending, on the host.
         capacity: most new tokens that a completion can get.
     """
 
-    def __init__(self, keys: list, layout: GroupLayout, owner: Tensor, capacity: int):
+    ask_every = 1  # steps after which `generate` asks which rows have ended
+    unseen = None  # (1, C) -inf for own keys that are not there yet; a static attention has some
+
+    def __init__(self, keys: list, layout: GroupLayout, prompt_index: Tensor, capacity: int):
         lengths, (_, K, D) = layout.prompt_lengths, keys[0][0].shape
         pad = partial(pad_sequence, batch_first=True)
         padded = ([pad(x.split(lengths)).transpose(1, 2) for x in layer] for layer in keys)
@@ -146,14 +156,20 @@ class DecodeAttention:
         self.prompt = [[x.contiguous() for x in layer] for layer in padded]
         zeros = keys[0][0].new_zeros(sum(lengths)).split(lengths)
         self.bias = pad(zeros, padding_value=float("-inf"))
-        self.own = [[x.new_empty(len(owner), K, capacity, D) for x in layer] for layer in keys]
+        shape = len(prompt_index), K, capacity, D
+        self.own = [[x.new_zeros(shape) for x in layer] for layer in keys]
         self.length = 0  # tokens in `own`
-        self.owner, self.device = owner, keys[0][0].device
-        self.slots = PromptSlots(self.owner, len(lengths), self.device)
+        self.prompt_index, self.device = prompt_index, keys[0][0].device
+        self.slots = PromptSlots(prompt_index, len(lengths), self.device)
+
+    def select(self, going_on: Tensor) -> Tensor | None:
+        """Drop the rows that have ended, (r,) bool on the host; returns what `keep` does."""
+        return None if going_on.all() else self.keep(going_on.nonzero()[:, 0])
 
     def keep(self, rows: Tensor) -> Tensor:
-        """Keep only these rows (indices, ascending) and their prompts; returns rows, on the GPU."""
-        prompts, self.owner = self.owner[rows].unique_consecutive(return_inverse=True)
+        """Keep only these rows (indices, by prompt) and their prompts; returns them on the GPU."""
+        prompts, index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
+        self.prompt_index = index
         rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
         for layer in self.own:  # one after the other: never two copies of all keys
             layer[:] = [x[rows] for x in layer]
@@ -161,24 +177,28 @@ class DecodeAttention:
             self.bias = self.bias[prompts]
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
-        self.slots = PromptSlots(self.owner, len(prompts), self.device)
+        self.slots = PromptSlots(index, len(prompts), self.device)
         return rows
 
     def advance(self):
         """Count the new tokens, after all layers."""
         self.length += 1
 
+    def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
+        for keys, new in zip(self.own[layer_index], (k, v), strict=True):
+            keys[:, :, self.length] = new
+        return [keys[:, :, : self.length + 1] for keys in self.own[layer_index]]
+
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (R, H, D), K, end = q.shape, k.shape[1], self.length + 1
-        own_k, own_v = self.own[layer_index]
-        own_k[:, :, self.length], own_v[:, :, self.length] = k, v
-        own_k, own_v = own_k[:, :, :end], own_v[:, :, :end]  # (R, K, C, D)
+        (R, H, D), K = q.shape, k.shape[1]
+        own_k, own_v = self.remember(layer_index, k, v)
         prompt_k, prompt_v = self.prompt[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k) + self.bias[:, None, None]
-        to_own = attention_scores(q, own_k)
+        to_own = attention_scores(q, own_k, self.unseen)
         weights = torch.cat([self.slots.by_row(to_prompt), to_own], dim=-1).softmax(-1).to(q.dtype)
-        to_prompt, to_own = weights.split([prompt_k.shape[2], end], dim=-1)
+        to_prompt, to_own = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
         out = self.slots.by_row(self.slots.by_prompt(to_prompt) @ prompt_v) + to_own @ own_v
         return out.reshape(R, H, D)

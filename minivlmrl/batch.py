@@ -26,7 +26,7 @@ class GroupBatch:
     vision_index: Tensor  # (merged tokens,) where the prompts' images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
-    prompts: Sequence[Prompt] = ()  # B, what it was packed from
+    prompts: Sequence[Prompt] = ()  # the B packed prompts
     vision_embeds: Tensor | None = None  # of all of them, see sampling/frozen_tower.py
 
     def split(self, per_token: Tensor) -> list[Tensor]:
@@ -99,8 +99,8 @@ class MicroBatch:
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
     counts: object  # losses.Counts of the whole optimizer step
-    rows: Tensor | None = None  # (R,) which of this rank's completions
-    sampler_logps: Tensor | None = None  # (R, T) as they were drawn
+    completion_index: Tensor | None = None  # (R,) which of this rank's completions of a rollout
+    sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
     old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
     advantages: Tensor | None = None  # (R,) or (R, T)
@@ -123,4 +123,5 @@ class Step:
     micro_batches: list[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
     ends_rollout: bool = True  # a state of the run is only written after such a step
-    rollout: object | None = None  # grpo.Rollout, whose completions it trains on
+    rollout: object | None = None  # the grpo.Rollout that it trains on ...
+    prompts: range = range(0)  # ... and which of its prompts

@@ -1,8 +1,8 @@
 """Prompts -> completions: every prompt is read once, its completions are decoded together.
 
     prefill    one forward over all prompts; the keys and values of each prompt are kept once
+    choose     temperature -> softmax -> a token, by numbers that depend on the prompt's key alone
     decode     a new token of each running completion, against its prompt's keys and its own
-    draw       temperature -> softmax -> a token, by numbers that depend on the prompt's key alone
 
 Dimension letters: B prompts, G completions of each, R = B * G rows, r running rows, V vocabulary.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -19,21 +18,21 @@ from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.rows import Processor, Prompt
+from minivlmrl.rows import Processor, Prompt, uniform_numbers
 
-UNITS = 2**52  # to a probability of 1: their sums stay below 2^53, where float64 is exact
+UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
+
+# choose(logits (r, V), rows (r,), step) -> ids (r,), logps (r,) nats, ends (r,) bool: stopped
+Choose = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass
 class SamplingConfig:
-    """How completions are drawn and where they end; more options are in sampling/filters.py."""
+    """How completions are drawn and where they end; sampling/filters.py has more options."""
 
     temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the likeliest token
     max_new_tokens: Annotated[int, ">= 1"] = 256  # a completion is cut there
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
-
-    filtered = False  # a subclass with filters or other limits says True
-    max_tokens_at_once = None  # and how many it draws at a time
 
 
 @dataclass
@@ -41,133 +40,154 @@ class Completion:
     """What was drawn for one row."""
 
     ids: Tensor  # (C,) int64, with the token that it stopped at
-    logps: Tensor  # (C,) float32, nats, under softmax(logits / temperature); at temperature 0: of 1
-    stopped: bool  # by a stop token or stop string; False: cut, for example at max_new_tokens
+    logps: Tensor  # (C,) float32, nats, under softmax(logits / temperature), or 1 for 0
+    stopped: bool  # by a stop token or stop string; False: cut at max_new_tokens
 
 
-def sample_completions(
-    model, processor: Processor, prompts: Sequence[Prompt], num_generations: int,
-    sampling: SamplingConfig, keys: Sequence[str], world, gather_weights: bool = True,
-) -> list[list[Completion]]:  # fmt: skip
-    """Draw completions by the key of each prompt alone: any number of ranks draws the same."""
-    from minivlmrl.sampling.captured import generate_captured, with_graph
-    from minivlmrl.sampling.pieces import sample_in_pieces
-    from minivlmrl.sampling.stop_strings import watch_stop_strings
-    from minivlmrl.scale.sharding import rollout_weights
+class Sampler:
+    """Samples completions by the key of each prompt alone: any number of ranks draws the same.
 
-    if sampling.max_tokens_at_once is not None:
-        options = prompts, num_generations, sampling, keys, world, gather_weights
-        return sample_in_pieces(sample_completions, model, processor, *options)
-    numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-    watch = watch_stop_strings(sampling, processor.tokenizer, prompts, num_generations)
-    with rollout_weights(model, world, gather_weights) as joint:
-        stop, draw = processor.stop_token_ids, draw_by(numbers, world.device)
-        if with_graph(sampling, world.device, joint):
-            return generate_captured(model, prompts, num_generations, sampling, stop, draw, watch)
-        return generate(model, prompts, num_generations, sampling, stop, draw, watch, joint)
+    sampling/sample.py extends it to filters, stop strings, sharded weights and CUDA graphs.
+    """
+
+    def __init__(self, model, processor: Processor, sampling: SamplingConfig):
+        self.model, self.processor, self.sampling = model, processor, sampling
+
+    def __call__(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
+        """Sample num_generations completions of each prompt: B lists of G."""
+        sampling, device = self.sampling, self.model.lm_head.weight.device
+        vocab_size = self.model.config.vocab_size
+        stop = stop_tokens(sampling, self.processor.stop_token_ids, vocab_size)
+        numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
+        choose = chooser(sampling, stop, draw_by(numbers, device), device=device)
+        return generate(self.model, prompts, num_generations, sampling.max_new_tokens, choose)
+
+
+class Decode:
+    """Run the decoder on one new token of each row; sampling/captured.py does it as a CUDA graph."""
+
+    attention_type = DecodeAttention
+
+    def __call__(self, model, ids: Tensor, position: Tensor, attention: DecodeAttention) -> Tensor:
+        """ids (r,), position (r,) -> logits (r, V) of the tokens after these."""
+        x = model.model.embed_tokens(ids)  # (r, hidden_size)
+        hidden = model.model(x, position.expand(3, -1), attention)
+        attention.advance()
+        return float32_matmul(hidden, model.lm_head.weight.T)
 
 
 @torch.no_grad()
 def generate(
-    model, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingConfig,
-    stop_token_ids: Sequence[int], draw: Callable | None = None,
-    watch: Callable | None = None, joint=None,
+    model, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int, choose: Choose,
+    decode: Decode | None = None, device: torch.device | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
     """Sample completions: B lists of num_generations.
 
     Args:
         prompts: B, of any lengths and numbers of images.
-        stop_token_ids: each ends a completion, unless sampling has its own.
-        draw: (probs (r, V), rows (r,), step) -> ids (r,); default torch.multinomial.
-        watch: (rows (r,), ids (r,)) -> (r,) bool, which end with these ids; it sees every token.
-        joint: see scale/sharding.rollout_weights.
+        choose: takes logits and says each row's next token, and whether the row ends with it.
+        decode: how a step is computed, default Decode().
+        device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
-    device = joint.world.device if joint else model.lm_head.weight.device  # may be offloaded
-    owner = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,), on the host
-    running = to_device(torch.arange(len(owner)), device)
-    limits, most = torch.full_like(running, sampling.max_new_tokens), sampling.max_new_tokens
-    stop = to_device(stop_tokens(sampling, stop_token_ids, model), device)
-    batch, filters = pack(prompts, [[] for _ in prompts], model.config, device), None
-    if sampling.filtered:
-        from minivlmrl.sampling.filters import Filters
-
-        filters = Filters(sampling, batch, to_device(owner, device), stop)
-        limits, most = filters.limits, int(filters.limits.max())
-    logits, decode, position = prefill(model, batch, owner, most)
-
-    drawn = []  # in each step: running rows, their tokens, log-probabilities, whether they stop
-    for step in range(most):
-        ids, scored = next_tokens(logits, sampling.temperature, draw, filters, running, step)
-        ends = torch.isin(ids, stop) | (watch is not None and watch(running, ids))
-        drawn.append((running, ids, scored, ends))
-        going_on = (~ends & (limits > step + 1)).cpu().nonzero()[:, 0]
-        if len(going_on) == 0 or step + 1 == most:
+    decode, device = decode or Decode(), device or model.lm_head.weight.device
+    prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
+    batch = pack(prompts, [[] for _ in prompts], model.config, device)
+    logits, attention, position = prefill(model, batch, prompt_index, max_new_tokens, decode)
+    running = to_device(torch.arange(len(prompt_index)), device)
+    going_on = torch.ones_like(running, dtype=torch.bool)
+    steps = []  # of each: running rows, their tokens, log-probabilities, whether they end
+    for step in range(max_new_tokens):
+        ids, logps, ends = choose(logits, running, step)
+        steps.append((running, ids, logps, ends))
+        going_on = going_on & ~ends
+        if step + 1 == max_new_tokens:
             break
-        if len(going_on) < len(running):
-            going_on = decode.keep(going_on)  # the others leave
-            running, ids, limits, position = (x[going_on] for x in (running, ids, limits, position))
-        if joint is not None:
-            joint.step()
-        position_ids = (position + step).expand(3, -1)
-        hidden = model.model(model.model.embed_tokens(ids), position_ids, decode)
-        decode.advance()
-        logits = float32_matmul(hidden, model.lm_head.weight.T)  # (r, V)
-    if joint is not None:
-        joint.finish(model)
-    rows, ids, logps, ends = (torch.cat(x).cpu() for x in zip(*drawn, strict=True))
-    if not logps.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite")
-    order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
-    ids, logps, ends = (x[order].split(lengths) for x in (ids, logps, ends))
-    rows = [Completion(*x, bool(e[-1])) for *x, e in zip(ids, logps, ends, strict=True)]
-    return [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
+        if (step + 1) % attention.ask_every == 0:
+            known = going_on.cpu()
+            if not known.any():
+                break
+            rows = attention.select(known)  # drop finished rows
+            if rows is not None:
+                state = running, ids, position, going_on
+                running, ids, position, going_on = (x[rows] for x in state)
+        logits = decode(model, ids, position + step, attention)
+    return collect(steps, num_generations)
 
 
-def prefill(model, batch: GroupBatch, owner: Tensor, capacity: int) -> tuple:
+def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode):
     """Read the prompts once: logits (R, V) of first tokens, a DecodeAttention, positions (R,)."""
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
-    decode = DecodeAttention(attention.keys, batch.layout, owner, capacity)
+    decoding = decode.attention_type(attention.keys, batch.layout, prompt_index, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
-    logits = float32_matmul(hidden, model.lm_head.weight.T)[decode.slots.owner]
+    rows = decoding.slots.prompt_index  # (R,) on the device
+    logits = float32_matmul(hidden, model.lm_head.weight.T)[rows]
     if not logits.isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    return logits, decode, torch.stack(ends)[decode.slots.owner]
+    return logits, decoding, torch.stack(ends)[rows]
 
 
-def next_tokens(
-    logits: Tensor, temperature: float, draw: Callable | None, filters, rows: Tensor, step: int
-) -> tuple[Tensor, Tensor]:
-    """A token of each running row, ids (r,), and its log-probability (r,): no filter changes it."""
-    logits = logits.float()
-    scores = logits if temperature in (0, 1) else logits / temperature
-    plain, total = scores, scores.logsumexp(-1)
-    if filters is not None:
-        scores = filters(logits, rows, step)
-    if temperature == 0:
-        ids = scores.argmax(-1)
-    elif draw is None:
-        ids = torch.multinomial(scores.softmax(-1), 1)[:, 0]
-    else:
-        ids = draw(scores.softmax(-1), rows, step)
-    if filters is not None:
-        filters.note(rows, ids)
-    return ids, plain.gather(-1, ids[:, None])[:, 0] - total
+def collect(steps: list[tuple], num_generations: int) -> list[list[Completion]]:
+    """Gather what was chosen step by step into a Completion for each row: B lists of G."""
+    rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
+    if not logps.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
+    order, lengths = rows.argsort(stable=True), rows.bincount().tolist()  # by row, then by step
+    completions = []
+    for row in zip(*(x[order].split(lengths) for x in (ids, logps, ends)), strict=True):
+        last = int(row[2].byte().argmax()) if row[2].any() else len(row[2]) - 1
+        own_ids, own_logps, own_ends = (x[: last + 1] for x in row)  # a row may go on for a while
+        completions.append(Completion(own_ids, own_logps, bool(own_ends[-1])))
+    starts = range(0, len(completions), num_generations)
+    return [completions[i : i + num_generations] for i in starts]
 
 
-def stop_tokens(sampling: SamplingConfig, stop_token_ids: Sequence[int], model) -> Tensor:
-    """(S,) int64, on the host."""
-    stop = list(stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids)
-    last = model.config.vocab_size - 1
-    if max(stop, default=0) > last:
-        raise ValueError(f"stop_token_ids has {max(stop)}, but the model's tokens end at {last}")
-    return torch.tensor(stop, dtype=torch.long)
+def chooser(
+    sampling: SamplingConfig, stop: Sequence[int], draw: Callable | None = None,
+    warp: Callable | None = None, device="cpu",
+) -> Choose:  # fmt: skip
+    """Make a `choose` for generate.
+
+    Args:
+        stop: ids that end a completion.
+        draw: (probs (r, V), rows, step) -> ids (r,); default torch.multinomial.
+        warp: (logits (r, V), rows, step) -> scores (r, V), whose softmax is drawn from; default
+            logits / temperature. Filters are such functions; they change no log-probability.
+    """
+    stop = to_device(torch.tensor(stop, dtype=torch.long), device)
+
+    def choose(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits = logits.float()
+        scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+        scores = scaled if warp is None else warp(logits, rows, step)
+        if sampling.temperature == 0:
+            ids = scores.argmax(-1)
+        elif draw is None:
+            ids = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        else:
+            ids = draw(scores.softmax(-1), rows, step)
+        logps = scaled.gather(-1, ids[:, None])[:, 0] - scaled.logsumexp(-1)
+        return ids, logps, torch.isin(ids, stop)
+
+    return choose
 
 
 def draw_by(uniforms: Tensor, device="cpu") -> Callable:
-    """A `draw` for generate, from (B, G, max_new_tokens) numbers in [0, 1)."""
-    numbers = to_device(uniforms.flatten(0, 1), device)  # (R, max_new_tokens)
-    return lambda probs, rows, step: inverse_cdf(probs, numbers.to(probs.device)[rows, step])
+    """Make a `draw` of (R, max_new_tokens) float64 numbers in [0, 1): see inverse_cdf."""
+    numbers = to_device(uniforms, device)
+    return lambda probs, rows, step: inverse_cdf(probs, numbers[rows, step])
+
+
+def stop_tokens(sampling: SamplingConfig, default: Sequence[int], vocab_size: int) -> list[int]:
+    """List the ids that end a completion (ValueError: the model does not have one of them)."""
+    stop = list(default if sampling.stop_token_ids is None else sampling.stop_token_ids)
+    if (last := max(stop, default=0)) >= vocab_size:
+        raise ValueError(
+            f"stop_token_ids has {last}, but the model's tokens end at {vocab_size - 1}"
+        )
+    return stop
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -177,19 +197,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     device: a token of probability 0 is never drawn, and rows do not influence each other.
     probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
     """
-    units = (probs * UNITS).long().cumsum(-1)  # (r, V); a power of 2 rounds nothing
+    units = (probs * UNITS).long().cumsum(-1)  # (r, V); a product with a power of 2 is exact
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
-    return torch.searchsorted(units, target[:, None], right=True)[:, 0].clamp(
-        max=units.shape[1] - 1
-    )
-
-
-def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """(keys, num_generations, max_new_tokens) float64 in [0, 1), by the key of each prompt."""
-    shape = num_generations, max_new_tokens
-    return torch.from_numpy(numpy.stack([random_numbers(key).random(shape) for key in keys]))
-
-
-def random_numbers(key: str) -> numpy.random.Generator:
-    """A source of random numbers that depends on a text alone."""
-    return numpy.random.default_rng(list(key.encode()))
+    chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
+    return chosen.clamp(max=units.shape[1] - 1)

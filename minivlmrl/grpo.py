@@ -3,11 +3,13 @@
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
-longest in a micro-batch. Left out: the paper's outer loop; algorithms/grpo_family.py has options.
+longest in a micro-batch. Left out: the paper's outer loop. algorithms/grpo_stage.py makes GRPO by a
+recipe, algorithms/grpo_family.py has the other losses and advantages.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Literal
 
 import torch
@@ -15,11 +17,11 @@ from torch import Tensor, nn
 
 from minivlmrl.advantages import combine, group_advantages
 from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
-from minivlmrl.generate import Completion, sample_completions
+from minivlmrl.generate import Completion, Sampler
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
-from minivlmrl.rewards import judge
-from minivlmrl.rows import Prompt, Row
+from minivlmrl.rewards import ask_rewards, reward_columns
+from minivlmrl.rows import Processor, Prompt, Row
 
 
 @dataclass
@@ -30,6 +32,7 @@ class GRPOConfig(PolicyLoss):
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
     scale_rewards: Literal["group", "batch", "none"] = "group"  # see group_advantages
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
 
 
 @dataclass
@@ -40,161 +43,142 @@ class Rollout:
     prompts: list[Prompt]
     completions: list[list[Completion]]  # B lists of G
     rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
+    metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
 
 
-class Algorithm:
-    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
+class GRPO:
+    """Group relative policy optimization; with sequence-level ratios it is GSPO.
 
-    stage: str  # its name, and that of its section in a recipe
-    needs = "prompts"  # what its rows must have, see run/batches.py
-    steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
-    reference = None  # see algorithms/reference.py
+    Args:
+        policy: the model that is trained.
+        sample: draws completions with the policy.
+        rewards: {function: its weight}, see rewards.py.
+        world: the ranks of this run, scale/ranks.World.
+        reference: what the KL is measured to, with a method logps(GroupBatch, temperature) ->
+            (R, T), see algorithms/reference.py; not needed with beta 0.
+    """
 
-    def __init__(self, run, model: nn.Module, processor, world):
-        from minivlmrl.adapters.trained import select_trained
+    batch_type = MicroBatch
 
-        self.run, self.config, self.world = run, getattr(run, self.stage), world
-        self.policy, self.processor, self.trained, self.sampler = model, processor, model, model
-        select_trained(model, run.model.freeze)  # also what an earlier stage has frozen
+    def __init__(
+        self, policy: nn.Module, processor: Processor, sample: Sampler,
+        rewards: dict[Callable, float], config: GRPOConfig, world, reference=None,
+    ):  # fmt: skip
+        self.policy, self.processor, self.sample = policy, processor, sample
+        self.rewards, self.reward_weights = list(rewards), torch.tensor(list(rewards.values()))
+        self.config, self.world, self.reference = config, world, reference
 
-    @staticmethod
-    def check(run):
-        """Refuse a recipe (ValueError) before anything is loaded."""
-
-    def begin(self, batches, held_out):
-        """Prepare the first step; a resumed run has this in its state."""
-
-    def after_step(self, steps: int):
-        """Do what follows an update; `steps` of this stage are done."""
-        if self.reference is not None:
-            self.reference.after_step(steps)
-
-    def modules(self) -> dict[str, nn.Module]:
-        """All that has weights which a resumed run needs; state_dict() is the rest."""
-        reference = {} if self.reference is None else {"reference": self.reference.model}
-        return {"policy": self.policy} | reference
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What else a state keeps, the same on all ranks."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        """Take what state_dict gave, maybe on another number of ranks."""
-
-    def save(self, folder):
-        """Write what was trained into the run's folder (a Path); all ranks call it."""
-        from minivlmrl.scale.checkpoint import save_model
-
-        save_model(folder / "checkpoint", self.policy, self.processor, self.world)
-
-    def evaluate(self, rows) -> dict[str, float]:
-        """What it can tell of held-out rows besides answers: `pairs` or `loss`."""
-        return {}
-
-
-class GRPO(Algorithm):
-    """Group relative policy optimization; with sequence-level ratios it is GSPO."""
-
-    stage, batch_type = "grpo", MicroBatch
-
-    @staticmethod
-    def check(run):
-        from minivlmrl.algorithms.reference import check_online
-
-        check_online("grpo", run, run.grpo.beta)
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        from minivlmrl.algorithms.reference import Reference
-        from minivlmrl.algorithms.reward_model_scores import build_reward_model
-
-        self.steps_per_rollout = self.config.steps_per_generation
-        self.on_policy = self.config.num_iterations == self.steps_per_rollout == 1
-        self.reward_weights = torch.tensor(list(self.run.rewards.values()))  # (K,)
-        self.reference = Reference(self.policy, self.config) if self.config.beta else None
-        self.reward_model = build_reward_model(self.run, self.policy, self.world)
-
-    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        while True:
-            rollout = self.roll_out(batches)
-            steps = self.pack(rollout)
-            metrics = self.compute_advantages(rollout, steps)
+    def steps(self, batches: Iterable[Sequence[Row]]) -> Iterator[Step]:
+        """Yield optimizer steps: each draw of rows is a rollout, which is trained on in parts."""
+        for rows in batches:
+            rollout = self.roll_out(rows)
+            size = len(rollout.rows) // self.config.steps_per_generation
+            parts = [range(i, i + size) for i in range(0, len(rollout.rows), size)]
+            steps = self.prepare(rollout, parts)
             last = self.config.num_iterations * len(steps) - 1
             for number in range(last + 1):
-                self.fresh = number == 0  # the policy is the one that sampled
-                yield Step(steps[number % len(steps)], metrics, number == last, rollout)
+                at = number % len(steps)
+                yield Step(steps[at], rollout.metrics, number == last, rollout, parts[at])
 
-    def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
-        """Draw rows, sample G completions of each and let the rewards judge them."""
-        from minivlmrl.sampling.kept_prefill import keep_prefill
-
-        rows, run = next(batches), self.run
-        prompts = [row.prompt(self.processor) for row in rows]
-        self.sampler = keep_prefill(self, prompts)  # training may go on from the same prompts
-        completions = sample_completions(
-            self.sampler, self.processor, prompts, self.config.num_generations, run.sampling,
-            [row.key for row in rows], self.world, run.rollout.gather_weights,
-        )  # fmt: skip
-        rewards = judge(run.rewards, rows, prompts, completions, self.processor, self.reward_model)
+    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+        """Sample G completions of each row and ask the rewards about them."""
+        prompts = self.prompts(rows)
+        keys = [row.key for row in rows]
+        completions = self.sample(prompts, self.config.num_generations, keys)
+        rewards = ask_rewards(self.rewards, self.columns(rows, prompts, completions))
         return Rollout(rows, prompts, completions, rewards)
 
+    def prompts(self, rows: Sequence[Row]) -> list[Prompt]:
+        """Make tensors of the questions."""
+        return [row.prompt(self.processor) for row in rows]
+
+    def columns(self, rows, prompts, completions) -> dict[str, list]:
+        """Collect what the rewards are given."""
+        return reward_columns(rows, completions, self.processor)
+
+    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[MicroBatch]]:
+        """Compare each completion with its group, then pack the prompts of each optimizer step."""
+        config = self.config
+        rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
+        total = combine(rewards, self.reward_weights)  # (all n,)
+        rollout.metrics = self.metrics(rollout, rewards, total)
+        advantages = group_advantages(total, config.num_generations, config.scale_rewards)
+        own = self.world.local(advantages)  # (n,)
+        return [self.micro_batches(rollout, part, own) for part in parts]
+
+    def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
+        """Say what the completions of all ranks earned."""
+        return {"reward": total.nanmean().item()}
+
     @torch.no_grad()
-    def pack(self, rollout: Rollout) -> list[list[MicroBatch]]:
-        """For each optimizer step its micro-batches, with what stays fixed while it is used."""
-        count, size = len(rollout.prompts), len(rollout.prompts) // self.steps_per_rollout
-        return [self.pack_step(rollout, range(i, i + size)) for i in range(0, count, size)]
+    def micro_batches(
+        self, rollout: Rollout, part: range, advantages: Tensor | None = None
+    ) -> list[MicroBatch]:
+        """Pack these prompts of a rollout, with what stays fixed while they are trained on.
 
-    def pack_step(self, rollout: Rollout, part: range) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step: the prompts with these indices."""
-        from minivlmrl.sampling.pieces import row_pieces
-
-        device = self.world.device
-        lengths = [len(c.ids) for i in part for c in rollout.completions[i]]
+        Args:
+            advantages: (n,); None: they are computed later, from the micro-batches.
+        """
+        G, device = self.config.num_generations, self.world.device
+        answers = [completion for group in rollout.completions for completion in group]  # n
+        lengths = [len(c.ids) for c in answers[part.start * G : part.stop * G]]
         totals = self.world.sum(len(lengths), sum(lengths))
-        counts, batches = Counts(*totals, self.run.sampling.max_new_tokens), []
-        for piece, rows in row_pieces(rollout, part, self.config, self.world):
-            ids = [[rollout.completions[i][j].ids for j in own] for i, own in piece]
-            drawn = torch.cat([rollout.completions[i][j].logps for i, own in piece for j in own])
-            group = pack([rollout.prompts[i] for i, _ in piece], ids, self.policy.config, device)
-            batch = self.batch_type(group, group.completion_mask, counts, rows)
+        counts = Counts(*totals, self.sample.sampling.max_new_tokens)
+        batches = []
+        for rows in self.split(rollout, part):
+            rows = rows if advantages is None else self.teaching(rows, advantages)
+            groups = [(i, list(own)) for i, own in groupby(rows, key=lambda row: row // G)]
+            ids = [[answers[row].ids for row in own] for _, own in groups]
+            prompts = [rollout.prompts[i] for i, _ in groups]
+            group = pack(prompts, ids, self.policy.config, device)
+            batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
+            drawn = torch.cat([answers[row].logps for row in rows])
             batch.sampler_logps = group.pad(drawn.to(device))
-            self.score(batch)
+            batch.advantages = None if advantages is None else advantages[rows].to(device)
+            self.add_logps(batch)
             batches.append(batch)
         return batches
 
-    def score(self, batch: MicroBatch):
-        """Add the log-probabilities of the policy that sampled and of the reference."""
-        if not self.on_policy:
+    def split(self, rollout: Rollout, part: range) -> list[list[int]]:
+        """Cut prompts into micro-batches: for each the indices of its completions, below n."""
+        G, size = self.config.num_generations, self.config.micro_batch_size
+        starts = range(part.start, part.stop, size)
+        return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
+
+    def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
+        """Leave out completions that have no gradient: without a KL those of advantage 0.
+
+        One stays, for sharded weights are computed by all ranks together.
+        """
+        if self.config.beta:
+            return rows
+        return [row for row in rows if advantages[row] != 0] or rows[:1]
+
+    def add_logps(self, batch: MicroBatch):
+        """Add log-probabilities of the policy, if it moves before the last step, and reference."""
+        if self.config.num_iterations * self.config.steps_per_generation > 1:
             batch.old_per_token_logps = batch.group.pad(self.logps(batch.group)[0])
-        if self.reference is not None:
-            temperature = self.run.sampling.temperature
+        if self.config.beta:
+            temperature = self.sample.sampling.temperature
             batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
-
-    def compute_advantages(self, rollout: Rollout, steps: list) -> dict[str, float]:
-        """Give the micro-batches their advantages; returns metrics of all ranks' completions."""
-        from minivlmrl.run.metrics import rollout_metrics
-
-        rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
-        total, config = combine(rewards, self.reward_weights), self.config  # (all n,)
-        self.assign(group_advantages(total, config.num_generations, config.scale_rewards), steps)
-        return rollout_metrics(self, rollout, rewards, total)
-
-    def assign(self, advantages: Tensor, steps: list[list[MicroBatch]]):
-        """Give each micro-batch its part of (all n,) advantages."""
-        for batch in (batch for micro_batches in steps for batch in micro_batches):
-            batch.advantages = self.world.local(advantages)[batch.rows].to(self.world.device)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
         """(M,) log-probabilities and entropies, at the temperature of the draws."""
-        return per_token_logps(self.sampler, group, self.run.sampling.temperature)
+        return per_token_logps(self.policy, group, self.sample.sampling.temperature)
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        from minivlmrl.run.metrics import policy_metrics
-
+        """Compute this micro-batch's share of the loss of the step, and its metrics."""
         logps, entropies = self.logps(batch.group)
         loss, metrics = grpo_loss(
             batch.group.pad(logps), batch.advantages, batch.loss_mask, self.config,
             old_per_token_logps=batch.old_per_token_logps,
             ref_per_token_logps=batch.ref_per_token_logps, counts=batch.counts,
         )  # fmt: skip
-        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)
+        return loss, metrics | self.diagnose(batch, logps, entropies)
+
+    def diagnose(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+        """Entropy; and by how many nats trainer and sampler differ about a token, at most."""
+        old = batch.old_per_token_logps
+        old = batch.group.pad(logps.detach()) if old is None else old
+        mismatch = (old - batch.sampler_logps).abs().max()
+        return {"entropy": batch.mean(entropies), "rollout/logp_mismatch": mismatch}

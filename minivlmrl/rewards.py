@@ -4,21 +4,19 @@
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 None for a completion says "cannot judge": it counts neither in the group's mean nor in any
-advantage. A recipe names rewards with their weights; reward_functions/names.py has the table of
-names and finds your own, {accuracy: 1.0, "my_rewards.py:brevity": 0.2}.
+advantage. A recipe says rewards by name, with their weights, {accuracy: 1.0}; the table of names
+is reward_functions/names.py.
 """
 
-import functools
-import importlib
+import math
 import re
-import runpy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-# what rewards are given besides the columns of their rows
-GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
-GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
+from minivlmrl.generate import Completion
+from minivlmrl.rows import Processor, Row
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -50,8 +48,8 @@ def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[
 def find_answer(completion: str, where: str = "tags") -> str | None:
     """Find what a completion answers; None: nothing.
 
-    "tags": inside the last <answer>...</answer>. "whole": all of it. "last_line": its last line.
-    Without tags what is thought is no answer: it begins after the last </think>.
+    "tags": inside the last <answer>...</answer>. For the other modes the answer is what follows
+    the last </think>: "whole" is all of it, "last_line" its last line.
     """
     if where == "tags":
         return last_answer(completion)
@@ -77,19 +75,15 @@ def normalize(text: str) -> str:
     return " ".join((text if inside is None else inside).split()).rstrip(". ").casefold()
 
 
-def judge(rewards, rows, prompts, completions, processor, reward_model=None) -> Tensor:
-    """Ask the rewards about G completions of each of B rows: (B * G, K), groups in order."""
-    texts = [processor.decode(c.ids) for group in completions for c in group]
-    columns = reward_columns(rows, prompts, completions, processor)
-    if reward_model is not None:
-        columns["reward_model_scores"] = reward_model(prompts, completions)
-    return score(list(rewards), texts, columns, processor.answer)
+def reward_columns(
+    rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
+) -> dict[str, list]:
+    """Collect what rewards are given about G completions of each of B rows.
 
-
-def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """What rewards are given: every column of B rows, each value once per completion, and more."""
-    from minivlmrl.reward_functions.box_rewards import box_columns
-
+    Returns:
+        Lists of n = B * G values: the texts under `completions`, what they answer under
+        `answer_texts`, and every column of their rows, None where a row lacks it.
+    """
     G = len(completions[0])
     names = sorted(set().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows for _ in range(G)] for name in names}
@@ -97,22 +91,14 @@ def reward_columns(rows, prompts, completions, processor) -> dict[str, list]:
     columns["images"] = [row.images for row in rows for _ in range(G)]
     columns["row_names"] = [row.where or f"row {row.index}" for row in rows for _ in range(G)]
     columns["completion_ids"] = [c.ids.tolist() for group in completions for c in group]
-    return columns | box_columns(rows, prompts, processor, G)
+    texts = [processor.decode(c.ids) for group in completions for c in group]
+    columns["completions"] = texts
+    columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
+    return columns
 
 
-def score(names: list[str], completions: list[str], columns: dict, where: str = "tags") -> Tensor:
-    """Ask K rewards about n texts: (n, K) float32, NaN where one answers None."""
-    from minivlmrl.reward_functions.calls import call_reward
-
-    columns = columns | {"answer_texts": [find_answer(text, where) for text in completions]}
-    values = [call_reward(name, completions, columns) for name in names]  # K lists of n
-    return torch.tensor(values, dtype=torch.float32).view(len(names), len(completions)).T
-
-
-@functools.cache
-def load_name(target: str):
-    """What "package.module:name" or "file.py:name" says."""
-    module, _, name = target.rpartition(":")
-    if module.endswith(".py"):
-        return runpy.run_path(module)[name]
-    return getattr(importlib.import_module(module), name)
+def ask_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
+    """Ask K rewards about n completions: (n, K) float32, NaN where one answers None."""
+    values = [[math.nan if v is None else v for v in reward(**columns)] for reward in rewards]
+    shape = len(rewards), len(columns["completions"])
+    return torch.tensor(values, dtype=torch.float32).view(shape).T

@@ -6,6 +6,7 @@ data/file_dataset.py makes rows of files, tasks/ of pictures that it draws.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy
 import PIL.Image
 import torch
 from torch import Tensor
@@ -116,3 +117,14 @@ class Row:
 
 
 Dataset = Sequence[Row]  # what a run asks of data: a length, and rows by number
+
+
+def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
+    """(keys * num_generations, max_new_tokens) float64 in [0, 1), by the key of each prompt."""
+    shape = num_generations, max_new_tokens
+    return torch.from_numpy(numpy.concatenate([random_numbers(key).random(shape) for key in keys]))
+
+
+def random_numbers(key: str) -> numpy.random.Generator:
+    """Make a source of random numbers that depends on a text alone."""
+    return numpy.random.default_rng(list(key.encode()))

@@ -8,27 +8,25 @@ torchrun train.py --help [SECTION]             # every option with its default
 
 import math
 
+from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import Step
-from minivlmrl.grpo import Algorithm
-from minivlmrl.rewards import load_name
-
-ALGORITHMS = {  # stage: module:class
-    "sft": "minivlmrl.algorithms.sft:SFT",
-    "dpo": "minivlmrl.algorithms.dpo:DPO",
-    "kto": "minivlmrl.algorithms.kto:KTO",
-    "reward_model": "minivlmrl.algorithms.reward_model:RewardModel",
-    "grpo": "minivlmrl.grpo:GRPO",
-    "ppo": "minivlmrl.algorithms.ppo:PPO",
-}
-FAMILY = "minivlmrl.algorithms.grpo_family:Family"  # GRPO with options that the book does not have
+from minivlmrl.hub.folder import locked
+from minivlmrl.run.batches import Batches
+from minivlmrl.run.completions import CompletionsLog
+from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.run.metrics import MetricsLog, merge, to_floats
+from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.results import Results, check_outputs
+from minivlmrl.run.resume import States
+from minivlmrl.run.signals import StopSignals
+from minivlmrl.run.start import prepare
+from minivlmrl.run.trackers import Trackers
+from minivlmrl.scale import ranks
 
 
 def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
-    from minivlmrl.hub.folder import locked
-    from minivlmrl.run.config import load_config, recipes_folder
-    from minivlmrl.run.signals import StopSignals
-    from minivlmrl.scale import ranks
 
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
@@ -43,32 +41,14 @@ def main(arguments: list[str]) -> int:
     return signals.exit_code
 
 
-def find_algorithm(stage: str, config) -> type[Algorithm]:
-    """The class of a stage; GRPO with options that the book does not have is the shelf's."""
-    from minivlmrl.algorithms.grpo_family import beyond_the_book
-
-    if stage not in ALGORITHMS:
-        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {', '.join(ALGORITHMS)}")
-    if stage == "grpo" and beyond_the_book(config.grpo):
-        return load_name(FAMILY)
-    return load_name(ALGORITHMS[stage])
-
-
-def run(config, algorithms: dict[str, type[Algorithm]], world, signals):
+def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signals):
     """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
-    from minivlmrl.run.completions import CompletionsLog
-    from minivlmrl.run.metrics import MetricsLog
-    from minivlmrl.run.results import Results, check_outputs
-    from minivlmrl.run.resume import States
-    from minivlmrl.run.start import prepare
-    from minivlmrl.run.trackers import Trackers
-
     check_outputs(config)
     model, processor, datasets = prepare(config, algorithms, world)
     states = States(config, world, signals)
     progress = states.to_resume()
-    others = CompletionsLog(config, world, progress), Trackers(config, world, progress)
-    with MetricsLog(config.output_dir, world, progress.logs, *others) as log:
+    sinks = CompletionsLog(config, world, progress), Trackers(config, world, progress)
+    with MetricsLog(config.output_dir, world, progress.logs, *sinks) as log:
         results = Results(config, model, processor, log, datasets.get("eval"), progress)
         algorithm = None
         if states.resumed is None:
@@ -89,8 +69,6 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 
     A loss, gradient or logit that is not finite ends it with a ValueError before the update.
     """
-    from minivlmrl.run.batches import Batches
-    from minivlmrl.run.optimizer import build_optimizer
 
     stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
@@ -115,15 +93,12 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-    from minivlmrl.adapters.dropout import with_dropout
-    from minivlmrl.algorithms.idle_rows import without_idle_rows
-    from minivlmrl.run.metrics import merge, to_floats
-    from minivlmrl.run.optimizer import finish_gradients, learning_rate
 
     parts, config, world = [], algorithm.config, algorithm.world
-    for batch in with_dropout(algorithm, without_idle_rows(algorithm, step), number):
-        loss, metrics = algorithm.loss(batch)
-        loss.backward()
+    for index, batch in enumerate(step.micro_batches):
+        with algorithm.dropout(number, index):
+            loss, metrics = algorithm.loss(batch)
+            loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))

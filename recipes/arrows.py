@@ -18,7 +18,7 @@ import PIL.ImageDraw
 from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
-from minivlmrl.tasks.table import FRESH_ROWS, Task
+from minivlmrl.tasks.task import FRESH_ROWS, Task
 
 COLORS = {"red": (215, 30, 35), "green": (20, 140, 50), "blue": (40, 70, 220), "yellow": (240, 215, 30)}
 COLORS |= {"purple": (130, 40, 150), "gray": (120, 120, 120), "pink": (255, 160, 200), "brown": (120, 70, 30)}

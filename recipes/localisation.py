@@ -18,7 +18,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
 from minivlmrl.tasks.shapes import COLORS, SIZE, fill
-from minivlmrl.tasks.table import FRESH_ROWS, Task
+from minivlmrl.tasks.task import FRESH_ROWS, Task
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and bottom are the first ones outside
 

@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from minivlmrl.generate import chooser, generate, stop_tokens
 from minivlmrl.hub.tokenizer import train_tokenizer
-from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.scale.checkpoint import load_model
 
 import tiny
@@ -34,6 +35,22 @@ def seeded(seed=0):
 def options(**values):
     """Options for completions of at most 12 tokens."""
     return SamplingOptions(**{"max_new_tokens": 12} | values)
+
+
+def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
+    """Completions as RunSampler draws them, with filters where the options ask for some, by any `draw`.
+
+    wrap: (choose) -> another choose.
+    """
+    stop = stop_tokens(sampling, stop, model.config.vocab_size)
+    device = model.lm_head.weight.device
+    filters = None
+    if getattr(sampling, "filtered", False):
+        filters = Filters(sampling, [row.input_ids for row in rows], num_generations, stop, device)
+    choose = chooser(sampling, stop, draw, filters, device)
+    choose = filters.remembering(choose) if filters else choose
+    choose = wrap(choose) if wrap else choose
+    return generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
 
 
 def ids_of(completions):

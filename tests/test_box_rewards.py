@@ -12,9 +12,10 @@ from minivlmrl.data.boxes import Box
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions.box_rewards import acc_0_5, answered_boxes, box_columns, box_format, giou, iou
-from minivlmrl.rewards import score
 from minivlmrl.rows import Processor, Row
 from recipes import localisation
+
+from earnings import earnings
 
 SIZE = (200, 100)  # of the image file
 EXTENT = (100.0, 50.0)  # of what the model sees
@@ -29,7 +30,7 @@ def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
 
 
 def rewards(completion, **settings):
-    return tuple(score(NAMES, [completion], columns(**settings))[0].tolist())
+    return tuple(earnings(NAMES, [completion], columns(**settings))[0].tolist())
 
 
 def say(text):
@@ -173,7 +174,7 @@ def test_red_team(completion):
 def test_without_tags(text):
     """As Qwen2.5-VL answers when nobody asks for tags: data.answer=whole takes it, tags does not."""
     for where, earned in (("whole", 1), ("tags", 0)):
-        assert score(["iou", "acc_0_5"], [text], columns(), where).tolist() == [[earned, earned]]
+        assert earnings(["iou", "acc_0_5"], [text], columns(), where).tolist() == [[earned, earned]]
 
 
 def test_two_guesses_earn_no_more_than_their_mean():
@@ -253,7 +254,7 @@ def test_solutions_in_every_form(solution):
 @pytest.mark.parametrize("name", ["iou", "acc_0_5", "giou"])
 def test_a_wrong_solution_is_named(name, solution):
     with pytest.raises(ValueError) as raised:
-        score([name], [say(RIGHT)], columns(solution))
+        earnings([name], [say(RIGHT)], columns(solution))
     assert str(raised.value).startswith(f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]")
 
 
@@ -271,7 +272,7 @@ def test_none_where_nothing_can_be_judged():
         assert reward([say(RIGHT)], **columns(size=None, extent=None)) == [None]
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
     assert box_format([say(RIGHT)], **columns(extent=None)) == [None]
-    values = score(NAMES, [say(RIGHT)], columns(solution=None))[0]
+    values = earnings(NAMES, [say(RIGHT)], columns(solution=None))[0]
     assert values.isnan().tolist() == [True, True, True, False]
 
 
@@ -282,7 +283,7 @@ def test_each_completion_is_judged_by_its_own_row():
         "image_sizes": [(100, 100), (100, 100), (50, 40)],
         "answer_extents": [(100, 100), (100, 100), (100, 80)],
     }
-    values = score(NAMES, [say("10 10 20 20")] * 3, given)
+    values = earnings(NAMES, [say("10 10 20 20")] * 3, given)
     assert values[0].tolist() == [1, 1, 1, 1]
     assert values[1, 3] == 1
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)

@@ -10,7 +10,8 @@ from runs import metrics
 
 from minivlmrl.reward_functions.calls import call_reward, trl_columns
 from minivlmrl.reward_functions.names import REWARDS
-from minivlmrl.rewards import score
+
+from earnings import earnings
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
 SAID = [[{"role": "assistant", "content": "two"}], "three"]
@@ -152,6 +153,6 @@ def test_none_is_nan(monkeypatch):
 def test_a_reward_judges_only_rows_of_files_that_name_it():
     """data.train may name rewards for a file; no reward sees a row of another file."""
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
-    values = score(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
+    values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]

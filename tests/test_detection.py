@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from minivlmrl.reward_functions.detection import read_objects
-from minivlmrl.rewards import score
+
+from earnings import earnings
 
 NAMES = ["detection", "ap_50", "weighted_sum"]
 CAT, OTHER_CAT, DOG = ([0, 0, 20, 20], "cat"), ([60, 0, 80, 20], "cat"), ([0, 40, 20, 60], "dog")
@@ -20,7 +21,7 @@ def js(*objects):
 
 def earned(said, *true, size=(100, 100), extent=(100, 100)):
     given = {"solution": [js(*true)], "image_sizes": [size], "answer_extents": [extent]}
-    return tuple(score(NAMES, [said], given, "whole")[0].tolist())
+    return tuple(earnings(NAMES, [said], given, "whole")[0].tolist())
 
 
 ALL, NOTHING = (1, 1, 1), (0, 0, 0)
@@ -95,7 +96,7 @@ def test_average_precision_equals_the_curve_of_scikit_learn():
 def test_weights_of_the_sum():
     given = {"solution": [js(CAT, DOG)], "image_sizes": [(100, 100)], "answer_extents": [(100, 100)]}
     name = "weighted_sum(weights=(1, 1, 2))"
-    found = score([name], [js(HALF)], given, "whole").item()
+    found = earnings([name], [js(HALF)], given, "whole").item()
     assert found == pytest.approx((0.5 / 2 + 1 / 2 + 2 * (1 - (1 / 2 + 0) / 2)) / 4)
 
 
@@ -103,10 +104,10 @@ def test_weights_of_the_sum():
 def test_a_wrong_solution_is_named(solution):
     given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
     with pytest.raises(ValueError, match=r"^reward detection: solution .* says no objects; it needs a list of "):
-        score(["detection"], ["[]"], given)
+        earnings(["detection"], ["[]"], given)
 
 
 def test_without_solution_or_image():
     given = {"solution": [None, "[]"], "image_sizes": [(9, 9), None], "answer_extents": [(9, 9), None]}
-    assert score(NAMES, ["[]", "[]"], given).isnan().all()
+    assert earnings(NAMES, ["[]", "[]"], given).isnan().all()
     assert read_objects("```json\n[]\n```", (9, 9)) == []

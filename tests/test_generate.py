@@ -6,23 +6,13 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.generate import (
-    SamplingConfig,
-    draw_by,
-    generate,
-    inverse_cdf,
-    next_tokens,
-    random_numbers,
-    sample_completions,
-    uniform_numbers,
-)
+from minivlmrl.generate import Sampler, SamplingConfig, chooser, draw_by, inverse_cdf
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Processor
+from minivlmrl.rows import Processor, random_numbers, uniform_numbers
 from minivlmrl.sampling.filters import Filters, SamplingOptions, filter_logits
-from minivlmrl.scale.ranks import World
 
 import tiny
-from draws import SETTINGS, STOP, ids_of, options, prompts, seeded, their_tokens
+from draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
 
 MORE_SETTINGS = [
     dict(min_new_tokens=6), dict(min_new_tokens=12, temperature=0.6, top_k=3, repetition_penalty=1.1),
@@ -42,7 +32,7 @@ def test_greedy_equals_transformers_token_for_token(pair, penalty):
     theirs, model = pair
     rows = prompts(50)
     sampling = options(temperature=0, repetition_penalty=penalty)
-    ours = generate(model, rows, 1, sampling, STOP)
+    ours = sample(model, rows, 1, sampling, STOP)
     lengths = set()
     for row, [completion] in zip(rows, ours, strict=True):
         expected = their_tokens(theirs, their_inputs(row), temperature=0, repetition_penalty=penalty)
@@ -58,7 +48,7 @@ def test_the_same_seed_draws_what_transformers_draws(pair, number, setting):
     theirs, model = pair
     for seed, row in enumerate(prompts(3, seed=number)):
         expected = their_tokens(theirs, their_inputs(row), seed=seed, **setting)
-        [[completion]] = generate(model, [row], 1, options(**setting), STOP, seeded(seed))
+        [[completion]] = sample(model, [row], 1, options(**setting), STOP, seeded(seed))
         assert completion.ids.tolist() == expected[0].tolist()
 
 
@@ -71,7 +61,7 @@ def test_a_batch_draws_what_transformers_draws_for_a_batch(pair, setting):
     theirs, model = pair
     rows = prompts(5)
     expected = their_tokens(theirs, left_padded(rows), stop=(), seed=0, num_return_sequences=3, **setting)
-    assert ids_of(generate(model, rows, 3, options(**setting), (), seeded())) == expected.tolist()
+    assert ids_of(sample(model, rows, 3, options(**setting), (), seeded())) == expected.tolist()
 
 
 def left_padded(rows):
@@ -91,48 +81,40 @@ def left_padded(rows):
 def test_the_default_draw_is_torch_multinomial():
     model, rows = tiny.model(), prompts(3)
     torch.manual_seed(5)
-    default = generate(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP)
-    assert ids_of(default) == ids_of(generate(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(5)))
+    default = sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP)
+    assert ids_of(default) == ids_of(sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(5)))
 
 
 def test_neutral_options_draw_as_the_three_of_the_book():
     model, rows = tiny.model(), prompts(3)
     few, all_ = (cls(0.7, 9, [5, 6, 8]) for cls in (SamplingConfig, SamplingOptions))
-    assert ids_of(generate(model, rows, 4, few, STOP, seeded())) == ids_of(
-        generate(model, rows, 4, all_, STOP, seeded())
-    )
+    assert ids_of(sample(model, rows, 4, few, STOP, seeded())) == ids_of(sample(model, rows, 4, all_, STOP, seeded()))
 
 
-def test_watch_sees_every_token_as_it_comes():
-    rows, told, draws = prompts(3), [], []
-
-    def watch(rows, ids):
-        told.append((rows.tolist(), ids.tolist()))
-        return torch.zeros_like(rows, dtype=torch.bool)
-
-    for watched in (None, watch):
-        draws.append(generate(tiny.model(), rows, 4, SamplingConfig(max_new_tokens=9), STOP, seeded(), watched))
-    written = [[id_ for rows, ids in told for row, id_ in zip(rows, ids, strict=True) if row == i] for i in range(12)]
-    assert written == ids_of(draws[1]) == ids_of(draws[0])
-    assert len(told) == 9 and len(told[0][0]) > len(told[-1][0])
-
-
-def test_watch_ends_rows():
+def test_a_choose_around_another_sees_every_token_and_ends_rows():
     """An even token ends a row as a stop token would; the other rows draw on."""
+    told = {}
 
-    def even(rows, ids):
-        return ids % 2 == 0
+    def even(choose):
+        def choose_even(logits, rows, step):
+            ids, logps, ends = choose(logits, rows, step)
+            for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+                told.setdefault(row, []).append(token)
+            return ids, logps, ends | (ids % 2 == 0)
 
-    out = generate(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=6), (), seeded(), even)
+        return choose_even
+
+    out = sample(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=6), (), seeded(), even)
     for completion in (c for group in out for c in group):
         *before, last = completion.ids.tolist()
         assert all(token % 2 for token in before) and completion.stopped == (last % 2 == 0)
     assert {len(ids) for ids in ids_of(out)} == set(range(1, 7))
+    assert [told[row] for row in range(40)] == ids_of(out)
 
 
 def test_own_stop_tokens_replace_the_given_ones():
     sampling = SamplingConfig(max_new_tokens=30, stop_token_ids=[5, 6, 8])
-    out = generate(tiny.model(), prompts(5), 4, sampling, STOP, seeded())
+    out = sample(tiny.model(), prompts(5), 4, sampling, STOP, seeded())
     last = {c.ids[-1].item() for group in out for c in group if c.stopped}
     assert last and last <= {5, 6, 8}
     assert any(set(STOP) & set(ids) for ids in ids_of(out))
@@ -140,14 +122,14 @@ def test_own_stop_tokens_replace_the_given_ones():
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(ValueError, match="stop_token_ids has 300, but the model's tokens end at 299"):
-        generate(tiny.model(), prompts(2), 1, SamplingConfig(stop_token_ids=[3, 300]), STOP)
+        sample(tiny.model(), prompts(2), 1, SamplingConfig(stop_token_ids=[3, 300]), STOP)
 
 
 def test_sampler_logps_equal_the_scorer_in_float32():
     """Token in, token out: what the sampler recorded is what training computes, to 1e-5 nats."""
     model = tiny.model()
     rows = prompts(5)
-    completions = generate(model, rows, 6, options(temperature=0.8), STOP, seeded())
+    completions = sample(model, rows, 6, options(temperature=0.8), STOP, seeded())
     batch = pack(rows, [[c.ids for c in group] for group in completions], model.config)
     logps, _ = per_token_logps(model, batch, temperature=0.8)
     recorded = torch.cat([c.logps for group in completions for c in group])
@@ -163,7 +145,7 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 proj.bias.view(-1, 16)[:, 7::8] += 440**0.5  # twice its square by 16^-1/2 is 220
     rows = prompts(5)
-    completions = generate(model, rows, 6, options(), STOP, seeded())
+    completions = sample(model, rows, 6, options(), STOP, seeded())
     batch = pack(rows, [[c.ids for c in group] for group in completions], model.config)
     logps, _ = per_token_logps(model, batch)
     recorded = torch.cat([c.logps for group in completions for c in group])
@@ -174,7 +156,7 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
 def test_temperature_of_the_scorer_matters():
     model = tiny.model()
     rows = prompts(2)
-    completions = generate(model, rows, 4, SamplingConfig(temperature=0.8, max_new_tokens=64), STOP, seeded())
+    completions = sample(model, rows, 4, SamplingConfig(temperature=0.8, max_new_tokens=64), STOP, seeded())
     batch = pack(rows, [[c.ids for c in group] for group in completions], model.config)
     recorded = torch.cat([c.logps for group in completions for c in group])
     assert (per_token_logps(model, batch, temperature=1.0)[0] - recorded).abs().max() > 0.1
@@ -184,13 +166,13 @@ def test_the_same_seed_gives_the_same_completions():
     model, rows = tiny.model(), prompts(3)
 
     def drawn(seed):
-        return ids_of(generate(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(seed)))
+        return ids_of(sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(seed)))
 
     assert drawn(0) == drawn(0) != drawn(1)
 
 
 def test_completions_end_with_the_first_stop_token():
-    out = generate(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=10), STOP, seeded(3))
+    out = sample(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=10), STOP, seeded(3))
     completions = [c for group in out for c in group]
     for completion in completions:
         ids = completion.ids.tolist()
@@ -205,9 +187,9 @@ def test_a_prompt_does_not_feel_its_neighbours():
     """Greedy completions of a prompt are the same alone and among prompts of other lengths."""
     model, rows = tiny.model(dtype=torch.float64), prompts(5)
     sampling = SamplingConfig(temperature=0, max_new_tokens=8)
-    together = generate(model, rows, 1, sampling, STOP)
+    together = sample(model, rows, 1, sampling, STOP)
     for row, [completion] in zip(rows, together, strict=True):
-        [[alone]] = generate(model, [row], 1, sampling, STOP)
+        [[alone]] = sample(model, [row], 1, sampling, STOP)
         assert alone.ids.tolist() == completion.ids.tolist()
 
 
@@ -216,31 +198,8 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
     model, rows, seen = tiny.model(), prompts(2), []
     forward = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda x, *rest: (seen.append(len(x)), forward(x, *rest))[1])
-    generate(model, rows, 8, SamplingConfig(max_new_tokens=3), (), seeded())
+    sample(model, rows, 8, SamplingConfig(max_new_tokens=3), (), seeded())
     assert seen == [sum(len(row.input_ids) for row in rows), 16, 16]
-
-
-class Joint:
-    """What rollout_weights gives for layer-by-layer generation."""
-
-    world = World(0, 1, torch.device("cpu"))
-
-    def __init__(self):
-        self.calls = []
-
-    def step(self):
-        self.calls.append("step")
-
-    def finish(self, model):
-        self.calls.append("finish")
-
-
-def test_joint_hears_of_every_decode_step_and_of_the_end():
-    """Each forward after the prefill is announced, so that ranks with longer completions are not left alone."""
-    joint = Joint()
-    out = generate(tiny.model(), prompts(2), 2, SamplingConfig(max_new_tokens=5), (), seeded(), joint=joint)
-    assert {len(ids) for ids in ids_of(out)} == {5}
-    assert joint.calls == ["step"] * 4 + ["finish"]
 
 
 def test_logits_that_are_not_finite_end_the_generation():
@@ -255,7 +214,7 @@ def test_logits_that_are_not_finite_end_the_generation():
         row, pixel_values=row.pixel_values[:0], image_grid_thw=row.image_grid_thw[:0], second_per_grid_ts=None
     )
     with pytest.raises(FloatingPointError, match="not finite"):
-        generate(model, [row], 2, sampling, (), draw_by(uniform_numbers(["a"], 2, 4)))
+        sample(model, [row], 2, sampling, (), draw_by(uniform_numbers(["a"], 2, 4)))
 
 
 # one token: temperature, softmax, draw, and the log-probability that is recorded
@@ -268,13 +227,12 @@ def logits(rows=6, vocab=40, seed=0):
 
 
 def one_token(scores, sampling, draw=None, stop=()):
-    """next_tokens of rows that share one empty prompt each."""
-    rows, filters = torch.arange(len(scores)), None
-    if sampling.filtered:
-        row = replace(prompts(3)[2], input_ids=torch.tensor([0]))
-        batch = pack([row], [[]], tiny.config())
-        filters = Filters(sampling, batch, torch.zeros_like(rows), torch.tensor(stop, dtype=torch.long))
-    return next_tokens(scores, sampling.temperature, draw, filters, rows, 0)
+    """What rows that share one empty prompt choose: ids and log-probabilities."""
+    filters = None
+    if getattr(sampling, "filtered", False):
+        filters = Filters(sampling, [torch.tensor([0])], len(scores), list(stop))
+    choose = chooser(sampling, [], draw, filters)
+    return choose(scores, torch.arange(len(scores)), 0)[:2]
 
 
 def test_the_softmax_of_bfloat16_logits_is_taken_in_float32():
@@ -320,7 +278,7 @@ def test_the_recorded_logp_is_the_policys_not_the_filters():
 NUMBERS = torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("draw", [seeded(), draw_by(NUMBERS[None])], ids=["multinomial", "numbers"])
+@pytest.mark.parametrize("draw", [seeded(), draw_by(NUMBERS)], ids=["multinomial", "numbers"])
 def test_frequencies_follow_the_filtered_distribution(draw):
     """40,000 draws: every kept token within 5 standard errors of its probability, no dropped token ever."""
     sampling, n = SamplingOptions(temperature=0.8, top_k=6), len(NUMBERS)
@@ -355,18 +313,18 @@ def test_no_number_draws_a_dropped_token():
 
 def test_numbers_depend_on_their_key_alone():
     three, one = uniform_numbers(["a", "b", "c"], 2, 5), uniform_numbers(["b"], 2, 5)
-    assert three.shape == (3, 2, 5) and three.dtype == torch.float64
-    assert torch.equal(three[1], one[0])
+    assert three.shape == (6, 5) and three.dtype == torch.float64
+    assert torch.equal(three[2:4], one)
     assert len(three.unique()) == 30 and three.min() >= 0 and three.max() < 1
     assert random_numbers("0/7").random() == random_numbers("0/7").random() != random_numbers("0/8").random()
 
 
 def test_completions_by_numbers_do_not_depend_on_what_is_generated_beside_them():
     model, rows = tiny.model(dtype=torch.float64), prompts(5)
-    sampling, numbers = SamplingConfig(max_new_tokens=10), uniform_numbers(list("abcde"), 3, 10)
+    sampling, numbers = SamplingConfig(max_new_tokens=10), uniform_numbers(list("abcde"), 3, 10).view(5, 3, 10)
 
     def drawn(indices):
-        out = generate(model, [rows[i] for i in indices], 3, sampling, STOP, draw_by(numbers[indices]))
+        out = sample(model, [rows[i] for i in indices], 3, sampling, STOP, draw_by(numbers[indices].flatten(0, 1)))
         return [[c.ids.tolist() for c in group] for group in out]
 
     together = drawn([0, 1, 2, 3, 4])
@@ -375,17 +333,15 @@ def test_completions_by_numbers_do_not_depend_on_what_is_generated_beside_them()
     assert len({tuple(ids) for group in together for ids in group}) > 10
 
 
-def test_sample_completions_depend_on_the_keys_of_their_prompts_alone(tokenizer_300):
-    """In another order, alone, and with a stop string; a key of its own draws something else for the same prompt."""
-    model, rows, one = tiny.model(dtype=torch.float64), prompts(4), World(0, 1, torch.device("cpu"))
-    processor, sampling = Processor(tokenizer_300, None), options(stop_strings=["e"])
+def test_a_sampler_depends_on_the_keys_of_its_prompts_alone(tokenizer_300):
+    """In another order, and alone; a key of its own draws something else for the same prompt."""
+    model, rows = tiny.model(dtype=torch.float64), prompts(4)
+    draw = Sampler(model, Processor(tokenizer_300, None), SamplingConfig(max_new_tokens=12))
 
     def drawn(indices, keys="abcd"):
-        asked = [rows[i] for i in indices], 3, sampling, [keys[i] for i in indices], one
-        return [ids_of([group]) for group in sample_completions(model, processor, *asked)]
+        groups = draw([rows[i] for i in indices], 3, [keys[i] for i in indices])
+        return [ids_of([group]) for group in groups]
 
     together = drawn([0, 1, 2, 3])
     assert drawn([3, 1]) == [together[3], together[1]] and drawn([2]) == [together[2]]
     assert drawn([0], "z") != [together[0]]
-    texts = [tokenizer_300.decode(ids[:-1]) for group in together for ids in group]
-    assert not any("e" in text for text in texts)

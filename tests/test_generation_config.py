@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from minivlmrl.generate import generate
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import NOT_SUPPORTED, from_generation_config
-from minivlmrl.sampling.stop_strings import watch_stop_strings
+from minivlmrl.sampling.stop_strings import StopStrings
 
-from draws import prompts, seeded
+from draws import prompts, sample, seeded
 
 CONFIGS = [
     {}, {"do_sample": True}, {"temperature": 0.3, "top_k": 4}, {"do_sample": True, "temperature": 1e-6},
@@ -16,7 +15,7 @@ CONFIGS = [
     {"do_sample": True, "top_k": 0, "top_p": 0.8, "min_p": 0.02, "use_cache": True, "bos_token_id": 5},
     {"do_sample": True, "temperature": 2.0, "top_k": None, "eos_token_id": 23, "min_new_tokens": 3},
     {"repetition_penalty": 1.3, "max_new_tokens": 5}, {"do_sample": True, "max_new_tokens": 5, "max_length": 3},
-    {"do_sample": True, "max_length": 61, "num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0},
+    {"do_sample": True, "num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0},
     {"stop_strings": "a", "eos_token_id": [7, 11]}, {"stop_strings": ["e", "at"], "do_sample": True},
 ]  # fmt: skip
 
@@ -28,15 +27,17 @@ def test_a_generation_config_draws_what_it_draws_in_transformers(pair, tokenizer
 
     theirs, model = pair
     reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
-    length = {} if values.keys() & {"max_new_tokens", "max_length"} else {"max_new_tokens": 20}
+    length = {} if "max_new_tokens" in values else {"max_new_tokens": 20}
     sampling = from_generation_config(values, **length)
     for seed, row in enumerate(prompts(5)):
         theirs.generation_config = oracle.transformers.GenerationConfig(**{"pad_token_id": 0} | values)
         torch.manual_seed(seed)
         inputs = oracle.their_inputs(row)
         expected = theirs.generate(**inputs, tokenizer=reader, **length)[0, len(row.input_ids) :]
-        watch = watch_stop_strings(sampling, tokenizer_300, [row], 1)
-        [[completion]] = generate(model, [row], 1, sampling, (), seeded(seed), watch)
+        wrap = None
+        if sampling.stop_strings:
+            wrap = StopStrings(sampling.stop_strings, tokenizer_300, [row.input_ids]).ending
+        [[completion]] = sample(model, [row], 1, sampling, (), seeded(seed), wrap)
         assert completion.ids.tolist() == expected.tolist()
 
 
@@ -49,7 +50,9 @@ def test_overrides_win_over_the_generation_config():
     assert read(hub, temperature=0.7, top_k=0, repetition_penalty=1.0, stop_token_ids=None) == SamplingOptions(0.7)
     assert read(hub, temperature=0.0).top_k == 0
     assert read({"top_k": 7}, temperature=0.5) == SamplingOptions(0.5, top_k=7)
-    assert read({"max_length": 9}, max_new_tokens=8).max_length is None
+    assert read({"max_length": 9}, max_new_tokens=8).max_new_tokens == 8
+    with pytest.raises(ValueError, match="max_length counts the prompt too; give max_new_tokens instead"):
+        read({"max_length": 9})
 
 
 HEEDED = {

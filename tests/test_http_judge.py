@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from minivlmrl.reward_functions.http_judge import judge
-from minivlmrl.rewards import score
+
+from earnings import earnings
 
 REPLIES = {"right": "1", "wrong": "0", "half": " 0.5\n", "words": "It is right.", "much": "7", "nan": "nan"}
 
@@ -66,7 +67,7 @@ def test_numbers_and_none(url):
 def test_what_is_asked(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     columns = {"problem": ["How many?"], "solution": ["two"]}
-    found = score([f"judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns)
+    found = earnings([f"judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns)
     [(path, key, body)] = Server.asked
     text = body["messages"][0]["content"]
     assert found.item() == 1 and path == "/v1/chat/completions" and key == "Bearer key"

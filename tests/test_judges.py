@@ -6,7 +6,8 @@ import pytest
 from reward_table import CLASSES, ROWS
 
 from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, unwrap, yes_no
-from minivlmrl.rewards import score
+
+from earnings import earnings
 
 
 def test_the_table_is_long():
@@ -20,7 +21,7 @@ def test_right_answers_earn_and_hacks_do_not(reward):
     wrong = []
     for _, solution, answer, earned in (row for row in ROWS if row[0] == reward):
         begin = time.process_time()
-        found = score([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
+        found = earnings([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
         if found != earned or time.process_time() - begin > (5 if reward == "math" else 1):  # math-verify imports sympy
             wrong.append((solution, answer[:80], found))
     assert wrong == []
@@ -31,7 +32,7 @@ def test_without_solution_or_answer(reward):
     right = {"number": "3", "choice": "B", "yes_no": "yes", "math": "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
     texts = [right] * 3 + ["", " ", right]
-    found = score([reward], texts, columns, "whole")[:, 0]
+    found = earnings([reward], texts, columns, "whole")[:, 0]
     assert found[:3].isnan().all() and found[3:].tolist() == [0, 0, 1]
 
 
@@ -51,7 +52,7 @@ def test_a_solution_that_is_none_is_named(judge, solution, error):
 
 def test_truths_that_are_no_text():
     assert yes_no(["yes", "no", "no"], [True, True, False]) == [1.0, 0.0, 1.0]
-    assert score(["number"], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
+    assert earnings(["number"], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
 
 
 def test_classes_from_a_file_or_none_at_all(tmp_path):

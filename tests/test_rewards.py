@@ -11,8 +11,10 @@ import torch
 from minivlmrl import rewards as rewards_file
 from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.names import REWARDS, get_reward, required_columns
-from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns, score
-from minivlmrl.rows import Prompt, Row
+from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns
+from minivlmrl.rows import Row
+
+from earnings import earnings
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -98,7 +100,7 @@ def test_format_is_not_earned(completion):
     ],
 )
 def test_accuracy_is_earned(completion, solution):
-    assert score(["accuracy"], [completion], {"solution": [solution]}).item() == 1
+    assert earnings(["accuracy"], [completion], {"solution": [solution]}).item() == 1
 
 
 @pytest.mark.parametrize("solution", [None, "", "  ", ".", "<answer></answer>"])
@@ -143,7 +145,7 @@ HACKS = {
 @pytest.mark.parametrize("completion", HACKS)
 def test_red_team(completion):
     columns = {"solution": ["green square"]}
-    assert tuple(score(["format", "accuracy"], [completion], columns)[0].tolist()) == HACKS[completion]
+    assert tuple(earnings(["format", "accuracy"], [completion], columns)[0].tolist()) == HACKS[completion]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_endless_repetition_is_judged_quickly(unit):
     """A policy that has gone astray repeats itself: 8 thousand characters must not stall the run."""
     completion = "<think>" + unit * (8000 // len(unit))
     begin = time.process_time()
-    assert score(["format", "accuracy"], [completion], {"solution": ["x"]}).tolist() == [[0.0, 0.0]]
+    assert earnings(["format", "accuracy"], [completion], {"solution": ["x"]}).tolist() == [[0.0, 0.0]]
     assert time.process_time() - begin < 1
 
 
@@ -211,7 +213,7 @@ def test_a_full_stop_may_have_a_space_before_it():
 
 def test_rewards_judge_each_completion_by_its_own_row():
     columns = {"solution": ["green square", "red square", None]}
-    rewards = score(["accuracy", "format"], [GOOD, GOOD, "nothing"], columns)
+    rewards = earnings(["accuracy", "format"], [GOOD, GOOD, "nothing"], columns)
     assert rewards.dtype == torch.float32
     assert rewards[:2].tolist() == [[1.0, 1.0], [0.0, 1.0]]
     assert rewards[2, 0].isnan()
@@ -219,7 +221,7 @@ def test_rewards_judge_each_completion_by_its_own_row():
 
 
 def test_an_unknown_reward_is_named_with_the_known_ones():
-    asks = (get_reward, lambda name: score([name], [GOOD], {}), lambda name: required_columns([name]))
+    asks = (get_reward, lambda name: earnings([name], [GOOD], {}), lambda name: required_columns([name]))
     for ask in asks:
         with pytest.raises(ValueError, match=r"^unknown reward 'acuracy'; there are: acc_0_5, accuracy, .*format"):
             ask("acuracy")
@@ -234,7 +236,7 @@ def test_a_missing_column_is_named():
     with pytest.raises(
         ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['level', 'problem'"
     ):
-        score(["accuracy"], [GOOD], {"problem": ["?"], "level": [1]})
+        earnings(["accuracy"], [GOOD], {"problem": ["?"], "level": [1]})
 
 
 # rewards of one's own
@@ -244,7 +246,7 @@ def test_a_missing_column_is_named():
 def test_another_number_of_values_is_refused(own, values):
     name = own(f"def counted(completions, **columns): return {values}")
     with pytest.raises(ValueError, match=f"reward .*:counted returned {len(values)} values for 2 completions"):
-        score([name], ["a", "b"], {})
+        earnings([name], ["a", "b"], {})
 
 
 def test_a_reward_written_for_trl_works(own):
@@ -255,7 +257,7 @@ def test_a_reward_written_for_trl_works(own):
             return [len(set(completion)) for completion in completions]
         """
     )
-    assert score([name], ["aab", "xyz"], {"solution": ["", ""]}).tolist() == [[2.0], [3.0]]
+    assert earnings([name], ["aab", "xyz"], {"solution": ["", ""]}).tolist() == [[2.0], [3.0]]
     assert required_columns([name]) == []
 
 
@@ -267,11 +269,11 @@ def test_a_trl_reward_with_a_column_asks_for_it(own):
         """
     )
     assert required_columns([name, "accuracy", "format"]) == ["ground_truth", "solution"]
-    rewards = score([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
+    rewards = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert rewards[0].item() == 1
     assert rewards[1].isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
-        score([name], ["ab"], {"prompts": [[]]})
+        earnings([name], ["ab"], {"prompts": [[]]})
 
 
 def test_a_keyword_only_column_is_asked_for(own):
@@ -287,12 +289,12 @@ def test_any_reward_may_read_the_given_columns(own):
     )
     assert required_columns([name]) == []
     columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
-    assert score([name], ["a"], columns).tolist() == [[1.5]]
+    assert earnings([name], ["a"], columns).tolist() == [[1.5]]
 
 
 def test_a_reward_of_a_package_by_its_module():
     assert get_reward("minivlmrl.rewards:accuracy") is accuracy
-    assert score(["minivlmrl.rewards:format", "format"], [GOOD], {}).tolist() == [[1.0, 1.0]]
+    assert earnings(["minivlmrl.rewards:format", "format"], [GOOD], {}).tolist() == [[1.0, 1.0]]
 
 
 def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
@@ -305,7 +307,7 @@ def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
         from minivlmrl.rewards import format
         """
     )
-    assert get_reward(name) is get_reward(name) and score([name], [GOOD, ""], {}).tolist() == [[1.0], [0.0]]
+    assert get_reward(name) is get_reward(name) and earnings([name], [GOOD, ""], {}).tolist() == [[1.0], [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -326,18 +328,16 @@ def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
 def test_the_reward_model_says_what_it_was_given():
     assert required_columns(["reward_model"]) == []
     columns = {"reward_model_scores": [0.5, -30.0]}
-    assert score(["reward_model", "format"], [GOOD, ""], columns).tolist() == [[0.5, 1.0], [-30.0, 0.0]]
+    assert earnings(["reward_model", "format"], [GOOD, ""], columns).tolist() == [[0.5, 1.0], [-30.0, 0.0]]
 
 
 def test_each_value_of_a_row_is_there_once_per_completion():
     """Two rows of two completions; a column that only one row has is None for the other."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
-    one = torch.zeros(0, 1176), torch.zeros(0, 3, dtype=torch.long)
-    prompts = [Prompt(torch.tensor([1]), *one), Prompt(torch.tensor([2]), *one)]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
-    columns = reward_columns(
-        rows, prompts, completions, SimpleNamespace(image_processor=SimpleNamespace(patch_size=14))
-    )
+    processor = SimpleNamespace(decode=lambda ids: f"{ids.tolist()}", answer="whole")
+    columns = reward_columns(rows, completions, processor)
+    assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
     assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]
     assert columns["prompts"] == [["a"], ["a"], ["b"], ["b"]]
     assert columns["completion_ids"] == [[3, 7], [3, 8], [4, 7], [4, 8]]

@@ -26,7 +26,7 @@ from minivlmrl.tasks.shapes import (  # fmt: skip
     tokenizer,
     worse,
 )
-from minivlmrl.tasks.table import get_task
+from minivlmrl.tasks.task import get_task
 
 
 def pictures(rows):

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from minivlmrl.generate import SamplingConfig, generate
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.stop_strings import StopStrings, token_bytes, watch_stop_strings
+from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
 
 import tiny
-from draws import STOP, prompts, seeded, their_tokens
+from draws import STOP, prompts, sample, seeded, their_tokens
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
 
@@ -88,8 +87,9 @@ def test_rows_keep_their_own_text(tokenizer):
 
 
 def generate_with(tokenizer, model, rows, num_generations, sampling, stop, seed=0):
-    watch = watch_stop_strings(sampling, tokenizer, rows, num_generations)
-    return generate(model, rows, num_generations, sampling, stop, seeded(seed), watch)
+    ids = [row.input_ids for row in rows for _ in range(num_generations)]
+    wrap = StopStrings(sampling.stop_strings, tokenizer, ids).ending
+    return sample(model, rows, num_generations, sampling, stop, seeded(seed), wrap)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -136,8 +136,3 @@ def test_each_row_of_a_batch_ends_by_its_own_text(tokenizer_300):
             assert not any(before) and last == completion.stopped
             lengths.append((completion.stopped, len(completion.ids)))
     assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 9
-
-
-def test_without_stop_strings_nothing_is_watched():
-    for sampling in (SamplingConfig(), SamplingOptions()):
-        assert watch_stop_strings(sampling, None, prompts(1), 1) is None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.nf4 import NF4Linear
-from minivlmrl.generate import random_numbers
+from minivlmrl.rows import random_numbers
 
 # what a recipe calls parts of the model, as names of linear layers
 TARGETS = {"language": r"model\.layers\..+", "vision": r"visual\.blocks\..+", "merger": r"visual\.merger\..+"}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
-from minivlmrl.grpo import Algorithm
 from minivlmrl.losses import Counts
 from minivlmrl.rows import Dataset, Prompt, Row
 from minivlmrl.scale.sharding import reshard

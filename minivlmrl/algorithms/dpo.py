@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_answers
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.data.mix import shuffled
@@ -16,7 +17,6 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.losses import row_mean
 from minivlmrl.rows import Dataset, Row
-from minivlmrl.run.optimizer import TrainingConfig
 
 
 @dataclass

@@ -15,12 +15,11 @@ from torch import Tensor
 from minivlmrl.advantages import combine, group_advantages, group_std
 from minivlmrl.algorithms import policy_losses
 from minivlmrl.algorithms.baselines import leave_one_out, normalize_then_sum
+from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.policy_losses import CorrectionMode, FamilyLoss, PolicyInputs, policy_loss
-from minivlmrl.batch import MicroBatch
-from minivlmrl.generate import random_numbers
-from minivlmrl.grpo import GRPO, GRPOConfig, Rollout
-from minivlmrl.rows import Row
-from minivlmrl.run.metrics import policy_metrics, rollout_metrics
+from minivlmrl.batch import MicroBatch, Step
+from minivlmrl.grpo import GRPOConfig, Rollout
+from minivlmrl.rows import Row, random_numbers
 
 
 @dataclass
@@ -55,7 +54,7 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
             raise ValueError("soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
 
 
-def beyond_the_book(config: FamilyConfig) -> bool:
+def needs_family(config: FamilyConfig) -> bool:
     """Whether a recipe asks for something that the book's GRPO does not have."""
     if config.loss_type not in ("grpo", "dapo", "dr_grpo") or config.importance_sampling_level == "sequence_token":
         return True
@@ -71,7 +70,7 @@ class FamilyBatch(MicroBatch):
     num_entropy_tokens: float | None = None  # ... and how many tokens reach it
 
 
-class Family(GRPO):
+class Family(GRPOStage):
     """GRPO with every option of FamilyConfig."""
 
     batch_type = FamilyBatch
@@ -82,21 +81,25 @@ class Family(GRPO):
         self.gdpo = self.config.multi_objective_aggregation == "normalize_then_sum"
         self.rounds = 1  # draws of rows that the present rollout took
 
-    def roll_out(self, batches: Iterator[Sequence[Row]]) -> Rollout:
+    def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
+        self.batches = batches
+        yield from super().steps(batches)
+
+    def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Make a rollout; groups with equal rewards give way to further ones (DAPO's dynamic sampling, 2503.14476)."""
-        rollout, self.rounds = super().roll_out(batches), 1
+        rollout, self.rounds = super().roll_out(rows), 1
         if self.config.max_num_gen_batches == 1:
             return rollout
         groups, count = self.all_groups(rollout), len(rollout.rows) * self.world.size
         while sum(alive for *_, alive in groups) < count and self.rounds < self.config.max_num_gen_batches:
-            groups, self.rounds = groups + self.all_groups(super().roll_out(batches)), self.rounds + 1
+            groups = groups + self.all_groups(super().roll_out(next(self.batches)))
+            self.rounds += 1
         kept = sorted(groups, key=lambda group: not group[-1])[:count]  # the first ones with different rewards
         per_step = count // self.steps_per_rollout
         local = [g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])]
         rows, completions, rewards, _ = zip(*local, strict=True)
-        rows = [batches.row(*row) for row in rows]
-        prompts, self.sampler = [row.prompt(self.processor) for row in rows], self.policy
-        return Rollout(rows, prompts, list(completions), torch.cat(rewards))
+        rows = [self.batches.row(*row) for row in rows]
+        return Rollout(rows, self.prompts(rows), list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
         """(row, completions, rewards (G, K), whether these differ) of each group of all ranks, in the order of rows."""
@@ -117,11 +120,11 @@ class Family(GRPO):
             rewards = rewards + torch.tensor([soft_overlong_punishment(n, limit, cache) for n in lengths])
         return rewards
 
-    def pack_step(self, rollout: Rollout, part: range) -> list[FamilyBatch]:
-        batches, config = super().pack_step(rollout, part), self.config
+    def micro_batches(self, rollout: Rollout, part: range, advantages: Tensor | None = None) -> list[FamilyBatch]:
+        batches, config = super().micro_batches(rollout, part, advantages), self.config
         if config.mask_truncated_completions:
             stopped = [c.stopped for group in rollout.completions for c in group]
-            train_on(torch.tensor(stopped), batches, self.world)
+            train_on(torch.tensor(stopped), rollout, part, batches, self.world)
         if config.rollout_correction:
             how = config.rollout_correction, config.rollout_correction_max, config.rollout_correction_min
             for batch in batches:
@@ -131,8 +134,15 @@ class Family(GRPO):
             self.find_threshold(batches)
         return batches
 
-    def score(self, batch: FamilyBatch):
-        super().score(batch)
+    def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
+        """All rows where an entropy counts, or the average is over what a micro-batch holds."""
+        config = self.config
+        if config.entropy_coef or config.top_entropy_quantile < 1 or config.loss_type == "bnpo":
+            return rows
+        return super().teaching(rows, advantages)
+
+    def add_logps(self, batch: FamilyBatch):
+        super().add_logps(batch)
         kl_in_reward = self.rloo and self.config.beta
         if self.config.rollout_correction or kl_in_reward or self.config.top_entropy_quantile < 1:
             logps, entropies = self.logps(batch.group)
@@ -147,7 +157,8 @@ class Family(GRPO):
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
-    def compute_advantages(self, rollout: Rollout, steps: list[list[FamilyBatch]]) -> dict[str, float]:
+    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[FamilyBatch]]:
+        """Advantages, then micro-batches; RLOO's KL is in the reward, so its micro-batches come first."""
         config, G = self.config, self.config.num_generations
         rewards, total = self.world.all_gather(rollout.rewards), self.world.all_gather(self.shaped(rollout))
         if config.shuffle_rewards:
@@ -157,46 +168,55 @@ class Family(GRPO):
             by_step = by_rank.transpose(0, 1).flatten()
             order = by_step[order][by_step.argsort()]  # the same for any number of ranks
             rewards, total = rewards[order], total[order]
-        metrics = rollout_metrics(self, rollout, rewards, total)
+        rollout.metrics = self.metrics(rollout, rewards, total)
         if config.max_num_gen_batches > 1:
-            metrics["num_gen_batches"] = float(self.rounds)
+            rollout.metrics["num_gen_batches"] = float(self.rounds)
+        steps = None
+        if self.rloo and config.beta:
+            steps = [self.micro_batches(rollout, part) for part in parts]
         if self.rloo:
-            total = self.clip_and_penalise(total, steps)
-            advantages = leave_one_out(total, G, config.normalize_advantages)
+            advantages = leave_one_out(self.clip_and_penalise(total, steps), G, config.normalize_advantages)
         elif self.gdpo:
             advantages = normalize_then_sum(rewards, self.reward_weights, G)
         else:
             advantages = group_advantages(total, G, config.scale_rewards)
-        self.assign(advantages, steps)
-        return metrics
+        own = self.world.local(advantages)
+        if steps is None:
+            return [self.micro_batches(rollout, part, own) for part in parts]
+        for batch in chain(*steps):
+            batch.advantages = own[batch.completion_index].to(self.world.device)
+        return steps
 
-    def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]]) -> Tensor:
+    def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]] | None) -> Tensor:
         """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the completion's KL."""
         bounds, beta = self.config.reward_clip_range, self.config.beta
         rewards = rewards if bounds is None else rewards.clamp(*bounds)
         if not beta:
             return rewards
         kl = [((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu() for b in chain(*steps)]
-        order = torch.cat([b.rows for b in chain(*steps)]).argsort()
+        order = torch.cat([b.completion_index for b in chain(*steps)]).argsort()
         return rewards - beta * self.world.all_gather(torch.cat(kl)[order])
 
     def loss(self, batch: FamilyBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = self.logps(batch.group)
-        old = None if self.on_policy else batch.old_per_token_logps
+        moves = self.config.num_iterations * self.config.steps_per_generation > 1
+        old = batch.old_per_token_logps if moves else None
         fixed = old, batch.ref_per_token_logps, batch.sampler_logps, batch.importance_sampling_ratio
         entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
         inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
         options = replace(self.config, beta=0.0) if self.rloo else self.config
         loss, metrics = policy_loss(inputs, batch.advantages, batch.loss_mask, options, batch.counts)
-        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)
+        return loss, metrics | self.diagnose(batch, logps, entropies)
 
 
-def train_on(rows: Tensor, batches: list[MicroBatch], world):
-    """Train on these (n,) of a rank's completions alone; the others still count as sequences of the step."""
+def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
+    """Train on the completions that count alone, (n,) bool; the others are still sequences of the step."""
     for batch in batches:
-        batch.loss_mask = batch.loss_mask * rows[batch.rows].to(batch.loss_mask.device)[:, None]
-    tokens = world.sum(sum(batch.loss_mask.sum().item() for batch in batches))[0]
-    batches[0].counts.tokens = max(tokens, 1)  # one object for all micro-batches of the step
+        own = counts[batch.completion_index].to(batch.loss_mask.device)
+        batch.loss_mask = batch.loss_mask * own[:, None]
+    lengths = torch.tensor([[len(c.ids) for c in group] for group in rollout.completions])  # (B, G)
+    tokens = (lengths * counts.view_as(lengths))[part.start : part.stop].sum().item()
+    batches[0].counts.tokens = max(world.sum(tokens)[0], 1)  # one object for all of the step
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms import value_model
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.grpo_family import train_on
+from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
 from minivlmrl.algorithms.reference import ReferenceConfig, check_online
 from minivlmrl.batch import MicroBatch
-from minivlmrl.grpo import GRPO, Rollout
+from minivlmrl.grpo import Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
-from minivlmrl.run.metrics import policy_metrics, rollout_metrics
-from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import is_sharded
 
@@ -61,10 +61,11 @@ class PPOBatch(MicroBatch):
     returns: Tensor | None = None  # (R, T)
 
 
-class PPO(GRPO):
+class PPO(GRPOStage):
     """Rollouts as in GRPO; advantages of single tokens, by a critic."""
 
-    stage, batch_type = "ppo", PPOBatch
+    stage, batch_type, compares_groups = "ppo", PPOBatch, False
+    reads_alone = False  # so does the critic
 
     @staticmethod
     def check(run):
@@ -74,7 +75,6 @@ class PPO(GRPO):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.on_policy = False  # the old log-probabilities are computed with the values, in `score`
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
@@ -108,27 +108,33 @@ class PPO(GRPO):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
 
-    def score(self, batch: PPOBatch):
+    def add_logps(self, batch: PPOBatch):
+        """Add log-probabilities of the policy and the reference, and the critic's values."""
         logps, _, values = self.logps_and_values(batch.group)
         batch.old_per_token_logps, batch.old_values = batch.group.pad(logps), batch.group.pad(values)
         if self.reference is not None:
-            batch.ref_per_token_logps = self.reference.logps(batch.group, self.run.sampling.temperature)
+            batch.ref_per_token_logps = self.reference.logps(batch.group, self.sample.sampling.temperature)
 
-    def pack_step(self, rollout: Rollout, part: range) -> list[PPOBatch]:
-        batches = super().pack_step(rollout, part)
-        train_on(~rollout.rewards.isnan().all(1), batches, self.world)  # those that a reward could judge
+    def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
+        batches = super().micro_batches(rollout, part, advantages)
+        judged = ~rollout.rewards.isnan().all(1)
+        train_on(judged, rollout, part, batches, self.world)
         return batches
 
     @torch.no_grad()
-    def compute_advantages(self, rollout: Rollout, steps: list[list[PPOBatch]]) -> dict[str, float]:
-        """Give the micro-batches advantages and returns, each (R, T)."""
-        config, weights, batches = self.config, self.reward_weights, [batch for step in steps for batch in step]
+    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
+        """Pack the prompts of each optimizer step, then give their tokens advantages and returns, (R, T)."""
+        steps = [self.micro_batches(rollout, part) for part in parts]
+        batches = [batch for step in steps for batch in step]
+        every = self.world.all_gather(rollout.rewards)
+        rollout.metrics = self.metrics(rollout, every, combine(every, self.reward_weights))
+        config, weights = self.config, self.reward_weights
         scores = combine(rollout.rewards, weights).nan_to_num(0.0)  # (n,)
         if config.missing_eos_penalty is not None:
             cut = torch.tensor([not c.stopped for group in rollout.completions for c in group])
             scores = scores - config.missing_eos_penalty * cut
         masks = [batch.loss_mask for batch in batches]
-        rewards = [self.token_rewards(batch, scores[batch.rows]) for batch in batches]
+        rewards = [self.token_rewards(batch, scores[batch.completion_index]) for batch in batches]
         if config.whiten_rewards:
             rewards = whiten(rewards, masks, shift_mean=False, all_ranks=self.world.sum)
         for batch, earned in zip(batches, rewards, strict=True):
@@ -136,8 +142,7 @@ class PPO(GRPO):
         whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
         for batch, advantages in zip(batches, whitened, strict=True):
             batch.advantages = advantages
-        every = self.world.all_gather(rollout.rewards)
-        return rollout_metrics(self, rollout, every, combine(every, weights))
+        return steps
 
     def token_rewards(self, batch: PPOBatch, scores: Tensor) -> Tensor:
         """(R, T) what each token earns."""
@@ -148,7 +153,7 @@ class PPO(GRPO):
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
-        logps, entropies = logps_of_states(self.policy, states, group, self.run.sampling.temperature)
+        logps, entropies = logps_of_states(self.policy, states, group, self.sample.sampling.temperature)
         values = self.critic(states)[:, 0] if self.config.critic == "shared" else self.critic(group)
         return logps, entropies, values
 
@@ -156,4 +161,4 @@ class PPO(GRPO):
         logps, entropies, values = self.logps_and_values(batch.group)
         padded = batch.group.pad(logps), batch.group.pad(values)
         loss, metrics = ppo_loss(*padded, batch.loss_mask, batch, self.config, counts=batch.counts)
-        return loss, metrics | policy_metrics(batch, logps, entropies, self.fresh)
+        return loss, metrics | self.diagnose(batch, logps, entropies)

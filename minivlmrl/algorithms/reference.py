@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters
+from minivlmrl.algorithms.reward_model_scores import check_reward_model
 from minivlmrl.batch import GroupBatch
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
@@ -74,8 +75,6 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
 
 def check_online(stage: str, run, kl_weight: float):
     """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
-    from minivlmrl.algorithms.reward_model_scores import check_reward_model
-
     if run.sampling.temperature == 0:
         raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
     if not run.rewards:

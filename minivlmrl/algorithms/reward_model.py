@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.preference_losses import RewardLoss, reward_loss
 from minivlmrl.algorithms.reward_model_scores import FOLDER
 from minivlmrl.algorithms.value_model import copy_as_value_model, pack_to_end, save_value_model
 from minivlmrl.rows import Row
-from minivlmrl.run.optimizer import TrainingConfig
 
 
 @dataclass

@@ -17,7 +17,6 @@ from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_columns, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.hub.checker import naming, require
-from minivlmrl.rewards import GIVEN
 from minivlmrl.rows import Row
 
 
@@ -115,6 +114,9 @@ def _extent(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_finite(side) and side > 0 for side in value)
 
 
+# what rewards are given besides the columns of their rows, which these names would hide
+GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
+GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
 # column: whether its value is valid, and what it must be
 CHECKED = dict.fromkeys(
     GIVEN - {"images"},

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from minivlmrl.chat import content_parts
+from minivlmrl.data.file_dataset import GIVEN
 from minivlmrl.reward_functions.checked_values import checked_values
 from minivlmrl.reward_functions.names import get_reward, required_columns
-from minivlmrl.rewards import GIVEN
 
 CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold turns where a row is a conversation
 

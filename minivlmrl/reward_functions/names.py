@@ -9,7 +9,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 
-from minivlmrl.rewards import GIVEN, load_name
+from minivlmrl.data.file_dataset import GIVEN
+from minivlmrl.hub.load import load_name
 
 FILES = {  # file: its rewards, and the function where a name cannot be one in Python
     "minivlmrl.rewards": "format accuracy",

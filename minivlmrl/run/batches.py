@@ -14,7 +14,7 @@ from minivlmrl.data.mix import FileSection, mix, pick, read_mix, shuffled, split
 from minivlmrl.hub.checker import require
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
-from minivlmrl.tasks.table import get_task
+from minivlmrl.tasks.task import get_task
 
 MOST_SKIPPED = 100  # rows one after the other that may be unreadable
 AHEAD = 64  # rows of the next draw that threads make: 1.5 GB as patches if each has a megapixel

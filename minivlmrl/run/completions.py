@@ -17,10 +17,11 @@ from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from minivlmrl.advantages import combine
+from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.chat import content_parts
 from minivlmrl.generate import Completion
-from minivlmrl.grpo import Algorithm, Rollout
+from minivlmrl.grpo import Rollout
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.reward_functions.box_rewards import answered_boxes, box_columns
 from minivlmrl.rows import Row
@@ -84,15 +85,16 @@ def is_past(line: str, progress) -> bool:
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
     """Each group of this rank that a step trains on: its row, and what a line says of it."""
-    rollout, G, means = step.rollout, algorithm.config.num_generations, {}
+    rollout, G, means = step.rollout, algorithm.config.num_generations, {}  # 0: left out
     for batch in step.micro_batches:
         # (R, 1), or PPO's (R, T), of which the mean counts
         advantages = batch.advantages.view(len(batch.loss_mask), -1)
         mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
         mean = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
-        means |= zip(batch.rows.tolist(), mean.tolist(), strict=True)
-    for index in sorted({row // G for row in means}):
-        yield rollout.rows[index], describe(algorithm, rollout, index, [means[index * G + g] for g in range(G)])
+        means |= zip(batch.completion_index.tolist(), mean.tolist(), strict=True)
+    for index in step.prompts:
+        advantages = [means.get(index * G + g, 0.0) for g in range(G)]
+        yield rollout.rows[index], describe(algorithm, rollout, index, advantages)
 
 
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minivlmrl.generate import sample_completions
+from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rewards import reward_columns, score
 from minivlmrl.run.metrics import progress_bar
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.ranks import World
 
 BATCH_SIZE = 64  # rows generated together
@@ -57,10 +57,9 @@ def evaluate(model, processor, rows, sampling, world: World, rewards=("accuracy"
             world.leave()
             batch = [replace(rows[i], key=f"evaluation/{i}") for i in numbers]
             batch = [replace(row, columns=judged_by | row.columns) for row in batch]
-            values, completions, columns = draw(model, processor, batch, 1, drawn, rewards, world, gather)
-            texts = [processor.decode(completion.ids) for [completion] in completions]
+            values, _, columns = draw(model, processor, batch, 1, drawn, rewards, world, gather)
             unseen = [bool(row.columns.get("unseen")) for row in batch]
-            said = map(Answer, texts, values[:, 0].tolist(), columns["answer_extents"])
+            said = map(Answer, columns["completions"], values[:, 0].tolist(), columns["answer_extents"])
             results += zip(values, unseen, said, strict=True)
             bar.update(len(batch) * world.size)
         everything = world.gather_objects(results)  # ranks have equally many; the last rows may be there twice
@@ -92,7 +91,7 @@ def equal_batches(count: int, world: World, size: int = BATCH_SIZE) -> list[list
 def draw(model, processor, rows, count: int, sampling, rewards, world, gather=True) -> tuple[Tensor, list, dict]:
     """Draw `count` completions of each row; returns what they earn, (n, K), the groups, and the rewards' columns."""
     prompts, keys = [row.prompt(processor) for row in rows], [row.key for row in rows]
-    completions = sample_completions(model, processor, prompts, count, sampling, keys, world, gather)
-    texts = [processor.decode(completion.ids) for group in completions for completion in group]
-    columns = reward_columns(rows, prompts, completions, processor)
-    return score(list(rewards), texts, columns, processor.answer), completions, columns
+    sample = RunSampler(model, processor, sampling, world, gather)
+    completions = sample(prompts, count, keys)
+    columns = recipe_columns(rows, prompts, completions, processor)
+    return ask_by_name(rewards, columns), completions, columns

@@ -18,7 +18,7 @@ from minivlmrl.run.plan import check_memory
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, recompute_blocks
-from minivlmrl.tasks.table import get_task
+from minivlmrl.tasks.task import get_task
 
 
 def build_model(config, world: World, datasets: dict[str, Dataset] | None = None) -> tuple[nn.Module, Processor]:

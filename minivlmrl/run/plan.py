@@ -27,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.adamw8bit import empty_state
-from minivlmrl.adapters.dropout import place_masks
-from minivlmrl.adapters.lora import adapter_parameters, adapters
+from minivlmrl.adapters.dropout import dropout
+from minivlmrl.adapters.lora import adapter_parameters
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import shared_parameters
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
-from minivlmrl.generate import inverse_cdf, next_tokens
+from minivlmrl.generate import chooser, draw_by
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.model_config import ModelConfig
@@ -44,7 +45,6 @@ from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.sharding import recompute_blocks
-from minivlmrl.train import find_algorithm
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -131,15 +131,15 @@ class Costs:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
-        if train and run.adapter.dropout:
-            place_masks(adapters(model), batch, batch.input_ids.int(), self.config, run.adapter.dropout)
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         # the memory of a fused kernel, which keeps no scores: the meta device would write the formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0])
-        with torch.set_grad_enabled(train), fused, LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
+        live = LiveBytes([*model.parameters(), *model.buffers()])
+        with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
             else:
@@ -159,11 +159,13 @@ class Costs:
         """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes from them."""
         dtype = torch.promote_types(dtype, torch.float32)
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
-        uniform = torch.empty(rows, dtype=torch.float64, device="meta")
+        index = torch.empty(rows, dtype=torch.long, device="meta")
+        uniforms = torch.empty(rows, 1, dtype=torch.float64, device="meta")
+        choose = chooser(sampling, [], draw_by(uniforms, "meta"), device="meta")
         with LiveBytes([]) as live:
             if sampling.filtered:
                 filter_logits(logits.float(), sampling, torch.empty_like(logits, dtype=torch.bool))
-            next_tokens(logits, sampling.temperature, lambda probs, *_: inverse_cdf(probs, uniform), None, uniform, 0)
+            choose(logits, index, 0)
         return live.most + logits.nbytes
 
 

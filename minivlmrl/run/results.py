@@ -12,7 +12,7 @@ from minivlmrl.run.page import write_page
 from minivlmrl.run.report import print_table, write_report
 from minivlmrl.run.trackers import check_trackers
 from minivlmrl.scale.checkpoint import save_model
-from minivlmrl.tasks.table import get_task
+from minivlmrl.tasks.task import get_task
 
 SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 

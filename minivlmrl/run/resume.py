@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.adapters.lora import shared_base
-from minivlmrl.grpo import Algorithm
+from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import flush_file, read_json
 from minivlmrl.run.config import RunConfig

@@ -14,8 +14,8 @@ from minivlmrl.data.row_summary import seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
+from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rewards import judge
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
@@ -64,7 +64,8 @@ def _try(rewards: Collection[str], row: Row):
     grids = torch.tensor(patches, dtype=torch.long).view(-1, 3)
     prompt = Prompt(torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176), grids, torch.zeros(len(grids)))
     completion = Completion(torch.arange(3), torch.zeros(3), True)
-    judge(rewards, [row], [prompt], [[completion]], Inventor(None, ImageProcessor()), lambda *_: [0.0])
+    columns = recipe_columns([row], [prompt], [[completion]], Inventor(None, ImageProcessor()))
+    ask_by_name(rewards, columns | {"reward_model_scores": [0.0]})
 
 
 def fit_rows(config, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:

@@ -1,14 +1,15 @@
 """Filters on the distribution that a token is drawn from: penalty, ban, top_k, top_p, min_p."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from minivlmrl.batch import GroupBatch
-from minivlmrl.generate import SamplingConfig
+from minivlmrl.generate import Choose, SamplingConfig
 from minivlmrl.hub.checker import require
+from minivlmrl.kernels.backend import to_device
 
 
 @dataclass
@@ -19,7 +20,6 @@ class SamplingOptions(SamplingConfig):
     top_p: Annotated[float, "(0, 1]"] = 1.0  # keep the likeliest tokens that together reach this probability
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
     repetition_penalty: Annotated[float, "> 0"] = 1.0  # logits of tokens seen before: / if positive, x if negative
-    max_length: Annotated[int, ">= 2"] | None = None  # a completion is cut at this many tokens with its prompt
     min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
     stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None  # of prompts and completions, at full length; None: all
@@ -32,37 +32,49 @@ class SamplingOptions(SamplingConfig):
 
     @property
     def filtered(self) -> bool:
-        """Whether generate needs Filters."""
-        chosen = self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.min_new_tokens, self.max_length
-        return chosen != (0, 1, 0, 1, 0, None)
+        """Whether draws need Filters."""
+        chosen = self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.min_new_tokens
+        return chosen != (0, 1, 0, 1, 0)
 
 
 class Filters:
-    """The filters of one call of generate; owner (R,) is the prompt of each row, stop (S,) its stop tokens."""
+    """What a recipe's filters make of the logits of one call of generate: the `warp` of its chooser.
 
-    def __init__(self, sampling: SamplingOptions, batch: GroupBatch, owner: Tensor, stop: Tensor):
-        self.sampling, self.stop = sampling, stop
-        self.limits = row_limits(sampling, batch.layout.prompt_lengths).to(owner)[owner]  # (R,) most new tokens
-        self.prompts, self.owner = batch.input_ids.split(batch.layout.prompt_lengths), owner
+    Args:
+        prompts: (P,) int64 ids of each prompt.
+        stop: ids that end a completion.
+    """
+
+    def __init__(
+        self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int,
+        stop: Sequence[int], device="cpu",
+    ):  # fmt: skip
+        self.sampling, self.prompts, self.num_generations = sampling, prompts, num_generations
+        self.stop = to_device(torch.tensor(stop, dtype=torch.long), device)
         self.seen = None  # (R, V) tokens of each row's prompt and completion, for the penalty
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
         """(r, V) logits of these rows -> scores; their softmax is the distribution to draw from."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
-            per_prompt = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
-            for row, ids in zip(per_prompt, self.prompts, strict=True):
-                row[ids] = True
-            self.seen = per_prompt[self.owner]
+            shape = len(self.prompts), logits.shape[-1]
+            seen = logits.new_zeros(shape, dtype=torch.bool)
+            for row, ids in zip(seen, self.prompts, strict=True):
+                row[ids.to(row.device)] = True
+            self.seen = seen.repeat_interleave(self.num_generations, 0)
         seen = None if self.seen is None else self.seen[rows]
-        banned = None
-        if least := self.sampling.min_new_tokens:  # step may be a tensor
-            banned = torch.zeros_like(logits[0], dtype=torch.bool).index_fill(0, self.stop, True) & (step < least)
+        banned = self.stop if step < self.sampling.min_new_tokens else None
         return filter_logits(logits, self.sampling, seen, banned)
 
-    def note(self, rows: Tensor, ids: Tensor):
-        """Remember what each of these rows drew."""
-        if self.seen is not None:
-            self.seen[rows, ids] = True
+    def remembering(self, choose: Choose) -> Choose:
+        """Make a `choose` that remembers what each row has drawn."""
+
+        def remember(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+            ids, logps, ends = choose(logits, rows, step)
+            if self.seen is not None:
+                self.seen[rows, ids] = True
+            return ids, logps, ends
+
+        return remember
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=None) -> Tensor:
@@ -73,14 +85,14 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
     Args:
         logits: (r, V) float32.
         seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
-        banned: (V,) bool, tokens that are not to be drawn.
+        banned: (b,) int64, ids that are not to be drawn.
     """
     scores = logits
     if sampling.repetition_penalty != 1:
         penalised = torch.where(scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
     if banned is not None:
-        scores = scores.masked_fill(banned, float("-inf"))
+        scores = scores.index_fill(-1, banned, float("-inf"))
     if sampling.temperature == 0:
         return scores
     scores = scores / sampling.temperature
@@ -96,14 +108,3 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
     return scores
-
-
-def row_limits(sampling: SamplingOptions, prompt_lengths: list[int]) -> Tensor:
-    """(B,) most new tokens of a completion of each prompt (ValueError: a prompt alone has max_length)."""
-    lengths, most = torch.tensor(prompt_lengths), sampling.max_length
-    if most is None:
-        return torch.full_like(lengths, sampling.max_new_tokens)
-    if lengths.max() >= most:
-        alone = f"prompt {lengths.argmax()} alone has {lengths.max()} tokens, images included"
-        raise ValueError(f"max_length is {most}, but {alone}; raise max_length or lower max_pixels")
-    return (most - lengths).clamp(max=sampling.max_new_tokens)

@@ -34,8 +34,7 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
         asked = {"temperature": 1.0, "top_k": 50}
         kept += ["temperature", "top_k", "top_p", "min_p"]
     if "max_length" in values and "max_new_tokens" not in values | overrides:  # transformers heeds one of both
-        asked["max_new_tokens"] = values["max_length"]
-        kept += ["max_length"]
+        raise ValueError("generation_config: max_length counts the prompt too; give max_new_tokens instead")
     if (stop := values.get("eos_token_id")) is not None:
         asked["stop_token_ids"] = stop if isinstance(stop, list) else [stop]
     asked |= {name: values[name] for name in kept if name in values}

@@ -5,13 +5,9 @@ the order in which numbers are added.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
-
-import torch
-from torch import Tensor
 
 
 @dataclass
@@ -70,30 +66,15 @@ def largest_piece(prompts: int, prompt: int, completions: list[int], most_tokens
     return some, math.ceil(len(piece) / some)
 
 
-def row_pieces(rollout, part: range, config, world) -> Iterator[tuple[list[tuple[int, list[int]]], Tensor]]:
-    """Divide the completions of the prompts with these indices into micro-batches, by what a recipe says of these.
-
-    Yields:
-        Of each micro-batch [(index of a prompt, indices of its completions)], and (R,) which of the rollout's rows
-        these are.
-    """
-    G, prompts = config.num_generations, rollout.prompts
-    lengths = [(len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part]
-    for piece in pieces(lengths, config.micro_batch_size, config.max_tokens_per_micro_batch, world):
-        groups = groupby(((part[i], j) for i, j in piece), key=lambda row: row[0])
-        yield [(i, [j for _, j in rows]) for i, rows in groups], torch.tensor([part[i] * G + j for i, j in piece])
-
-
-def sample_in_pieces(
-    sample: Callable, model, processor, prompts: Sequence, num_generations: int, sampling, keys, *rest
-):
-    """Call sample_completions for as many prompts at a time as sampling.max_tokens_at_once allows, or one."""
+def in_pieces(
+    sample: Callable, prompts: Sequence, num_generations: int, keys: Sequence[str], sampling, world
+) -> list[list]:
+    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit max_tokens_at_once, or one."""
     completions: list = [None] * len(prompts)
     lengths = [(len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts]
-    for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, rest[0]):
+    for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
         own = [i for i, _ in piece]
-        some, options = [prompts[i] for i in own], replace(sampling, max_tokens_at_once=None)
-        drawn = sample(model, processor, some, num_generations, options, [keys[i] for i in own], *rest)
+        drawn = sample([prompts[i] for i in own], num_generations, [keys[i] for i in own])
         for i, group in zip(own, drawn, strict=True):
             completions[i] = group
     return completions

@@ -1,11 +1,12 @@
 """Texts that end a completion, found byte by byte: they may begin and end inside tokens, even inside characters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from minivlmrl.generate import Choose
 from minivlmrl.hub.tokenizer import Tokenizer
 
 # Byte-level BPE writes each byte as one character: printable ones of Latin-1 as themselves, the others from 256 on.
@@ -23,19 +24,14 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = Non
     return bytes(BYTES[char] for char in token) if BYTES.keys() >= set(token) else token.encode()
 
 
-def watch_stop_strings(sampling, tokenizer, prompts: Sequence, num_generations: int) -> Callable | None:
-    """A `watch` for generate: which rows have just completed a stop string; None without stop strings."""
-    if not getattr(sampling, "stop_strings", None):  # a plain SamplingConfig has none
-        return None
-    ids = [prompt.input_ids for prompt in prompts for _ in range(num_generations)]
-    return StopStrings(sampling.stop_strings, tokenizer, ids).completed
-
-
 class StopStrings:
     """Which rows have just completed one of the texts, as StopStringCriteria of transformers 5.23.
 
     A text is complete with the token that has its last byte, whatever else that token says: "</answ" and "er>." end
     with </answer> too, and the point stays. The text may begin in the row's prompt, but not end there.
+
+    Args:
+        prompts: (P,) int64 ids of each row's prompt.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, prompts: Sequence[Tensor]):
@@ -53,3 +49,12 @@ class StopStrings:
             ends.append(any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings))
             self.before[row] = (before + token)[-self.longest :]
         return torch.tensor(ends, device=ids.device)
+
+    def ending(self, choose: Choose) -> Choose:
+        """Make a `choose` whose rows also end with one of the texts."""
+
+        def choose_and_look(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+            ids, logps, ends = choose(logits, rows, step)
+            return ids, logps, ends | self.completed(rows, ids)
+
+        return choose_and_look

@@ -4,11 +4,11 @@ Each vision block and each decoder layer is a unit: its weights are gathered whe
 other weights are one more unit, the root: embeddings and head may be one tensor, and logprobs.py reads the head's.
 
 All ranks must run the same units in the same order, or they wait for ever. So they have equal numbers of prompts and of
-micro-batches; VisionInStep and Joint make equal whether there are images, and how many decode steps a rank runs.
+micro-batches; VisionInStep and Lockstep make equal whether there are images, and how many decode steps a rank runs.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -148,7 +148,7 @@ def reshard(module: nn.Module):
 
 
 @contextmanager
-def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Iterator["Joint | None"]:
+def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Iterator["Lockstep | None"]:
     """Run a model without gradient, to sample or to judge.
 
     Args:
@@ -165,7 +165,7 @@ def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Ite
         _keep_full(model, True)
     try:
         with torch.no_grad():  # not inference mode: what FSDP allocates in it could not be trained later
-            yield None if gather_weights else Joint(world)
+            yield None if gather_weights else Lockstep(world)
     finally:
         if gather_weights:
             _keep_full(model, False)
@@ -183,22 +183,49 @@ def _keep_full(module: nn.Module, full: bool):
         unit.set_reshard_after_forward(not full and not root, recurse=False)
 
 
-class Joint:
-    """Makes all ranks run a decoder equally often, though their completions end after different numbers of tokens."""
+class Lockstep:
+    """Makes all ranks run a decoder equally often, though their completions end after different
+    numbers of tokens."""
 
     def __init__(self, world: World):
         self.world = world
 
-    def step(self):
-        """Say that this rank runs one more decode step; call it before each."""
-        self.world.sum(1)
+    def keeping(self, choose: Callable, max_new_tokens: int, model: nn.Module) -> Callable:
+        """Make a `choose` for generate that tells the other ranks of each further decode step, and
+        after the last one runs steps on a meaningless token until all ranks have finished."""
+
+        def choose_together(logits: Tensor, rows: Tensor, step: int):
+            ids, logps, ends = choose(logits, rows, step)
+            if step + 1 < max_new_tokens and not ends.all():
+                self.world.sum(1)
+            else:
+                self.finish(model)
+            return ids, logps, ends
+
+        return choose_together
 
     def finish(self, model: nn.Module):
-        """Run decode steps on one meaningless token until all ranks have finished; call it after the last step."""
+        """Run decode steps until no rank needs another."""
         device = self.world.device  # weights may be offloaded
-        token, position_ids = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(3, 1, device=device)
+        token = torch.zeros(1, dtype=torch.long, device=device)
+        position_ids = torch.zeros(3, 1, device=device)
         while self.world.sum(0)[0]:
-            model.model(model.model.embed_tokens(token), position_ids, lambda layer_index, q, k, v: q)
+            embeds = model.model.embed_tokens(token)
+            model.model(embeds, position_ids, lambda layer_index, q, k, v: q)
+
+
+@torch.no_grad()
+def gathered(model: nn.Module) -> nn.Module:
+    """Make a plain model on the gathered weights of a sharded one, inside rollout_weights.
+
+    It has no hooks, which a CUDA graph cannot capture.
+    """
+    with torch.device("meta"):
+        twin = type(model)(model.config).to(model.sharding.compute_dtype)
+    place_like(twin, model)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assign(twin, weights | dict(model.named_buffers()))
+    return twin
 
 
 def copy_model(model: nn.Module, to_compute=False) -> nn.Module:

@@ -15,7 +15,7 @@ import PIL.ImageDraw
 from minivlmrl.data.conversations import conversation
 from minivlmrl.hub.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.rows import Dataset, Row
-from minivlmrl.tasks.table import FRESH_ROWS, Task
+from minivlmrl.tasks.task import FRESH_ROWS, Task
 
 COLORS = {"red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210)}
 COLORS |= {"yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35)}

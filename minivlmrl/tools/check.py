@@ -15,16 +15,17 @@ import PIL.Image
 import torch
 
 from minivlmrl.advantages import combine, group_std
+from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.generate import Completion
+from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rewards import find_answer, judge
+from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import draw
 from minivlmrl.run.start import prepare
 from minivlmrl.scale import ranks
-from minivlmrl.train import find_algorithm
 
 PROMPTS = 16  # rows that are asked about
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
@@ -180,7 +181,8 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
         for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
             others = [{column: row.columns.get(column) for column in truth} for row in rows[shift:] + rows[:shift]]
             swapped = [replace(row, columns=row.columns | other) for row, other in zip(rows, others, strict=True)]
-            means.append(judge([name], swapped, prompts, drawn, processor).nanmean())
+            columns = recipe_columns(swapped, prompts, drawn, processor)
+            means.append(ask_by_name([name], columns).nanmean())
         others = torch.tensor(means[1:])
         if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
             cure = "were the solutions shuffled? Else the model knows nothing of the task yet: train sft first"
@@ -192,7 +194,7 @@ def earned(names: list[str], rows: Sequence[Row], texts: Sequence[str], processo
     prompts = [row.prompt(processor) for row in rows]
     ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]
     said = [[Completion(torch.tensor(one), torch.zeros(len(one)), True)] for one in ids]
-    return judge(names, rows, prompts, said, processor)
+    return ask_by_name(names, recipe_columns(rows, prompts, said, processor))
 
 
 def spread(rows: Sequence[Row]) -> list[Row]:

@@ -6,7 +6,7 @@ import pytest
 
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.run.config import DataSection
-from minivlmrl.tasks.table import TASKS, get_task
+from minivlmrl.tasks.task import TASKS, get_task
 from recipes.localisation import Localisation, constant_box
 
 BOXES = str(Path(__file__).parents[1] / "recipes" / "localisation.py")

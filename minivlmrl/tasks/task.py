@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minivlmrl.hub.load import load_name
 from minivlmrl.hub.tokenizer import Tokenizer
-from minivlmrl.rewards import load_name
 from minivlmrl.rows import Dataset
 
 FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one twice
@@ -36,5 +36,5 @@ def get_task(name: str) -> Task:
         except (OSError, ImportError, KeyError, AttributeError) as error:
             raise ValueError(f"data.task {name}: there is no such task ({error!r})") from error
     if not isinstance(task, Task):
-        raise ValueError(f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.table")
+        raise ValueError(f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.task")
     return task

@@ -1,0 +1,87 @@
+"""What the loop of train.py asks of an algorithm, and the options that all have."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from torch import Tensor, nn
+
+from minivlmrl.adapters.dropout import dropout
+from minivlmrl.adapters.trained import select_trained
+from minivlmrl.rows import Processor
+from minivlmrl.scale.checkpoint import save_model
+from minivlmrl.scale.ranks import World
+
+
+@dataclass
+class TrainingConfig:
+    """What every stage has: its length, its batch and its optimizer."""
+
+    data: str | None = None  # a file of this stage's own rows; None: those of section data
+    max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over the rows; where they end before max_steps
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # with moments of the weights' dtype, or of 8 bits a value
+    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the schedule ends at this share of learning_rate
+    warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
+    adam_beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of the mean gradient
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # of AdamW, for all weights
+    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # gradients are scaled down to this norm
+    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate held-out rows every this many steps too; 0: between stages only
+    save_steps: Annotated[int, ">= 0"] = 0  # steps between two checkpoints; 0: at the end of the stage only
+    save_total_limit: Annotated[int, ">= 1"] | None = None  # keep so many, in checkpoints/; None: replace one
+
+
+class Algorithm:
+    """What train.py needs: steps(batches) yields Steps, loss(micro_batch) its share of the loss."""
+
+    stage: str  # its name, and that of its section in a recipe
+    needs = "prompts"  # what its rows must have, see run/batches.py
+    steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
+    reference = None  # see algorithms/reference.py
+
+    def __init__(self, run, model: nn.Module, processor: Processor, world: World):
+        self.run, self.config, self.world = run, getattr(run, self.stage), world
+        self.policy, self.processor, self.trained = model, processor, model
+        select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
+
+    @staticmethod
+    def check(run):
+        """Refuse a recipe (ValueError) before anything is loaded."""
+
+    def dropout(self, step: int, micro_batch: int):
+        """Let adapters drop inputs while a micro-batch is trained on (a context)."""
+        key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
+        return dropout(self.trained, self.run.adapter.dropout, key)
+
+    def begin(self, batches, held_out):
+        """Prepare the first step; a resumed run has this in its state."""
+
+    def after_step(self, steps: int):
+        """Do what follows an update; `steps` of this stage are done."""
+        if self.reference is not None:
+            self.reference.after_step(steps)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """All that has weights which a resumed run needs; state_dict() is the rest."""
+        reference = {} if self.reference is None else {"reference": self.reference.model}
+        return {"policy": self.policy} | reference
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What else a state keeps, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]):
+        """Restore what state_dict returned, maybe on another number of ranks."""
+
+    def save(self, folder: Path):
+        """Write what was trained into the run's folder; all ranks call it."""
+        save_model(folder / "checkpoint", self.policy, self.processor, self.world)
+
+    def evaluate(self, rows) -> dict[str, float]:
+        """Measure what held-out rows say besides answers: `pairs` or `loss`."""
+        return {}

@@ -1,0 +1,54 @@
+"""The book's GRPO as a stage of a recipe: its parts, rewards and logs are those of the recipe."""
+
+from torch import Tensor
+
+from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.algorithms.reference import Reference, check_online
+from minivlmrl.algorithms.reward_model_scores import build_reward_model
+from minivlmrl.algorithms.rollout_metrics import rollout_metrics
+from minivlmrl.grpo import GRPO, Rollout
+from minivlmrl.reward_functions.columns import recipe_columns, recipe_rewards
+from minivlmrl.sampling.pieces import pieces
+from minivlmrl.sampling.sample import RunSampler
+
+
+class GRPOStage(Algorithm, GRPO):
+    """GRPO with the options that the book has; `Family` and PPO are made of it."""
+
+    stage, compares_groups = "grpo", True
+    reads_alone = True  # no other model than the policy and its reference reads the prompts
+
+    @staticmethod
+    def check(run):
+        check_online("grpo", run, run.grpo.beta)
+
+    def __init__(self, run, model, processor, world):
+        Algorithm.__init__(self, run, model, processor, world)
+        config = self.config
+        reference = Reference(model, config) if config.beta else None
+        sample = RunSampler(model, processor, run.sampling, world, run.rollout.gather_weights)
+        rewards = recipe_rewards(run.rewards)
+        GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
+        self.steps_per_rollout = config.steps_per_generation
+        self.reward_model = build_reward_model(run, model, world)
+        # the reference's tower is the policy's then; other models read the prompts with their own
+        frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
+        sample.keeps_vision = frozen and self.reads_alone and self.reward_model is None
+
+    def columns(self, rows, prompts, completions) -> dict[str, list]:
+        columns = recipe_columns(rows, prompts, completions, self.processor)
+        if self.reward_model is not None:
+            columns["reward_model_scores"] = self.reward_model(prompts, completions)
+        return columns
+
+    def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
+        return rollout_metrics(self, rollout, rewards, total)
+
+    def split(self, rollout: Rollout, part: range) -> list[list[int]]:
+        most = self.config.max_tokens_per_micro_batch
+        if most is None:
+            return super().split(rollout, part)
+        prompts, G = rollout.prompts, self.config.num_generations
+        lengths = [(len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part]
+        found = pieces(lengths, self.config.micro_batch_size, most, self.world)
+        return [[part[i] * G + j for i, j in piece] for piece in found]

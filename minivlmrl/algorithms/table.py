@@ -1,0 +1,32 @@
+"""The stages that a recipe can name, and the class of each."""
+
+from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.algorithms.dpo import DPO
+from minivlmrl.algorithms.grpo_family import Family, needs_family
+from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.algorithms.kto import KTO
+from minivlmrl.algorithms.ppo import PPO
+from minivlmrl.algorithms.reward_model import RewardModel
+from minivlmrl.algorithms.sft import SFT
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "reward_model": RewardModel,
+    "grpo": GRPOStage,
+    "ppo": PPO,
+}
+
+
+def find_algorithm(stage: str, config) -> type[Algorithm]:
+    """Find the class of a stage (ValueError: there is none).
+
+    GRPO with options that the book does not have is Family.
+    """
+    if stage not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise ValueError(f"stages: unknown algorithm {stage!r}; known are {known}")
+    if stage == "grpo" and needs_family(config.grpo):
+        return Family
+    return ALGORITHMS[stage]
