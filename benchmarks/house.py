@@ -14,7 +14,7 @@ READING_ORDER = (
     *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15733
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15067
 SHELF_LINES = {
     "algorithms": 1826,
     "run": 2328,
@@ -24,7 +24,7 @@ SHELF_LINES = {
     "tasks": 175,
     "sampling": 671,
     "scale": 626,
-    "audit": 1551,
+    "audit": 886,
     "adapters": 674,
     "tools": 999,
     "kernels": 1215,

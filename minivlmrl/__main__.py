@@ -24,7 +24,6 @@ TOOLS = {  # name: (module:function, what it does)
     "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
     "replay": ("minivlmrl.tools.replay:main", "train a step of a run again and show all that happens to one prompt"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
-    "parity": ("minivlmrl.audit.parity:main", "hold every loss against the installed TRL"),
 }
 
 

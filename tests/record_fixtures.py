@@ -11,14 +11,14 @@ from pathlib import Path
 import patients
 import torch
 import transformers
+from parity import trl_oracle
+from parity.compare import FAMILIES
+from parity.policy_cells import ITEMS, LEVELS, MAX_LENGTH, policy_batch
+from parity.preference_cells import preference_batch
 from safetensors.torch import load_file, save_file
 from transformers.vision_utils import get_vision_window_index
 
 from minivlmrl.algorithms.preference_losses import DPO_LOSSES
-from minivlmrl.audit import trl_oracle
-from minivlmrl.audit.compare import FAMILIES
-from minivlmrl.audit.policy_cells import ITEMS, LEVELS, MAX_LENGTH, policy_batch
-from minivlmrl.audit.preference_cells import preference_batch
 
 FOLDER = Path(__file__).parents[1] / "minivlmrl" / "audit" / "fixtures"
 

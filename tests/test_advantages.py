@@ -1,4 +1,4 @@
-"""Advantages by hand, and with completions that nobody could judge; against TRL: test_parity.py."""
+"""Advantages by hand, and with completions that nobody could judge; against TRL: tests/parity."""
 
 import pytest
 import torch

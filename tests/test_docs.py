@@ -17,6 +17,7 @@ import pytest
 import yaml
 from hub_configs import real_config
 from links import links, missing, names
+from parity.families import families
 from runs import metrics
 
 from benchmarks import house, learning
@@ -25,7 +26,6 @@ from minivlmrl import losses, train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
-from minivlmrl.audit.parity import families
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.names import REWARDS, required_columns
 from minivlmrl.rewards import score
@@ -77,7 +77,7 @@ def test_links_lead_somewhere(page):
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     assert all((ROOT / file).is_file() for file in re.findall(r"(?:recipes|benchmarks|tests)/\w+\.\w+", text))
-    cells = {name for name, file in links(ROOT / page) if file.parent.name == "audit"} & set(families())
+    cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
 
 
@@ -164,7 +164,7 @@ def test_how_exact_is_what_the_tests_ask():
 
     rows = {row[3].partition("]")[0].strip("["): row for row in rows_of(EXACT, "In short")}
     assert len(rows) == 6 and all((ROOT / "tests" / name).is_file() for name in rows)
-    assert f"{sum(map(len, families().values()))} cells" in rows["test_parity.py"][0]
+    assert f"{sum(map(len, families().values()))} cells" in rows["parity/test_families.py"][0]
     assert f"{len(test_generate.SETTINGS + test_generate.MORE_SETTINGS)} settings" in rows["test_generate.py"][0]
     assert float(rows["test_checkpoint_table.py"][2]) == test_checkpoint_table.TOLERANCE
     for name in ("test_logprobs.py", "test_ranks.py"):

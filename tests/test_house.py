@@ -136,7 +136,7 @@ def test_shelves_keep_to_their_budgets():
 
 
 def test_every_module_has_a_test():
-    """tests/test_<module>.py; whole tables of test_parity.py and test_trl_steps.py hold the audit."""
+    """tests/test_<module>.py; the whole table of test_trl_steps.py holds the audit."""
     own = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
     assert [n for n, path in FILES.items() if path.stem.strip("_") not in own and shelf(n) != "audit"] == []
     stems = [path.stem for path in FILES.values()]

@@ -1,13 +1,13 @@
-"""grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: test_parity.py."""
+"""grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: tests/parity."""
 
 from math import exp, log
 
 import pytest
 import torch
 from by_hand import near, tensor
+from parity.policy_cells import policy_batch
 
 from minivlmrl.algorithms import policy_losses
-from minivlmrl.audit.policy_cells import policy_batch
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss, importance_ratio, kl_term
 
 from policy_by_hand import OFF_POLICY, loss_of, policy
@@ -23,7 +23,7 @@ def value_and_gradient(batch, **options):
 def test_held_against_trl_in_three_lines(loss_type):
     """Counts that are not given are the batch's own: TRL's, where one micro-batch on one process is the step."""
     pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
-    from minivlmrl.audit import trl_oracle
+    from parity import trl_oracle
 
     batch = policy_batch(0)
     logps, advantages, mask, old = (

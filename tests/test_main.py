@@ -25,7 +25,7 @@ def test_an_unknown_tool_is_named(capsys):
     assert "'pland' is not one of these tools" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tool", ["ask", "plan", "audit", "parity"])
+@pytest.mark.parametrize("tool", ["ask", "plan", "audit"])
 def test_every_tool_has_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
         start.main([tool, "--help"])

@@ -1,4 +1,4 @@
-"""The rest of the policy-gradient family by arithmetic done by hand; against TRL: test_parity.py."""
+"""The rest of the policy-gradient family by arithmetic done by hand; against TRL: tests/parity."""
 
 import inspect
 import math
@@ -9,6 +9,7 @@ from math import exp, log
 import pytest
 import torch
 from by_hand import near, sigmoid, tensor
+from parity.policy_cells import policy_batch
 
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.policy_losses import (
@@ -21,7 +22,6 @@ from minivlmrl.algorithms.policy_losses import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.audit.policy_cells import policy_batch
 from minivlmrl.grpo import GRPOConfig
 from minivlmrl.losses import LOSSES, Counts, PolicyLoss, grpo_loss
 

@@ -1,4 +1,4 @@
-"""Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in test_parity.py."""
+"""Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in tests/parity."""
 
 from math import exp, log
 from types import SimpleNamespace

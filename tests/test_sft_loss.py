@@ -1,4 +1,4 @@
-"""The losses of supervised fine-tuning by arithmetic done by hand; against TRL they are in test_parity.py."""
+"""The losses of supervised fine-tuning by arithmetic done by hand; against TRL they are in tests/parity."""
 
 from math import log
 from types import SimpleNamespace

@@ -1,12 +1,11 @@
-"""TRL's answers for a selection of cells: python tests/record_losses.py writes tests/recorded/trl_VERSION.json."""
+"""Write TRL's answers for a selection of cells, recorded/trl_VERSION.json: python -m parity.record_losses in tests/"""
 
 import json
 from pathlib import Path
 
 import torch
-
-from minivlmrl.audit.compare import Cell
-from minivlmrl.audit.parity import families
+from parity.compare import Cell
+from parity.families import families
 
 
 def record(chosen: dict[str, list[Cell]], version: str) -> str:
@@ -26,7 +25,7 @@ def record(chosen: dict[str, list[Cell]], version: str) -> str:
 
 
 if __name__ == "__main__":
-    from minivlmrl.audit.trl_oracle import VERSION
+    from parity.trl_oracle import VERSION
 
-    file = Path(__file__).parent / "recorded" / f"trl_{VERSION}.json"
+    file = Path(__file__).parents[1] / "recorded" / f"trl_{VERSION}.json"
     file.write_text(record(families(), VERSION), encoding="utf-8")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from parity.compare import FAMILIES, grid
+from parity.policy_cells import B, T, our_loss, policy_batch, random_rewards
 
 from minivlmrl import losses
 from minivlmrl.algorithms import policy_losses
-from minivlmrl.audit.compare import FAMILIES, grid
-from minivlmrl.audit.policy_cells import B, T, our_loss, policy_batch, random_rewards
 
 
 @pytest.mark.parametrize("seed", range(4))

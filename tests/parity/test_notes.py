@@ -1,7 +1,7 @@
 """Notes on other versions of TRL excuse the differences that they are about, and nothing else."""
 
-from minivlmrl.audit.compare import NOTES, Outcome, judge, known
-from minivlmrl.audit.parity import families
+from parity.compare import NOTES, Outcome, judge, known
+from parity.families import families
 
 FAMILIES = families()
 

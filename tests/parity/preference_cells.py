@@ -4,12 +4,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from parity.compare import Cell, Question, loss_cell
+from parity.policy_cells import T, policy_batch, trl
 from torch import Tensor
 
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
-from minivlmrl.audit.compare import Cell, Question, loss_cell
-from minivlmrl.audit.policy_cells import T, policy_batch, trl
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ from dataclasses import fields
 from functools import partial
 
 import torch
+from parity.compare import Cell, Question, Result, loss_cell
 from torch import Tensor
 
 from minivlmrl import advantages, losses
 from minivlmrl.algorithms import baselines, grpo_family, policy_losses
-from minivlmrl.audit.compare import Cell, Question, Result, loss_cell
 
 LEVELS = ("token", "sequence")
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
@@ -24,7 +24,7 @@ WEIGHTS = [0.5, 1.0]
 
 def trl(question: str, *arguments, **options):
     """Ask the oracle, which imports TRL only now."""
-    from minivlmrl.audit import trl_oracle
+    from parity import trl_oracle
 
     return getattr(trl_oracle, question)(*arguments, **options)
 

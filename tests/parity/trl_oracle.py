@@ -15,11 +15,10 @@ from types import SimpleNamespace
 
 import torch
 import trl
+from parity.compare import FAMILIES
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
-
-from minivlmrl.audit.compare import FAMILIES
 
 VERSION, NEUTRAL = trl.__version__, FAMILIES["neutral"]
 Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it

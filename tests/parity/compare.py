@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 import yaml
 from torch import Tensor
+
+from minivlmrl.audit.parity import distance
 
 FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
 NOTES = yaml.safe_load((Path(__file__).parent / "notes.yaml").read_text(encoding="utf-8"))  # on versions of TRL
@@ -100,17 +103,6 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
     return Cell(q.family, q.name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference relative to the larger of 1 and |theirs|; infinite where shapes or NaNs do not match."""
-    ours, theirs = ours.double(), theirs.double()
-    if ours.shape != theirs.shape or not torch.equal(ours.isnan(), theirs.isnan()):
-        return math.inf
-    if not theirs.numel():
-        return 0.0
-    ours, theirs = ours.nan_to_num(0.0), theirs.nan_to_num(0.0)
-    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
-
-
 def ask(cell: Cell) -> Outcome:
     """Ask TRL about a cell and compare."""
     try:
@@ -164,3 +156,22 @@ def known(title: str, version: str) -> list[str]:
     """What notes.yaml says of a version for a cell ("family: options"), or for a family by its name."""
     here = [int(part) for part in re.findall(r"\d+", version)[:3]]  # 1.16.0.dev0 is [1, 16, 0]
     return [text for title_of, since, below, text in NOTES if re.search(title_of, title) and since <= here < below]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Write the rows as lines."""
+    lines = []
+    for row in rows:
+        lines.append(f"{row.family:40}{row.cells:5}  {row.verdict}")
+        lines += [f"{'':47}most in: {row.example}"] * bool(row.example)
+        lines += [f"{'':47}known: {row.note}"] * bool(row.note)
+    return lines
+
+
+def summary(rows: list[Row]) -> str:
+    """Count how the families ended."""
+    counts = Counter(row.kind for row in rows)
+    ends = ", ".join(f"{counts[kind]} {word}" for kind, word in WORDS.items() if counts[kind])
+    excused = sum(row.kind == "differs" and row.excused for row in rows)
+    ends += f" ({excused} of them as known)" if excused else ""
+    return f"{len(rows)} families, {sum(row.cells for row in rows)} cells: {ends}"

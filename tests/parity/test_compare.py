@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-
-from minivlmrl.audit.compare import Cell, Outcome, Question, ask, digits, judge, loss_cell
+from parity.compare import Cell, Outcome, Question, Row, ask, digits, judge, loss_cell, summary, table
 
 
 def cell(ours, theirs, tolerance=1e-10):
@@ -72,3 +71,19 @@ def test_digits_and_gradients():
     assert {name: value.item() for name, value in result.items()} == {
         "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
     }  # fmt: skip
+
+
+def test_the_table():
+    good = judge("a", outcomes(("agrees", 0.0, "")), "1.16.0")
+    bad = judge("b", outcomes(("differs", 1.0, ""), ("agrees", 0.0, "")), "1.16.0")
+    excused = Row("c", 1, "differs", 1.0, "differs", "cell 0", "known to differ")
+    absent = judge("d", outcomes(("absent", 0.0, "no option x")), "1.16.0")
+    assert [row.excused for row in (good, bad, excused, absent)] == [True, False, True, True]
+    lines = [" ".join(line.split()) for line in table([good, bad, excused])]
+    assert lines == [
+        "a 1 agrees to 16 digits", "b 2 differs by 1.0e+00 in 1 of 2 cells", "most in: cell 0",
+        "c 1 differs", "most in: cell 0", "known: known to differ",
+    ]  # fmt: skip
+    assert summary([good, bad, excused, absent]) == (
+        "4 families, 5 cells: 1 agree, 1 not in this version, 2 differ (1 of them as known)"
+    )

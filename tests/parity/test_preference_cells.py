@@ -1,10 +1,10 @@
 """Batches of the preference cells are telling, and every list of choices is whole."""
 
 import pytest
+from parity.compare import questions
+from parity.preference_cells import T, preference_batch
 
 from minivlmrl.algorithms import preference_losses as preference
-from minivlmrl.audit.compare import questions
-from minivlmrl.audit.preference_cells import T, preference_batch
 
 
 @pytest.mark.parametrize("seed", range(4))

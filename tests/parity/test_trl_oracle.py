@@ -1,4 +1,4 @@
-"""What another version of TRL does not have is named; what it answers is compared in test_parity.py."""
+"""What another version of TRL does not have is named; what it answers is compared in test_families.py."""
 
 import pytest
 
@@ -7,7 +7,7 @@ MISSING = "oracle missing: pip install trl==1.16.0 transformers==5.23.0"
 
 def test_an_option_that_trl_does_not_know_is_named():
     pytest.importorskip("trl", reason=MISSING)
-    from minivlmrl.audit import policy_cells, trl_oracle
+    from parity import policy_cells, trl_oracle
 
     batch = policy_cells.policy_batch(0)
     with pytest.raises(TypeError, match="no_such_option"):
