@@ -1,12 +1,13 @@
 """The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
 
-Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU; Qwen2-VL's has no windows, LayerNorm and
-QuickGELU. SwiGLU is the decoder's too.
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too; Qwen2-VL's
+has no windows, LayerNorm and QuickGELU.
 
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -34,8 +35,23 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-EPS = 1e-6  # of the tower's norms
+class QuickGELUMLP(nn.Module):
+    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
+
+
+# the two families' variants, by config.mlp and config.norm
+MLPS = {"swiglu": MLP, "quick_gelu": QuickGELUMLP}
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+EPS = 1e-6  # of the tower's norms
 
 
 def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], list[int]]:
@@ -69,16 +85,29 @@ def window_order(image_grid_thw: Tensor, config) -> tuple[Tensor, list[int], lis
     return torch.cat(order), window_lengths, frame_lengths
 
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a later call may need gradients
-def _layout(grids: tuple, config, device: torch.device) -> tuple:
-    """Sort patches into windows and merged tokens back; cached for policy and reference."""
+@dataclass
+class Layout:
+    """Where the patches of a batch of images go, how they are turned, and who attends to whom."""
+
+    order: Tensor  # (P,): the index of each patch in pixel_values, in window order
+    raster_order: Tensor  # (M,): the place of each merged token in window order
+    cos: Tensor  # (P, 1, 1, D) float32, in window order: of query and key, of all heads
+    sin: Tensor
+    windows: Segments  # patches that attend to each other in most blocks
+    frames: Segments  # and in config.fullatt_block_indexes
+
+
+@lru_cache(maxsize=8)  # policy and reference see the same images
+@torch.inference_mode(False)  # what is made while sampling serves training, which needs gradients
+def lay_out(grids: tuple[tuple[int, int, int], ...], config, device: torch.device) -> Layout:
+    """Compute the Layout of images and videos of these sizes, patches in (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
-    order, *lengths = window_order(image_grid_thw, config)
-    patches = torch.arange(len(order) * config.spatial_merge_size**2).view(len(order), -1)
-    orders = [to_device(x, device) for x in (patches[order].flatten(), order.argsort())]
-    angles = [x[orders[0], None] for x in vision_rotary(image_grid_thw, config, device)]
-    return *orders, *angles, *(Segments(x, device) for x in lengths)
+    merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
+    patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
+    order = to_device(patches[merged].flatten(), device)
+    cos, sin = (x[order, None] for x in vision_rotary(image_grid_thw, config, device))
+    windows, frames = Segments(window_lengths, device), Segments(frame_lengths, device)
+    return Layout(order, to_device(merged.argsort(), device), cos, sin, windows, frames)
 
 
 class VisionTransformer(nn.Module):
@@ -98,21 +127,14 @@ class VisionTransformer(nn.Module):
         Returns:
             (M, out_hidden_size), images and videos in order, merged tokens in raster order.
         """
-        grids, x = tuple(map(tuple, image_grid_thw.tolist())), self.patch_embed(pixel_values)
-        order, raster_order, cos, sin, windows, frames = _layout(grids, self.config, x.device)
-        x = gather_rows(x, order)  # (P, E), in window order
+        x = self.patch_embed(pixel_values)  # (P, E)
+        grids = tuple(map(tuple, image_grid_thw.tolist()))
+        layout = lay_out(grids, self.config, x.device)
+        x = gather_rows(x, layout.order)
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, frames if i in self.config.fullatt_block_indexes else windows)
-        return gather_rows(self.merger(x), raster_order)  # the merger needs no order of tokens
-
-
-def tower_mlp(config) -> nn.Module:
-    """SwiGLU, or what an older family has."""
-    if config.mlp == "quick_gelu":
-        from minivlmrl.hub.family import QuickGELUMLP
-
-        return QuickGELUMLP(config.hidden_size, config.intermediate_size)
-    return MLP(config.hidden_size, config.intermediate_size, bias=True)
+            whole_frame = i in self.config.fullatt_block_indexes
+            x = block(x, layout.cos, layout.sin, layout.frames if whole_frame else layout.windows)
+        return gather_rows(self.merger(x), layout.raster_order)  # it merges each block by itself
 
 
 class PatchEmbed(nn.Module):
@@ -134,7 +156,7 @@ class VisionBlock(nn.Module):
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
         self.attn = VisionAttention(config)
-        self.mlp = tower_mlp(config)
+        self.mlp = MLPS[config.mlp](config.hidden_size, config.intermediate_size, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, segments)
@@ -149,10 +171,10 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q_k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).split((2, 1), dim=1)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
         # cos and sin are float32, so the rotation runs in float32, unlike the decoder's
-        q, k = apply_rotary(q_k, cos, sin).to(v.dtype).unbind(1)  # (P, H, D)
-        return self.proj(window_attention(q, k, v.squeeze(1), segments).flatten(1))
+        q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
+        return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 
 
 class PatchMerger(nn.Module):

@@ -116,7 +116,7 @@ def positions_without_images(monkeypatch):
 )
 def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
     mutate(monkeypatch)
-    monkeypatch.setattr(vision, "_layout", vision._layout.__wrapped__)  # a cached one is no mutant
+    monkeypatch.setattr(vision, "lay_out", vision.lay_out.__wrapped__)  # a cached one is no mutant
     if mutate is drop_windows and pair[1].config.model_type == "qwen2_vl":  # it has no windows
         assert worst_difference(*pair, prompts()) <= 1e-5
     else:

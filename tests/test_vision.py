@@ -81,10 +81,10 @@ def test_norms_of_the_vision_tower_add_a_millionth(model_type):
 def test_a_layout_made_without_gradients_serves_a_backward():
     """The reference's call may come first, in inference mode; its tensors could not be saved for a backward."""
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
-    vision._layout.cache_clear()
+    vision.lay_out.cache_clear()
     with torch.inference_mode():
         expected = visual(torch.ones(64, 1176), grids)
     out = visual(torch.ones(64, 1176), grids)
-    assert torch.equal(out, expected) and vision._layout.cache_info().hits == 1
+    assert torch.equal(out, expected) and vision.lay_out.cache_info().hits == 1
     out.sum().backward()
     assert visual.patch_embed.proj.weight.grad.isfinite().all()

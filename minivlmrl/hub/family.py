@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.checker import build
@@ -14,19 +13,6 @@ from minivlmrl.hub.preprocessor import read_image_processor
 QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 QWEN_CONTROL_TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endoftext|>"}
-
-
-class QuickGELUMLP(nn.Module):
-    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.fc1(x)
-        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
 @dataclass(frozen=True)
