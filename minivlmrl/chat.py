@@ -11,9 +11,11 @@ class Control(str):
 
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
+ENDS = (END, Control("<|endoftext|>"))  # a completion ends with either: of a turn, of a document
 IMAGE = Control("<|image_pad|>")  # one for each image; rows.py repeats it for each merged token
 VIDEO = Control("<|video_pad|>")  # the same for a video
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
 def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
@@ -34,8 +36,6 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
         no boundary in the text that the template does not have.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
-    from minivlmrl.data.turns import check_messages
-
     check_messages(messages)
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
@@ -43,7 +43,7 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
     pieces = [piece for message in messages for piece in layout_turn(message, seen)]
     if add_generation_prompt:
         pieces += [START, "assistant\n"]
-    return [piece for piece, _ in join_text([(piece, False) for piece in pieces])]
+    return join_text(pieces)
 
 
 def layout_turn(message: dict, seen: Counter | None = None) -> list[str]:
@@ -84,14 +84,37 @@ def part_kind(part: dict) -> str | None:
     return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
 
 
-def join_text(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring text of the same flag, and leave out empty text."""
-    joined: list[tuple[str, bool]] = []
-    for piece, flag in pieces:
-        before, flag_before = joined[-1] if joined else (Control(), flag)
-        both_text = not isinstance(piece, Control) and not isinstance(before, Control)
-        if both_text and flag == flag_before:  # a token is never half the assistant's
-            joined[-1] = (before + piece, flag)
-        elif piece:
-            joined.append((piece, flag))
+def join_text(pieces: list[str]) -> list[str]:
+    """Join neighbouring text, and leave out empty text."""
+    joined: list[str] = []
+    for piece in filter(None, pieces):
+        is_text = not isinstance(piece, Control)
+        if is_text and joined and not isinstance(joined[-1], Control):
+            joined[-1] += piece
+        else:
+            joined.append(piece)
     return joined
+
+
+def check_messages(messages: list[dict], tool_calls=False):
+    """Refuse a message that no template can lay out; `tool_calls`: a folder's own has calls."""
+    for number, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        content, calls = fields.get("content"), fields.get("tool_calls")
+        has_content = isinstance(content, str | list) or (content is None and calls)
+        if not has_content or not isinstance(fields.get("role"), str):
+            needed = "a role, and content that is text or a list of parts"
+            raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
+        length = 0
+        for part in content_parts(message) or ():
+            kind = part_kind(part)
+            if kind is None:
+                shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+                wrong = f"a part of type {shown!r}, not text, image or video"
+                raise ValueError(f"message {number} has {wrong}: {part!r:.80}")
+            length += len(part["text"]) if kind == "text" else 0
+        if length > MAX_TEXT:
+            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
+        if calls and not tool_calls:
+            cure = "put a template that lays them out into the model's folder"
+            raise ValueError(f"message {number} has tool_calls; {cure} as chat_template.jinja")

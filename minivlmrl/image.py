@@ -1,7 +1,7 @@
 """Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,23 +11,18 @@ import torch
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
-Source = str | Path | bytes | Image
 Grid = tuple[int, int, int]  # patches in time, height and width
 
 
-def load_image(source: Source, folder: str | Path | None = None, allow_url=False) -> Image:
+def load_image(file: str | Path | Image) -> Image:
     """Read an image as RGB, upright by its EXIF orientation, its transparent parts white.
 
     Args:
-        source: path, URL, data URI, bytes or image; data/fetch.py opens it.
-        folder, allow_url: where a relative path starts; data.allow_urls, whether to fetch URLs.
-    Raises:
-        ValueError: names the source and says why it gives no image.
+        file: the path of an image file, or an image that is open; data/fetch.py opens URLs, data
+            URIs and bytes, and refuses files that would do harm.
     """
-    from minivlmrl.data.fetch import open_image
-
-    with open_image(source, folder, allow_url) as image:
-        return to_rgb(PIL.ImageOps.exif_transpose(image))
+    image = file if isinstance(file, Image) else PIL.Image.open(file)
+    return to_rgb(PIL.ImageOps.exif_transpose(image))
 
 
 def to_rgb(image: Image) -> Image:
@@ -50,12 +45,18 @@ def smart_resize(
     Args:
         height, width, min_pixels, max_pixels: in pixels; the bounds are areas.
         factor: patch_size * merge_size, 28 on the hub.
+    Raises:
+        ValueError: the image is too long, or no size lies within the bounds.
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
         size = f"image of {width} x {height} pixels"
         raise ValueError(f"{size}: its aspect ratio is over 200; crop or drop it")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if max_pixels < max(min_pixels, factor**2):
+        needed = f"min_pixels {min_pixels}, and one token of {factor} x {factor} pixels"
+        raise ValueError(f"max_pixels {max_pixels} must be at least {needed}; give both bounds")
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
@@ -83,9 +84,31 @@ def patchify(
     n, m, p = temporal_patch_size, merge_size, patch_size
     frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % n)])
     t, h, w = len(frames) // n, frames.shape[2] // p, frames.shape[3] // p
-    # 0, 1: time, frame; 2: channel; 3, 4, 5: block row, row in it, y; 6, 7, 8: the same of columns
-    cut = frames.reshape(t, n, 3, h // m, m, p, w // m, m, p).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return cut.reshape(t * h * w, 3 * n * p * p), (t, h, w)
+    # time, frame; channel; block row, row in the block, y; block column, column in the block, x
+    cut = frames.reshape(t, n, 3, h // m, m, p, w // m, m, p)
+    # -> time, block row, block column, row in the block, column in the block; channel, frame, y, x
+    patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3 * n * p * p)
+    return patches, (t, h, w)
+
+
+def resize_frames(
+    frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
+) -> np.ndarray:
+    """Resize RGB frames by Pillow's bicubic filter and normalise them.
+
+    Args:
+        mean, std (3, 1): float32, of each channel's values from 0 to 1.
+    Returns:
+        (frames, 3, height, width) float32.
+    """
+    resized = np.stack([frame.resize((width, height), Resampling.BICUBIC) for frame in frames])
+    grey_levels = (np.arange(256) / 255).astype(np.float32)
+    return look_up((grey_levels - mean) / std, resized)
+
+
+def look_up(table: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Replace grey levels (T, H, W, 3) by their values (T, 3, H, W) in a table (3, 256)."""
+    return np.stack([table[channel].take(pixels[..., channel]) for channel in range(3)], axis=1)
 
 
 @dataclass
@@ -99,7 +122,7 @@ class ImageProcessor:
     max_pixels: int = 28 * 28 * 16384
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    resize: str = "pil"  # Pillow's bicubic filter; "torch": see data/torch_resize.py
+    resize: Callable[..., np.ndarray] = resize_frames  # or that of hub/torch_resize.py
 
     @property
     def factor(self) -> int:
@@ -119,30 +142,24 @@ class ImageProcessor:
         """Resize, normalise and cut into patches.
 
         Args:
-            options: min_pixels, max_pixels, resized_height, resized_width of this image alone.
+            options: min_pixels, max_pixels: bounds of this image in place of the processor's; or
+                resized_height, resized_width: its size before the processor's bounds apply.
         Returns:
             pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
         """
         image = to_rgb(image)
-        height, width, bounds = image.height, image.width, (self.min_pixels, self.max_pixels)
-        if options:
-            from minivlmrl.data.sizes import read_options
-
-            height, width, bounds = read_options(self, height, width, options)
-        return self.patches([image], *smart_resize(height, width, self.factor, *bounds))
+        height, width = image.height, image.width
+        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        if "resized_height" in options:
+            height, width = options["resized_height"], options["resized_width"]
+        else:
+            bounds |= options
+        return self.patches([image], *smart_resize(height, width, self.factor, **bounds))
 
     def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""
         mean, std = (np.array(x, np.float32)[:, None] for x in (self.image_mean, self.image_std))
-        if self.resize == "torch":
-            from minivlmrl.data.torch_resize import resize_frames
-
-            resized, table = resize_frames(frames, height, width, mean, std)
-        else:
-            bicubic = Resampling.BICUBIC
-            resized = np.stack([frame.resize((width, height), bicubic) for frame in frames])
-            table = ((np.arange(256) / 255).astype(np.float32) - mean) / std  # (3, 256)
-        values = np.stack([table[c].take(resized[..., c]) for c in range(3)], axis=1)
+        values = self.resize(frames, height, width, mean, std)
         sizes = self.patch_size, self.temporal_patch_size, self.merge_size
         patches, image_grid_thw = patchify(values, *sizes)
         return torch.from_numpy(patches), image_grid_thw

@@ -3,7 +3,7 @@
 data/file_dataset.py makes rows of files, tasks/ of pictures that it draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -11,10 +11,10 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import IMAGE, VIDEO, render
+from minivlmrl.chat import ENDS, IMAGE, VIDEO, content_parts, part_kind, render
 from minivlmrl.image import ImageProcessor
 
-ENDS = ("<|im_end|>", "<|endoftext|>")  # a completion ends with either: of a turn, of a document
+SOURCES = ("image", "image_url", "video", "video_url")  # keys of a part that say what it shows
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Prompt:
     pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
-    position_ids: Tensor | None = None  # (3, P) int64, from the first pack on
+    position_ids: Tensor | None = None  # (3, P) int64, filled in by the first pack()
     vision_embeds: Tensor | None = None  # (merged tokens, hidden_size), if a frozen tower saw them
 
 
@@ -56,41 +56,65 @@ class Processor:
         """Render a conversation up to where the assistant has to answer.
 
         Args:
-            messages: see chat.render; a part may have size options, see data/sizes.py.
+            messages: see chat.render. A part may say how large it is seen: options that
+                ImageProcessor or Video.patches takes, such as {"type": "image", "max_pixels": n}.
             images, videos: one PIL image or data.video.Video for each part of its kind, in order.
         """
-        from minivlmrl.data.media import shown_parts
-
         layout = render if self.template is None else self.template.render
         pieces = layout(messages, add_vision_id=self.add_vision_id)
-        shown = shown_parts(pieces, messages, images, videos)
-        seen = [(torch.zeros(0, self.image_processor.patch_dim), (0, 0, 0), 0.0)]
-        for kind, item, options in shown:
-            if kind == "image":
-                seen.append((*self.image_processor(item, **options), 0.0))
+        pixel_values, grids, seconds = [], [], []
+        for item, options in shown_parts(pieces, messages, images, videos):
+            if isinstance(item, PIL.Image.Image):
+                patches, grid = self.image_processor(item, **options)
+                seconds.append(0.0)
             else:
-                from minivlmrl.data.video import see_video
-
-                seen.append(see_video(self.image_processor, item, **options))
-        pixel_values, grids, seconds = zip(*seen, strict=True)
-        lengths = iter(grids[1:])
+                patches, grid, seconds_per_grid = item.patches(self.image_processor, **options)
+                seconds.append(seconds_per_grid)
+            pixel_values.append(patches)
+            grids.append(grid)
+        lengths = map(self.image_processor.num_tokens, grids)
         ids = []
         for piece in pieces:
             tokens = self.tokenizer.encode(piece)
-            if piece is IMAGE or piece is VIDEO:  # by identity: text may spell the same
-                tokens = tokens * self.image_processor.num_tokens(next(lengths))
-            ids += tokens
+            is_placeholder = (
+                piece is IMAGE or piece is VIDEO
+            )  # by identity: text may spell the same
+            ids += tokens * next(lengths) if is_placeholder else tokens
+        none = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs one
         return Prompt(
-            torch.tensor(ids),
-            torch.cat(pixel_values),
-            torch.tensor(grids, dtype=torch.long)[1:],
-            torch.tensor(seconds, dtype=torch.float32)[1:],
+            input_ids=torch.tensor(ids),
+            pixel_values=torch.cat([none, *pixel_values]),
+            image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
+            second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
         )
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of a completion without its stop token."""
         ids = ids.tolist()
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+
+
+def shown_parts(
+    pieces: list[str], messages: list[dict], images: Sequence, videos: Sequence
+) -> Iterator[tuple[object, dict[str, int]]]:
+    """Yield what each image or video part of a laid out prompt shows, and the options it has."""
+    parts = [part for message in messages for part in content_parts(message) or ()]
+    parts = [(part_kind(part), part) for part in parts if part_kind(part) != "text"]
+    kinds = [kind for kind, _ in parts]
+    for kind, given in (("image", images), ("video", videos)):
+        if kinds.count(kind) != len(given):
+            count = f"{kinds.count(kind)} {kind} placeholder(s) but {len(given)} {kind}(s)"
+            cure = f"put one where each {kind} belongs and name as many {kind}s"
+            raise ValueError(f"the prompt has {count} came with it; {cure}")
+    placeholders = [piece for piece in pieces if piece is IMAGE or piece is VIDEO]
+    laid_out = ["image" if piece is IMAGE else "video" for piece in placeholders]
+    if laid_out != kinds:
+        raise ValueError(f"the chat template shows {laid_out}, the messages have {kinds}")
+    waiting = {"image": iter(images), "video": iter(videos)}
+    for kind, part in parts:  # one is decoded at a time
+        names = part.keys() - {"type", "text", *SOURCES}
+        options = {name: part[name] for name in names if part[name] is not None}
+        yield next(waiting[kind]), options
 
 
 @dataclass
@@ -112,11 +136,11 @@ class Row:
         """Make tensors of the question (ValueError: begins with the file and line)."""
         try:
             return processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # a size that an image cannot have shows only here
+        except ValueError as error:  # impossible sizes are only detected here
             raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
 
 
-Dataset = Sequence[Row]  # what a run asks of data: a length, and rows by number
+Dataset = Sequence[Row]  # has a length, and rows by number
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:

@@ -216,8 +216,8 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
         save_model(target, load_model(copy), load_processor(source))
     for folder in folders:
         processor = load_processor(folder, max_pixels=56 * 56)
-        pieces = processor.template.render([{"role": "user", "content": "<|note|>?"}])
-        assert pieces == ["<|note|>", "<|note|>?", "<|im_end|>"]
+        pieces = processor.template.render([{"role": "user", "content": "note?"}])
+        assert pieces == ["<|note|>", "note?", "<|im_end|>"]
         assert [type(piece) for piece in pieces] == [Control, str, Control]
         ids = processor([{"role": "user", "content": "hi"}]).input_ids.tolist()
         assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.special["<|im_end|>"]]

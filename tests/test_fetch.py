@@ -21,8 +21,8 @@ import pytest
 from record_vision import encoded, noise
 
 from minivlmrl.data import fetch
+from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import load_video
-from minivlmrl.image import load_image
 
 HAS = [kind for kind in ("AVIF", "JPEG2000") if PIL.features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind])]
 HAS += ["DDS"] * (tuple(map(int, PIL.__version__.split(".")[:2])) >= (12, 3))  # older ones read a cut one as it is
@@ -32,19 +32,19 @@ KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI"
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"gone\.png: cannot be read as an image"):
-        load_image(tmp_path / "gone.png")
+        fetch_image(tmp_path / "gone.png")
 
 
 def test_a_folder_is_no_image(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as an image"):
-        load_image(tmp_path)
+        fetch_image(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"P6 x", b'{"problem": 1}'])
 def test_a_file_that_is_no_image_is_named(tmp_path, content):
     (tmp_path / "notes.jpg").write_bytes(content)
     with pytest.raises(ValueError, match=r"notes\.jpg: cannot be read as an image"):
-        load_image(tmp_path / "notes.jpg")
+        fetch_image(tmp_path / "notes.jpg")
 
 
 @pytest.mark.filterwarnings("ignore:::PIL")
@@ -55,7 +55,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
     for share in (0.02, 0.1, 0.3, 0.6, 0.9):
         file.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(ValueError, match=r"cut\.img: cannot be read as an image"):
-            load_image(file)
+            fetch_image(file)
 
 
 def png_header(width, height):
@@ -69,13 +69,13 @@ def png_header(width, height):
 @pytest.mark.parametrize("size", [(20_000, 20_000), (13_378, 13_377), (2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
     with pytest.raises(ValueError, match=r"cannot be read as an image \(.*(exceeds limit|are over) .*"):
-        load_image(png_header(*size))
+        fetch_image(png_header(*size))
 
 
 def test_the_pixel_limit_holds_where_pillow_has_none(monkeypatch):
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", None)
     with pytest.raises(ValueError, match="20000 x 20000 pixels are over 178956970; scale it down"):
-        load_image(png_header(20_000, 20_000))
+        fetch_image(png_header(20_000, 20_000))
 
 
 def test_large_photos_pass_the_pixel_limit_without_a_warning():
@@ -103,7 +103,7 @@ def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
     postscript = encoded(noise("RGB", (4, 4)), "EPS")
     content = {"EPS": postscript, "IPTC": iptc(postscript), "WMF": WMF}[kind]
     with pytest.raises(ValueError, match=f"^{len(content)} bytes: .*{kind} files can hold programs; convert it to PNG"):
-        load_image(content)
+        fetch_image(content)
 
 
 def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
@@ -111,17 +111,17 @@ def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
     progressive = io.BytesIO()
     noise("RGB", (40, 30)).save(progressive, "JPEG", progressive=True)
     progressive = progressive.getvalue()
-    assert load_image(progressive).size == (40, 30)
+    assert fetch_image(progressive).size == (40, 30)
     first, second = [m.start() for m in re.finditer(b"\xff\xda", progressive)][:2]
     many = progressive[:second] + progressive[first:second] * 300 + progressive[second:]
     with pytest.raises(ValueError, match=r"3.. scans of a progressive JPEG are over 200; save it anew"):
-        load_image(many)
+        fetch_image(many)
 
 
 def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
-        for load in (load_image, load_video):
+        for load in (fetch_image, load_video):
             with pytest.raises(ValueError, match=rf"^{path}: a pipe or device; give a file"):
                 load(path)
 
@@ -139,32 +139,32 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
     folder = tmp_path / "my images"
     folder.mkdir()
     (folder / "a.png").write_bytes(PNG)
-    assert same(load_image(folder / "a.png"))
-    assert same(load_image(str(folder / "a.png")))
-    assert same(load_image("a.png", folder))
-    assert same(load_image(Path("my images/a.png"), str(tmp_path)))
-    assert same(load_image(str(folder / "a.png"), "/elsewhere"))  # absolute
-    assert same(load_image(f"file://{folder}/a.png"))
-    assert same(load_image(f"file://localhost{folder}/a.png".replace(" ", "%20")))
-    assert same(load_image(PNG))
-    assert same(load_image(bytearray(PNG)))
-    assert same(load_image(PICTURE))
+    assert same(fetch_image(folder / "a.png"))
+    assert same(fetch_image(str(folder / "a.png")))
+    assert same(fetch_image("a.png", folder))
+    assert same(fetch_image(Path("my images/a.png"), str(tmp_path)))
+    assert same(fetch_image(str(folder / "a.png"), "/elsewhere"))  # absolute
+    assert same(fetch_image(f"file://{folder}/a.png"))
+    assert same(fetch_image(f"file://localhost{folder}/a.png".replace(" ", "%20")))
+    assert same(fetch_image(PNG))
+    assert same(fetch_image(bytearray(PNG)))
+    assert same(fetch_image(PICTURE))
     encoded_ = base64.b64encode(PNG).decode()
-    assert same(load_image(f"data:image/png;base64,{encoded_}"))
-    assert same(load_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
+    assert same(fetch_image(f"data:image/png;base64,{encoded_}"))
+    assert same(fetch_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
 
 
 def test_a_data_uri_with_a_letter_too_many_is_refused():
     """Lenient decoders skip it, and skip as well what a cut or garbled URI has in place of its content."""
     with pytest.raises(ValueError, match="not base64"):
-        load_image(f"data:image/png;base64,*{base64.b64encode(PNG).decode()}")
+        fetch_image(f"data:image/png;base64,*{base64.b64encode(PNG).decode()}")
 
 
 def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     exif = image.getexif()
     exif[0x0112] = 6
-    loaded = load_image(image)
+    loaded = fetch_image(image)
     assert loaded.size == (2, 3)
     assert loaded.getcolors() == [(6, (255, 255, 255))]
 
@@ -199,7 +199,7 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
 )
 def test_a_source_that_gives_no_image_is_named(source, message):
     with pytest.raises(ValueError, match=message):
-        load_image(source)
+        fetch_image(source)
 
 
 UNASKED = []  # MiB that came with a redirect
@@ -241,7 +241,7 @@ def server():
 
 
 def test_a_url_is_downloaded_when_allowed(server):
-    assert same(load_image(f"{server}/a.png", allow_url="private"))
+    assert same(fetch_image(f"{server}/a.png", allow_url="private"))
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_a_url_is_downloaded_when_allowed(server):
 )
 def test_a_url_without_an_image_is_named(server, path, message):
     with pytest.raises(ValueError, match=message):
-        load_image(f"{server}/{path}", allow_url="private")
+        fetch_image(f"{server}/{path}", allow_url="private")
 
 
 def test_what_comes_with_a_redirect_is_not_read(server):
-    assert same(load_image(f"{server}/to//a.png?for-ever", allow_url="private"))
+    assert same(fetch_image(f"{server}/to//a.png?for-ever", allow_url="private"))
     assert len(UNASKED) < 64
 
 
@@ -270,7 +270,7 @@ def test_what_comes_with_a_redirect_is_not_read(server):
 def test_a_private_address_is_not_asked(host, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
     with pytest.raises(ValueError, match=r"a\.png: .* has the private address .*: private permits it"):
-        load_image(f"http://{host}/a.png", allow_url=True)
+        fetch_image(f"http://{host}/a.png", allow_url=True)
 
 
 def test_a_redirect_or_a_second_answer_of_a_name_server_leads_to_no_private_address(server, monkeypatch):
@@ -287,20 +287,20 @@ def test_a_redirect_or_a_second_answer_of_a_name_server_leads_to_no_private_addr
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     monkeypatch.setattr(socket, "create_connection", connect_here)
-    assert same(load_image("http://public.example/a.png", allow_url=True))
+    assert same(fetch_image("http://public.example/a.png", allow_url=True))
     with pytest.raises(ValueError, match=r"other\.example has the private address 127\.0\.0\.1"):
-        load_image("http://public.example/to/http://other.example/a.png", allow_url=True)
+        fetch_image("http://public.example/to/http://other.example/a.png", allow_url=True)
     assert asked == [("93.184.216.34", 80)] * 2
 
 
 def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
     monkeypatch.setattr(fetch, "MAX_DOWNLOAD", len(PNG) - 1)
     with pytest.raises(ValueError, match=rf"a\.png: cannot be downloaded \(over {len(PNG) - 1} bytes"):
-        load_image(f"{server}/a.png", allow_url="private")
+        fetch_image(f"{server}/a.png", allow_url="private")
     monkeypatch.undo()
     monkeypatch.setattr(fetch, "TIMEOUT", 0.3)
     with pytest.raises(ValueError, match=r"drip\.png: cannot be downloaded \(not finished after 0\.3 seconds"):
-        load_image(f"{server}/drip.png", allow_url="private")
+        fetch_image(f"{server}/drip.png", allow_url="private")
 
 
 @pytest.mark.parametrize(
@@ -308,4 +308,4 @@ def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
 )
 def test_a_url_that_nobody_answers_is_named(url):
     with pytest.raises(ValueError, match="cannot be downloaded"):
-        load_image(url, allow_url="private")
+        fetch_image(url, allow_url="private")

@@ -10,11 +10,11 @@ import PIL.Image
 import pytest
 from record_vision import encoded, noise
 
+from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
-from minivlmrl.image import load_image
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
@@ -57,7 +57,7 @@ CHECKPOINT = ["config.json", "preprocessor_config.json", INDEX, SHARD]
 
 def images(folder):
     def read(content):
-        image = load_image(content)
+        image = fetch_image(content)
         assert image.mode == "RGB" and min(image.size) > 0
 
     return [encoded(noise("RGB", (12, 9)), kind) for kind in IMAGES], read, "{size} bytes: cannot be read as an image ("

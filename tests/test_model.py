@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
+from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
@@ -38,7 +39,7 @@ def test_options_of_data_reach_the_processor(build, own):
     options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch", "--data.add_vision_id=true"]
     _, changed = build(*own, *options)
     assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
-    assert (plain.image_processor.resize, changed.image_processor.resize) == ("pil", "torch")
+    assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])
     assert (plain.add_vision_id, changed.add_vision_id) == (False, True)
 
 

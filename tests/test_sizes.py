@@ -4,13 +4,14 @@ import pytest
 import torch
 from record_vision import noise
 
+from minivlmrl.data.sizes import IMAGE_OPTIONS, check_options
 from minivlmrl.image import ImageProcessor
 
 
 def test_options_of_one_image_take_the_place_of_the_processors():
     image = noise("RGB", (300, 200))
     for options in ({"min_pixels": 100_352}, {"max_pixels": 20_000}, {"min_pixels": 784, "max_pixels": 784}):
-        pixel_values, grid = ImageProcessor()(image, **options, resized_height=None)
+        pixel_values, grid = ImageProcessor()(image, **options)
         expected, expected_grid = ImageProcessor(**options)(image)
         assert grid == expected_grid != ImageProcessor()(image)[1]
         assert torch.equal(pixel_values, expected)
@@ -32,6 +33,19 @@ def test_resized_height_and_width(options, grid):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_pixels": 783, "min_pixels": 1}, "max_pixels 783 must be .* one token of 28 x 28 pixels"),
+        ({"max_pixels": 3000}, "max_pixels 3000 must be at least min_pixels 3136"),
+        ({"resized_height": 2000, "resized_width": 9}, "9 x 2000 pixels: its aspect ratio"),
+    ],
+)
+def test_a_size_that_no_image_can_have_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ImageProcessor()(noise("RGB", (30, 20)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"fps": 2}, "option 'fps' is not one of min_pixels, max_pixels, resized_height, resized_width"),
         ({"total_pixels": 10**6}, "option 'total_pixels' is not one of"),
         ({"max_pixels": "big"}, "max_pixels 'big': need a whole number above 0"),
@@ -40,13 +54,10 @@ def test_resized_height_and_width(options, grid):
         ({"min_pixels": 0}, "min_pixels 0: need"),
         ({"min_pixels": -5}, "min_pixels -5: need"),
         ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels 1000000000000 is over"),
-        ({"max_pixels": 783, "min_pixels": 1}, "max_pixels 783 is less than one token, 28 x 28 pixels"),
-        ({"max_pixels": 3000}, "min_pixels 3136 and max_pixels 3000"),
         ({"resized_height": 280}, "resized_height and resized_width belong together"),
         ({"resized_width": 280}, "resized_height and resized_width belong together"),
-        ({"resized_height": 2000, "resized_width": 9}, "9 x 2000 pixels: its aspect ratio"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        ImageProcessor()(noise("RGB", (30, 20)), **options)
+        check_options(options, IMAGE_OPTIONS)

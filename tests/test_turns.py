@@ -33,7 +33,7 @@ def test_the_number_in_an_error_is_the_callers():
 
 def test_tool_calls_are_refused_instead_of_left_out():
     messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ValueError, match=r"message 1 has tool_calls, .* chat_template\.jinja"):
+    with pytest.raises(ValueError, match=r"message 1 has tool_calls; .* chat_template\.jinja"):
         render([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
 
 

@@ -16,7 +16,8 @@ import torch
 from record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
 from minivlmrl.data import video as video_module
-from minivlmrl.data.video import Video, frame_range, frame_size, load_video, sample_indices, see_video, smart_nframes
+from minivlmrl.data.video import Video, frame_range, frame_size, load_video, sample_indices, smart_nframes
+from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor
 
 import tiny
@@ -167,7 +168,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     ],
 )
 def test_grids(count, size, options, grid):
-    pixel_values, image_grid_thw, _ = see_video(PROCESSOR, Video(np.zeros((count, *size, 3), np.uint8), 2.0), **options)
+    pixel_values, image_grid_thw, _ = Video(np.zeros((count, *size, 3), np.uint8), 2.0).patches(PROCESSOR, **options)
     assert image_grid_thw == grid
     assert pixel_values.shape == (grid[0] * grid[1] * grid[2], 1176)
 
@@ -176,15 +177,15 @@ def test_frames_of_a_smaller_patch_have_as_many_tokens():
     """The bounds are counted in tokens, so a patch half as wide gives a frame half as wide."""
     small = ImageProcessor(patch_size=7, min_pixels=196)
     frames = np.zeros((2, 1000, 1500, 3), np.uint8)
-    assert see_video(small, Video(frames, 2.0))[1] == see_video(PROCESSOR, Video(frames, 2.0))[1]
+    assert Video(frames, 2.0).patches(small)[1] == Video(frames, 2.0).patches(PROCESSOR)[1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fps": 2}, "option 'fps' is not one of min_pixels, max_pixels, resized_height, resized_width, total_pixels"),
+        ({"pixels": 2}, "option 'pixels' is not one of min_pixels, max_pixels, resized_height, resized_width, total_pixels"),
         ({"total_pixels": 1.5}, "total_pixels 1.5: need a whole number"),
-        ({"max_pixels": 50_000}, "min_pixels 100352 and max_pixels 50000: need 0 < min <= max"),
+        ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
         ({"min_pixels": 10**12}, "min_pixels 1000000000000 is over"),
         ({"min_pixels": 170_000_000}, "min_pixels 170000000 is over 33554432"),
         ({"resized_width": 100}, "resized_height and resized_width belong together"),
@@ -192,7 +193,7 @@ def test_frames_of_a_smaller_patch_have_as_many_tokens():
 )
 def test_a_wrong_size_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        see_video(PROCESSOR, Video(moving(26), 2.0), **options)
+        Video(moving(26), 2.0).patches(PROCESSOR, **options)
 
 
 # ---- patches
@@ -202,8 +203,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     cases = recorded("torchvision_0.28.0")["videos"]
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
-        processor = ImageProcessor(**options, min_pixels=196, resize="torch")
-        pixel_values, image_grid_thw, _ = see_video(processor, Video(frames, 2.0), **bounds, total_pixels=10**9)
+        processor = ImageProcessor(**options, min_pixels=196, resize=RESIZE["torch"])
+        pixel_values, image_grid_thw, _ = Video(frames, 2.0).patches(processor, **bounds, total_pixels=10**9)
         assert list(image_grid_thw) == grid
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
@@ -220,14 +221,14 @@ def test_patches_of_each_frame_equal_transformers_image_processor(count):
     frames = theirs["pixel_values"].view(count, -1, 3, 1, 196)
     frames = torch.cat([frames, frames[-1:]])[: 2 * ((count + 1) // 2)]
     expected = torch.cat([frames[0::2], frames[1::2]], dim=3).view(-1, 1176)
-    pixel_values, image_grid_thw, _ = see_video(PROCESSOR, Video(images, 2.0), **bounds)
+    pixel_values, image_grid_thw, _ = Video(images, 2.0).patches(PROCESSOR, **bounds)
     assert list(image_grid_thw) == [(count + 1) // 2, *theirs["image_grid_thw"][0, 1:]]
     assert torch.equal(pixel_values, expected)
 
 
 def test_order_of_patches_in_time():
     """Two frames a patch, the first before the second; a third frame is shown twice."""
-    pixel_values, grid, _ = see_video(PROCESSOR, Video(moving(3, 56, 84), 2.0), min_pixels=3136)
+    pixel_values, grid, _ = Video(moving(3, 56, 84), 2.0).patches(PROCESSOR, min_pixels=3136)
     assert grid == (2, 4, 6)
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
@@ -240,7 +241,7 @@ def test_order_of_patches_in_time():
 def test_an_image_is_a_video_of_one_frame():
     image = noise("RGB", (230, 110))
     expected, grid = ImageProcessor()(image)
-    pixel_values, video_grid, _ = see_video(PROCESSOR, Video([image], 1.0), resized_height=110, resized_width=230)
+    pixel_values, video_grid, _ = Video([image], 1.0).patches(PROCESSOR, resized_height=110, resized_width=230)
     assert video_grid == grid
     assert torch.equal(pixel_values, expected)
 
@@ -250,7 +251,7 @@ def test_an_image_is_a_video_of_one_frame():
 )
 def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
     processor = ImageProcessor(temporal_patch_size=depth)
-    assert see_video(processor, Video(moving(4), fps))[2] == expected
+    assert Video(moving(4), fps).patches(processor)[2] == expected
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
 )
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
     with pytest.raises(ValueError, match=message):
-        see_video(PROCESSOR, Video(frames, fps))
+        Video(frames, fps).patches(PROCESSOR)
 
 
 # ---- lists of frames

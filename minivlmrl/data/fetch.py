@@ -19,6 +19,7 @@ import PIL.Image
 from PIL.Image import Image
 
 from minivlmrl.hub.checker import naming
+from minivlmrl.image import load_image
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
@@ -30,6 +31,17 @@ Source = str | Path | bytes
 
 # Pillow warns from half of our limit on. Here, for threads that read images share one list of filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
+
+
+def fetch_image(source: Source | Image, folder: str | Path | None = None, allow_url: bool | str = False) -> Image:
+    """Read an image as image.load_image does (ValueError: names the source and says why it cannot be read).
+
+    Args:
+        source: path, URL, data URI, bytes or image.
+        folder, allow_url: where a relative path starts; data.allow_urls, whether to fetch URLs.
+    """
+    with open_image(source, folder, allow_url) as image:
+        return load_image(image)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import PIL.Image
 
-from minivlmrl.chat import IMAGE, VIDEO, content_parts, part_kind
-from minivlmrl.data.fetch import open_source
+from minivlmrl.chat import part_kind
+from minivlmrl.data.fetch import fetch_image, open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
 from minivlmrl.data.video import Video, load_video
 from minivlmrl.hub.checker import naming
-from minivlmrl.image import load_image
 
 # what people call the column of an image or a video, and what such a column says
 UNREAD = re.compile(
@@ -136,28 +135,11 @@ def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tupl
     images, videos = [], []
     for one in media:
         if one.kind == "image":
-            images.append(partial(load_image, open_source(one.source, folder, allow_urls)))
+            images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
         else:
             sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
             videos.append(partial(load_video, one.source, folder, allow_urls, **sampling))
     return images and Decoded(images), videos and Decoded(videos)
-
-
-def shown_parts(
-    pieces: list[str], messages: list[dict], images: Sequence[PIL.Image.Image], videos: Sequence[Video]
-) -> Iterator[tuple[str, PIL.Image.Image | Video, dict[str, int]]]:
-    """Yield what the parts of a prompt, laid out as `pieces`, show: kind, image or video, and its size options."""
-    parts = [(part_kind(part), part) for message in messages for part in content_parts(message) or ()]
-    parts = [(kind, part) for kind, part in parts if kind in OPTIONS]
-    kinds, given = [kind for kind, _ in parts], {"image": images, "video": videos}
-    check_counts(kinds, "{} placeholder(s)", given)
-    # by identity: text may spell the same
-    shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
-    if shown != kinds:
-        raise ValueError(f"the chat template shows {shown}, the messages have {kinds}")
-    waiting = {kind: iter(items) for kind, items in given.items()}
-    other = ("type", "text", *SOURCES["image"], *SOURCES["video"], *SAMPLING_OPTIONS)
-    return ((kind, next(waiting[kind]), _without(part, other)) for kind, part in parts)  # one is decoded at a time
 
 
 def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):

@@ -1,12 +1,12 @@
-"""Answers as tokens, for what is trained on demonstrations; and messages that no template can lay out, refused."""
+"""Answers as tokens, for what is trained on demonstrations."""
+
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import join_text, layout_turn, part_kind
-from minivlmrl.rows import ENDS, Processor
-
-MAX_TEXT = 2**20  # characters of a message; tokenizers takes a second for them, and panics at ten million spaces
+from minivlmrl.chat import ENDS, check_messages, join_text, layout_turn, part_kind
+from minivlmrl.rows import Processor
 
 
 def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
@@ -56,34 +56,13 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         written = turn["role"] == "assistant"
         flagged += [(start, False), (role, False), *((piece, written) for piece in inside), (newline, False)]
-    return join_text(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
+    return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
-def check_messages(messages: list[dict], tool_calls: bool = False):
-    """Refuse messages without role or content or with unknown parts, and calls unless the template has tool_calls."""
-    for number, message in enumerate(messages):
-        known = message if isinstance(message, dict) else {}
-        role, content, calls = map(known.get, ("role", "content", "tool_calls"))
-        if isinstance(content, str) and isinstance(role, str) and not calls and len(content) <= MAX_TEXT:
-            continue  # most of many rows
-        parts = content if isinstance(content, list) else ()
-        said = parts is content or isinstance(content, str) or (content is None and calls)
-        if not said or not isinstance(role, str):
-            needed = "a role, and content that is text or a list of parts"
-            raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
-        length = len(content) if isinstance(content, str) else 0
-        for part in parts:
-            kind = part_kind(part)
-            if kind is None:
-                shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-                needed = "not text, image or video"
-                raise ValueError(f"message {number} has a part of type {shown!r}, {needed}: {part!r:.80}")
-            length += len(part["text"]) if kind == "text" else 0
-        if length > MAX_TEXT:
-            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
-        if calls and not tool_calls:
-            cure = "put a template that lays them out into the model's folder as chat_template.jinja"
-            raise ValueError(f"message {number} has tool_calls, which Qwen's default template leaves out; {cure}")
+def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Join neighbouring text of the same flag, and leave out empty text: no token is half the assistant's."""
+    runs = groupby(((piece, flag) for piece, flag in pieces if piece), key=lambda pair: pair[1])
+    return [(piece, flag) for flag, run in runs for piece in join_text([piece for piece, _ in run])]
 
 
 def check_ends(turns: list[dict]):

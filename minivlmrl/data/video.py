@@ -12,9 +12,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, open_source
-from minivlmrl.data.sizes import VIDEO_OPTIONS, check_bounds, check_options, number, read_options
-from minivlmrl.image import Grid, ImageProcessor, load_image, smart_resize, to_rgb
+from minivlmrl.data.fetch import MAX_IMAGE_PIXELS, fetch_image, open_source
+from minivlmrl.data.sizes import SAMPLING_OPTIONS, VIDEO_OPTIONS, check_options, number
+from minivlmrl.image import Grid, ImageProcessor, smart_resize, to_rgb
 
 FPS = 2.0  # frames a second that are taken when nothing else is asked
 FRAME_FACTOR = 2  # the number of frames taken is a multiple
@@ -46,6 +46,22 @@ class Video:
         if other is not None:
             raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}; make them one size")
 
+    def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float]:
+        """Make pixel_values and image_grid_thw, see image.patchify; and the seconds from one t to the next.
+
+        Frames are resized one by one: "torch" gives to the bit what transformers' Qwen2VLVideoProcessor makes of
+        them, "pil" what its image processor makes of each. (qwen-vl-utils resizes in float32: up to 24 grey levels on
+        noise.)
+        """
+        sizes = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
+        depth = processor.temporal_patch_size
+        nframes = math.ceil(len(self.frames) / depth) * depth
+        height, width = frame_size(processor, nframes, *self.frames[0].size[::-1], **sizes)
+        _check_size(nframes, width, height)
+        # converted one after the other: together they could fill the memory
+        pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
+        return pixel_values, image_grid_thw, depth / self.fps
+
 
 def load_video(
     source: str | Path | bytes | Sequence, folder: str | Path | None = None, allow_url=False, **sampling: float | None
@@ -53,7 +69,7 @@ def load_video(
     """Read the frames of a video that the model is to see.
 
     Args:
-        source, folder, allow_url: see load_image; or a list of such frames, which is taken whole.
+        source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
         sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the rate at which they
             were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`).
     """
@@ -62,7 +78,7 @@ def load_video(
             raise ValueError(f"{other} chooses frames of a video file; a list of frames is taken whole")
         frames, fps = [], sampling.get("fps")
         for frame in source:
-            frames.append(load_image(frame, folder, allow_url))
+            frames.append(fetch_image(frame, folder, allow_url))
             _check_size(len(source), frames[0].width, frames[0].height)
         return Video(frames, FPS if fps is None else fps)
     name, file = open_source(source, folder, allow_url)
@@ -234,22 +250,6 @@ def smart_nframes(
     return chosen
 
 
-def see_video(processor: ImageProcessor, video: Video, **options: int) -> tuple[Tensor, Grid, float]:
-    """Make pixel_values and image_grid_thw of a video, see image.patchify; and the seconds from one t to the next.
-
-    Frames are resized one by one: "torch" gives to the bit what transformers' Qwen2VLVideoProcessor makes of them,
-    "pil" what its image processor makes of each. (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
-    """
-    options = check_options(options, VIDEO_OPTIONS)
-    depth = processor.temporal_patch_size
-    nframes = math.ceil(len(video.frames) / depth) * depth
-    height, width = frame_size(processor, nframes, *video.frames[0].size[::-1], **options)
-    _check_size(nframes, width, height)
-    # converted one after the other: together they could fill the memory
-    pixel_values, image_grid_thw = processor.patches(map(to_rgb, video.frames), height, width)
-    return pixel_values, image_grid_thw, depth / video.fps
-
-
 def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
     """Choose the height and width that each frame of a video is seen with, in pixels.
 
@@ -260,12 +260,11 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
             resized_height and resized_width, as for an image.
     Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14 resizes them twice.
     """
-    total_pixels, factor = options.pop("total_pixels", None), processor.factor
+    options, factor = check_options(options, VIDEO_OPTIONS), processor.factor
     if "resized_height" in options:
-        height, width, bounds = read_options(processor, height, width, options)
-        return smart_resize(height, width, factor, *bounds)
+        size = options["resized_height"], options["resized_width"]
+        return smart_resize(*size, factor, processor.min_pixels, processor.max_pixels)
     least = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
-    share = (total_pixels or TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
+    share = options.get("total_pixels", TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
     most = max(min(MAX_FRAME_TOKENS * factor**2, share), int(least * 1.05))
-    check_bounds(least, options.get("max_pixels", math.ceil(most)), factor, options)
     return smart_resize(height, width, factor, least, min(options.get("max_pixels", most), most))

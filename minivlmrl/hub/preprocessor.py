@@ -3,9 +3,12 @@
 from dataclasses import make_dataclass
 from typing import Annotated, Literal
 
-from minivlmrl.data.sizes import BOUNDS, check_bounds
+from minivlmrl.hub import torch_resize
 from minivlmrl.hub.checker import build, naming
-from minivlmrl.image import ImageProcessor
+from minivlmrl.image import ImageProcessor, resize_frames, smart_resize
+
+RESIZE = {"pil": resize_frames, "torch": torch_resize.resize_frames}  # by data.resize
+MAX_MIN_PIXELS = 2**25  # an image of so many is 2 GB as patches while they are made
 
 Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
@@ -37,19 +40,26 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     most = (max_pixels, settings.max_pixels, size.get("longest_edge"), size.get("max_pixels"), 28 * 28 * 1280)
     bounds = [next(value for value in values if value is not None) for values in (least, most)]
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
-    resize = "torch" if str(settings.image_processor_type).endswith("Fast") else "pil"
+    resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**same, min_pixels=bounds[0], max_pixels=bounds[1], resize=resize)
-    asked = [name for name, value in zip(BOUNDS, (min_pixels, max_pixels), strict=True) if value is not None]
-    with naming("data" if asked else where):
-        check_bounds(*bounds, processor.factor, asked or BOUNDS)
+    with naming(where if min_pixels is None and max_pixels is None else "data"):
+        check_bounds(*bounds, processor.factor)
     return processor
+
+
+def check_bounds(min_pixels: int, max_pixels: int, factor: int):
+    """Refuse areas that no image of tokens `factor` pixels wide could keep."""
+    smart_resize(factor, factor, factor, min_pixels, max_pixels)
+    if min_pixels > MAX_MIN_PIXELS:
+        cure = "patches of an image would fill the memory"
+        raise ValueError(f"min_pixels {min_pixels} is over {MAX_MIN_PIXELS}; {cure}")
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
     """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
     return {
-        "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize == "torch" else ""),
+        "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize is RESIZE["torch"] else ""),
         **FIXED,
         **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
         **{"min_pixels": least, "max_pixels": most},

@@ -12,6 +12,7 @@ from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
 from minivlmrl.run.plan import check_memory
@@ -50,7 +51,8 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
-    processor.image_processor.resize = data.resize or processor.image_processor.resize
+    if data.resize is not None:
+        processor.image_processor.resize = RESIZE[data.resize]
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
     return model, processor
 

@@ -235,7 +235,7 @@ def _write_processor(folder: Path, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # that file is not carried, for its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    if template is None:
+    if template is None and "chat_template.jinja" not in processor.carried:
         (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")
     if "tokenizer.json" not in processor.carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))

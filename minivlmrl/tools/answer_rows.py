@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from minivlmrl.hub.folder import write_json
+from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
@@ -157,7 +158,7 @@ def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and weights; and all."""
     template = processor.template.text if processor.template else "qwen"
     prompt = config.data.prompt_template, config.data.system_prompt, processor.add_vision_id, template
-    pixels = asdict(processor.image_processor), asdict(config.data.video)
+    pixels = write_image_processor(processor.image_processor), asdict(config.data.video)
     weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

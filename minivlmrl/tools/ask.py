@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.conversations import conversation
+from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import load_video
 from minivlmrl.generate import generate
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
-from minivlmrl.image import load_image
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
@@ -31,7 +31,7 @@ def main(arguments: list[str]):
     options = parser().parse_args(arguments)
     params, device = sampling(options), seeded_device(options.device, options.seed)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    images = [load_image(source, allow_url="private") for source in options.image]  # a URL that you give is allowed
+    images = [fetch_image(source, allow_url="private") for source in options.image]  # a URL that you give is allowed
     videos = [load_video(source, allow_url="private") for source in options.video]
     messages = conversation(options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system)
     prompt = processor(messages, images, videos)

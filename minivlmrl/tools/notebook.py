@@ -10,7 +10,7 @@ import PIL.Image
 
 from minivlmrl import train as loop
 from minivlmrl.data.conversations import FORMS
-from minivlmrl.image import load_image
+from minivlmrl.data.fetch import fetch_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config, recipes_folder
@@ -80,7 +80,7 @@ def _plain(value, folder: Path, is_path: bool = False):
     if isinstance(value, list | tuple):
         return [_plain(inside, folder, is_path) for inside in value]
     if isinstance(value, PIL.Image.Image):
-        image = load_image(value)  # as it will be read: upright, RGB
+        image = fetch_image(value)  # as it will be read: upright, RGB
         path = folder / f"{_digest(str(image.size).encode() + image.tobytes())}.png"
         image.save(path)
         return str(path.resolve())
