@@ -45,8 +45,6 @@ def smart_resize(
     Args:
         height, width, min_pixels, max_pixels: in pixels; the bounds are areas.
         factor: patch_size * merge_size, 28 on the hub.
-    Raises:
-        ValueError: the image is too long, or no size lies within the bounds.
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
@@ -55,8 +53,7 @@ def smart_resize(
     if max_pixels < max(min_pixels, factor**2):
         needed = f"min_pixels {min_pixels}, and one token of {factor} x {factor} pixels"
         raise ValueError(f"max_pixels {max_pixels} must be at least {needed}; give both bounds")
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
@@ -94,12 +91,9 @@ def patchify(
 def resize_frames(
     frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize RGB frames by Pillow's bicubic filter and normalise them.
+    """Resize RGB frames by Pillow's bicubic filter; normalise to (T, 3, height, width) float32.
 
-    Args:
-        mean, std (3, 1): float32, of each channel's values from 0 to 1.
-    Returns:
-        (frames, 3, height, width) float32.
+    `mean` and `std` (3, 1) are of each channel's values from 0 to 1.
     """
     resized = np.stack([frame.resize((width, height), Resampling.BICUBIC) for frame in frames])
     grey_levels = (np.arange(256) / 255).astype(np.float32)
@@ -142,19 +136,19 @@ class ImageProcessor:
         """Resize, normalise and cut into patches.
 
         Args:
-            options: min_pixels, max_pixels: bounds of this image in place of the processor's; or
-                resized_height, resized_width: its size before the processor's bounds apply.
+            options: of this image alone: min_pixels and max_pixels, bounds of its area; or
+                resized_height and resized_width, and then the processor's bounds hold.
         Returns:
             pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
         """
         image = to_rgb(image)
-        height, width = image.height, image.width
+        size = image.height, image.width
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:
-            height, width = options["resized_height"], options["resized_width"]
+            size = options["resized_height"], options["resized_width"]
         else:
             bounds |= options
-        return self.patches([image], *smart_resize(height, width, self.factor, **bounds))
+        return self.patches([image], *smart_resize(*size, self.factor, **bounds))
 
     def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from record_vision import attempt, noise, recorded, resize_cases
 
+from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
 
 HUB, DEFAULT = 12845056, 1003520  # max_pixels of the hub's preprocessor_config.json and of transformers' class
@@ -141,7 +142,7 @@ def test_order_of_patches_and_of_pixels_inside_a_patch():
 
 def test_an_image_that_is_not_resized_has_the_same_patches_by_either_filter():
     """They round the normalised values differently, in the last digit of float32."""
-    (ours, grid), (theirs, same) = (ImageProcessor(resize=name)(arithmetic(56, 84)) for name in ("pil", "torch"))
+    (ours, grid), (theirs, same) = (ImageProcessor(resize=RESIZE[name])(arithmetic(56, 84)) for name in RESIZE)
     assert grid == same
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
 
