@@ -29,10 +29,8 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Bucket:
     """Groups whose prompts have one length: their attention needs no padding of prompts.
 
-    Args:
-        length: P, tokens of each prompt.
-        starts: where in the run each of the b prompts begins.
-        rows: of each of the r completions (number of its prompt, where it begins, its tokens).
+    length: P, tokens of each prompt. starts: where each of the b prompts begins in the run.
+    rows: of each of the r completions (number of its prompt, where it begins, its tokens).
     """
 
     def __init__(self, length: int, starts: list[int], rows: list[tuple], device):
@@ -121,7 +119,7 @@ class GroupAttention:
             self.keys.append((k, v))
         out, alone = [], len(self.layout.buckets) == 1
         for bucket in self.layout.buckets:
-            # (b, heads, P, D)
+            # prompts: (b, heads, P, D); `alone` they are the whole run, in order
             qp, kp, vp = (gather_rows(x, bucket.prompts, alone).transpose(1, 2) for x in (q, k, v))
             o = dense_attention(qp, kp, vp, is_causal=True)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (b*P, H, D)
@@ -156,20 +154,19 @@ class DecodeAttention:
         self.prompt = [[x.contiguous() for x in layer] for layer in padded]
         zeros = keys[0][0].new_zeros(sum(lengths)).split(lengths)
         self.bias = pad(zeros, padding_value=float("-inf"))
-        shape = len(prompt_index), K, capacity, D
-        self.own = [[x.new_zeros(shape) for x in layer] for layer in keys]
-        self.length = 0  # tokens in `own`
-        self.prompt_index, self.device = prompt_index, keys[0][0].device
+        own = len(prompt_index), K, capacity, D
+        self.own = [[x.new_zeros(own) for x in layer] for layer in keys]
+        self.length, self.device = 0, keys[0][0].device  # length: tokens in `own`
+        self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Drop the rows that have ended, (r,) bool on the host; returns what `keep` does."""
+        """Keep the rows that go on, (r,) bool on the host; returns them, or None for all."""
         return None if going_on.all() else self.keep(going_on.nonzero()[:, 0])
 
     def keep(self, rows: Tensor) -> Tensor:
         """Keep only these rows (indices, by prompt) and their prompts; returns them on the GPU."""
-        prompts, index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
-        self.prompt_index = index
+        prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
         for layer in self.own:  # one after the other: never two copies of all keys
             layer[:] = [x[rows] for x in layer]
@@ -177,11 +174,10 @@ class DecodeAttention:
             self.bias = self.bias[prompts]
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
-        self.slots = PromptSlots(index, len(prompts), self.device)
+        self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         return rows
 
-    def advance(self):
-        """Count the new tokens, after all layers."""
+    def advance(self):  # after all layers
         self.length += 1
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -21,7 +21,6 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.rows import Processor, Prompt, uniform_numbers
 
 UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
-
 # choose(logits (r, V), rows (r,), step) -> ids (r,), logps (r,) nats, ends (r,) bool: stopped
 Choose = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
@@ -58,20 +57,19 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt: B lists of G."""
         sampling, device = self.sampling, self.model.lm_head.weight.device
-        vocab_size = self.model.config.vocab_size
-        stop = stop_tokens(sampling, self.processor.stop_token_ids, vocab_size)
+        stop = stop_tokens(sampling, self.processor.stop_token_ids, self.model.config.vocab_size)
         numbers = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
         choose = chooser(sampling, stop, draw_by(numbers, device), device=device)
         return generate(self.model, prompts, num_generations, sampling.max_new_tokens, choose)
 
 
 class Decode:
-    """Run the decoder on one new token of each row; sampling/captured.py does it as a CUDA graph."""
+    """One decode step; sampling/captured.py captures it as a CUDA graph."""
 
     attention_type = DecodeAttention
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention: DecodeAttention) -> Tensor:
-        """ids (r,), position (r,) -> logits (r, V) of the tokens after these."""
+        """Run the decoder on a new token of each row: ids, position (r,) -> logits (r, V)."""
         x = model.model.embed_tokens(ids)  # (r, hidden_size)
         hidden = model.model(x, position.expand(3, -1), attention)
         attention.advance()
@@ -108,8 +106,7 @@ def generate(
             known = going_on.cpu()
             if not known.any():
                 break
-            rows = attention.select(known)  # drop finished rows
-            if rows is not None:
+            if (rows := attention.select(known)) is not None:  # drop finished rows
                 state = running, ids, position, going_on
                 running, ids, position, going_on = (x[rows] for x in state)
         logits = decode(model, ids, position + step, attention)

@@ -19,20 +19,11 @@ FILES = {  # minivlmrl.scale.checkpoint: its path
 PROSE = [*FILES.values(), ROOT / "train.py", ROOT / "README.md"]
 PROSE += [path for pattern in ("docs/*.md", "recipes/*.yaml", "benchmarks/*.py") for path in ROOT.glob(pattern)]
 BOOK = [f"minivlmrl.{name}" for name in house.READING_ORDER]
-SHELVES = {  # shelf: the other shelves that it may import; every shelf but kernels may also import the book
-    "kernels": "",
-    "sampling": "hub",
-    "data": "hub",
-    "hub": "adapters data scale",
-    "adapters": "hub",
-    "tasks": "data hub",
-    "reward_functions": "algorithms data scale",
-    "scale": "adapters hub run",
-    "algorithms": "adapters data hub reward_functions run sampling scale",
-    "run": "adapters algorithms data hub reward_functions sampling scale tasks tools",
-    "audit": "algorithms hub",
-    "tools": "adapters algorithms data hub reward_functions run sampling scale",
-}
+# every folder imports those before it; "book" are its chapters 1 to 14, "train" is minivlmrl/train.py
+ORDER = [
+    *("kernels", "book", "hub", "data", "adapters", "scale", "sampling", "reward_functions"),
+    *("algorithms", "tasks", "run", "train", "tools", "audit"),
+]
 LIBRARIES = {"torch", "numpy", "PIL", "tokenizers", "minivlmrl"}  # of the book, besides the standard library
 BANNED = "everyones|everyone's|places|pace|spare|figures|learnt|behind|stand|stands|aside"
 
@@ -42,30 +33,26 @@ def tree(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text())
 
 
-def imports(name: str, inside_functions: bool = True) -> set[str]:
-    """Modules that a file imports, a.b for `from a import b` too."""
-    node, found = tree(name), set()
-    nodes = [node]
-    while nodes:
-        node = nodes.pop()
+def imports(name: str) -> set[str]:
+    """Modules that a file imports, inside functions too, a.b for `from a import b` as well."""
+    found = set()
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: write the full name instead of a relative import"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        if inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            nodes += ast.iter_child_nodes(node)
     return found
 
 
-def ours(name: str, **options) -> set[str]:
-    return imports(name, **options) & set(FILES)
+def ours(name: str) -> set[str]:
+    return imports(name) & set(FILES)
 
 
-def shelf(name: str) -> str | None:
-    """minivlmrl.scale.checkpoint -> hub; None for a file that is in no folder."""
+def folder(name: str) -> str:
+    """minivlmrl.scale.checkpoint -> scale, minivlmrl.grpo -> book, minivlmrl.train -> train."""
     parts = name.split(".")
-    return parts[1] if len(parts) > 2 else None
+    return parts[1] if len(parts) > 2 or name == "minivlmrl.train" else "book"
 
 
 def functions(name: str):
@@ -73,7 +60,7 @@ def functions(name: str):
 
 
 def test_the_book_is_short():
-    assert set(BOOK) | {"minivlmrl.__main__"} == {name for name in FILES if shelf(name) is None}
+    assert set(BOOK) | {"minivlmrl.__main__"} == {name for name in FILES if name.count(".") == 1}
     assert len(BOOK) == 15 and sum(house.book().values()) <= house.BOOK_LINES == 2000
     assert {name: count for name, count in house.book().items() if count > 200} == {}
     assert house.total() <= house.TOTAL_LINES
@@ -94,12 +81,11 @@ def test_a_file_of_the_book_is_easy_to_read(name):
         assert not public or is_module or ast.get_docstring(node), f"{node.name} has no docstring"
 
 
-@pytest.mark.parametrize("name", BOOK)
-def test_a_file_of_the_book_imports_earlier_ones(name):
-    earlier = set(BOOK[: BOOK.index(name)])
-    at_the_top = {other for other in ours(name, inside_functions=False) if shelf(other) != "kernels"}
-    assert at_the_top <= earlier, "a shelf is imported inside a function, where the book hands over to it"
-    assert {other for other in ours(name) if shelf(other) is None} <= earlier
+@pytest.mark.parametrize("name", BOOK[:-1])
+def test_a_chapter_imports_earlier_ones(name):
+    """And kernels, and no shelf, nowhere: what varies is an argument."""
+    others = {other for other in ours(name) if folder(other) != "kernels"}
+    assert others <= set(BOOK[: BOOK.index(name)])
     assert {other.partition(".")[0] for other in imports(name)} <= LIBRARIES | set(sys.stdlib_module_names)
 
 
@@ -112,33 +98,49 @@ def test_losses_can_be_copied_out(name):
     assert ours(name) <= {"minivlmrl.losses"}
 
 
-def test_a_shelf_imports_the_shelves_of_the_table():
-    assert set(SHELVES) == set(house.shelves()) == {shelf(name) for name in FILES} - {None}
-    found = {name: set() for name in SHELVES}
-    for name in FILES:
-        if shelf(name):
-            found[shelf(name)] |= {shelf(other) for other in ours(name)} - {None, shelf(name), "kernels"}
-    beyond = {name: sorted(others - set(SHELVES[name].split())) for name, others in found.items()}
-    assert {name: others for name, others in beyond.items() if others} == {}
+def test_folders_are_an_order():
+    assert {folder(name) for name in FILES} == set(ORDER)
+    upwards = {
+        name: sorted(other for other in ours(name) if ORDER.index(folder(other)) > ORDER.index(folder(name)))
+        for name in FILES
+        if name != "minivlmrl.__main__"
+    }
+    assert {name: others for name, others in upwards.items() if others} == {}
 
 
 def test_files_import_each_other_in_no_circle():
-    """Where the book hands over to a shelf, inside a function, the shelf imports the book: that is no circle."""
-    graph = {name: ours(name, inside_functions=name not in BOOK) - {name} for name in FILES}
+    graph = {name: ours(name) - {name} for name in FILES}
     while free := [name for name, others in graph.items() if not others & set(graph)]:
         graph = {name: others for name, others in graph.items() if name not in free}
     assert {name: sorted(others & set(graph)) for name, others in graph.items()} == {}
 
 
+def test_ours_is_imported_at_the_top():
+    """Inside a function only a library that may be missing, or takes long, is imported."""
+    for name in FILES:
+        if name == "minivlmrl.__main__":
+            continue
+        for function in functions(name):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom):
+                    assert not node.module.startswith("minivlmrl"), f"{name}: {function.name}"
+
+
+def test_nothing_asks_for_a_stage_by_its_name():
+    """An attribute of the algorithm says what a stage has."""
+    asks = re.compile(r"\.stage (==|!=|in) ")
+    assert [name for name, path in FILES.items() if asks.search(path.read_text())] == []
+
+
 def test_shelves_keep_to_their_budgets():
-    assert set(house.SHELF_LINES) == set(SHELVES)
+    assert set(house.SHELF_LINES) == set(ORDER) - {"book", "train"}
     assert {name: count for name, count in house.shelves().items() if count > house.SHELF_LINES[name]} == {}
 
 
 def test_every_module_has_a_test():
     """tests/test_<module>.py; the whole table of test_trl_steps.py holds the audit."""
     own = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
-    assert [n for n, path in FILES.items() if path.stem.strip("_") not in own and shelf(n) != "audit"] == []
+    assert [n for n, path in FILES.items() if path.stem.strip("_") not in own and folder(n) != "audit"] == []
     stems = [path.stem for path in FILES.values()]
     assert sorted(stems) == sorted(set(stems)), "two modules of one name would share a test file"
 
