@@ -1,6 +1,7 @@
-"""Files of rows, read one row at a time: JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
+"""Files of rows: JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
 
-Of a text file only the byte at which each row begins is in memory; a row is read from the disk whenever it is used.
+The text of each row is in memory (200,000 rows of 500 bytes are 100 MB) and parsed when the row is
+used.
 """
 
 import bisect
@@ -9,34 +10,28 @@ import functools
 import io
 import itertools
 import json
-import os
 import re
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.hub.checker import naming, require
 
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-CELLS = ("messages", "prompt", "conversations", "images", "videos", "objects", "reward_model")  # of a CSV file: JSON
-DECODE = json.JSONDecoder().decode
-BLANK = b"\xef\xbb\xbf \t\r\n"  # and the BOM
+# columns that are JSON in a CSV file
+CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
 
-def open_rows(path: str | Path) -> "Lines | Arrow":
+def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
     """Find the rows of a file or of a Hugging Face dataset folder (ValueError: there are none)."""
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file of rows; data.train_file and data.eval_file (null: none) name them")
+        cure = "data.train_file and data.eval_file (null: none) name them"
+        raise ValueError(f"{path}: no such file of rows; {cure}")
     if path.suffix in (".parquet", ".arrow"):
         return Arrow([path])
-    if path.suffix in (".csv", ".tsv"):
-        return Cells(path)
-    with path.open("rb") as file:
-        start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
-    return Values(path) if start[:1] == b"[" or start == b"{" else Lines(path)
+    return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
@@ -58,136 +53,100 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
     return Arrow(parquet) if parquet else open_rows(files[0])
 
 
-def read_json(read: Callable, *arguments):
-    """Call json's reader, and name what is wrong with a text that is no JSON, or too deep for it."""
+def parse(text: str, decode: Callable = json.loads, *arguments):
+    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair)."""
     try:
-        return read(*arguments)
+        value = decode(text, *arguments)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     except RecursionError as error:
         raise ValueError("not JSON that can be read: it is nested too deep") from error
-
-
-def _stamp(file: io.IOBase) -> tuple[int, int]:
-    stat = os.fstat(file.fileno())
-    return stat.st_size, stat.st_mtime_ns
+    return value
 
 
 class Lines:
-    """JSON lines. Indexing reads one row, iterating all of them."""
+    """JSON lines, or a JSON list of rows; `texts` has the line and the text of each row."""
 
     def __init__(self, path: Path):
-        self.path, self.folder = path, path.parent
-        self.starts, self.ends, self.numbers = array("q"), array("q"), array("q")  # bytes; line numbers from 1
-        with path.open("rb") as file:
-            self.stamp = _stamp(file)
-            for start, end, number in self.spans(file):
-                self.starts.append(start)
-                self.ends.append(end)
-                self.numbers.append(number)
+        self.path, self.folder, content = path, path.parent, path.read_bytes()
+        try:
+            self.texts = self.split(content.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            line = 1 + content.count(b"\n", 0, error.start)
+            raise ValueError(f"{path}:{line}: not UTF-8 ({error}); save the file as UTF-8") from error
 
-    def spans(self, file: io.BufferedReader) -> Iterator[tuple[int, int, int]]:
-        """Yield where the rows begin and end, and the lines on which they begin."""
-        position = 0
-        for number, line in enumerate(file, start=1):
-            if line.strip(BLANK):
-                yield position, position + len(line), number
-            position += len(line)
+    def split(self, content: str) -> list[tuple[int, str]]:
+        """Return the line number and the text of each row."""
+        first = content.lstrip().partition("\n")[0].strip()
+        if first.startswith("[") or first == "{":
+            return self.split_values(content)
+        lines = enumerate(content.split("\n"), start=1)
+        return [(number, line) for number, line in lines if line.strip()]
+
+    def split_values(self, content: str) -> list[tuple[int, str]]:
+        """Cut a JSON list, or rows one after the other, with any line breaks."""
+        found, line, done, skip = [], 1, 0, re.compile(r"[\s,]*")
+        decode, at = json.JSONDecoder().raw_decode, skip.match(content).end()
+        listed = content[at] == "["
+        at = skip.match(content, at + listed).end()
+        while at < len(content) and not (listed and content[at] == "]"):
+            line += content.count("\n", done, at)
+            with naming(f"{self.path}:{line}"):
+                _, end = parse(content, decode, at)
+            found.append((line, content[at:end]))
+            done, at = at, skip.match(content, end).end()
+        if listed and content[at:].strip() != "]":
+            wrong = "the list has no end, or something comes after it"
+            raise ValueError(f"{self.path}: not JSON ({wrong})")
+        return found
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.texts)
 
     def where(self, index: int) -> str:
         """The file and the line of a row, for errors."""
-        return f"{self.path}:{self.numbers[index]}"
+        return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
-        with open(self.path, "rb", buffering=0) as file:
-            if self.stamp != _stamp(file):
-                raise ValueError(f"{self.path}: has changed since the run began; put it back, or begin again")
-            return self.read(file, index)
-
-    def __iter__(self) -> Iterator[dict]:
-        with self.path.open("rb") as file:
-            yield from (self.read(file, index) for index in range(len(self)))
-
-    def read(self, file: io.BufferedReader, index: int) -> dict:
-        """Read one row (ValueError: begins with its file and line)."""
-        file.seek(self.starts[index])
-        line = file.read(self.ends[index] - self.starts[index])
-        try:
-            return self.parse(line.decode("utf-8-sig" if self.starts[index] == 0 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.where(index)}: not UTF-8 ({error}); save the file as UTF-8") from error
-        except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from error
-
-    def parse(self, text: str) -> dict:
-        """Turn the text of one row into columns."""
-        columns = read_json(DECODE, text)
-        if HALF_PAIR.search(text):  # half a surrogate pair is JSON, but no text to tokenize
-            read_json(json.dumps(columns, ensure_ascii=False).encode)
-        require(isinstance(columns, dict), "a row", columns, "an object with columns")
-        return columns
-
-
-class Values(Lines):
-    """A JSON list of rows, or rows one after the other, with any line breaks."""
-
-    def spans(self, file):
-        with naming(self.path):
-            text = file.read().decode()  # UnicodeDecodeError is a ValueError
-        skip = re.compile(r"[\s,\ufeff]*")
-        decode, position, at, line = json.JSONDecoder().raw_decode, skip.match(text).end(), 0, 1
-        listed = text[position : position + 1] == "["
-        position = skip.match(text, position + listed).end()
-        done = 0  # characters of the text that `at`, in bytes, and `line` count
-        while position < len(text) and not (listed and text[position] == "]"):
-            at += len(text[done:position].encode())
-            line += text.count("\n", done, position)
-            done = position
-            with naming(f"{self.path}:{line}"):
-                _, position = read_json(decode, text, position)
-            yield at, at + len(text[done:position].encode()), line
-            position = skip.match(text, position).end()
-        if listed and not text[position:].strip() == "]":
-            raise ValueError(f"{self.path}: not JSON (the list has no end, or something comes after it)")
+        text = self.texts[index][1]
+        with naming(self.where(index)):
+            columns = parse(text)
+            if HALF_PAIR.search(text):  # it is JSON, but no text to tokenize
+                parse(json.dumps(columns, ensure_ascii=False), str.encode)
+            require(isinstance(columns, dict), "a row", columns, "an object with columns")
+            return columns
 
 
 class Cells(Lines):
     """CSV with a line of names; an empty cell is a missing column."""
 
-    def spans(self, file):
+    def split(self, content):
         csv.field_size_limit(2**31 - 1)
-        self.dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
-        self.names, position, number, read = None, 0, 1, [0, 0]
+        dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
+        reader = csv.reader(io.StringIO(content, newline=""), dialect)
+        self.names = [name.strip() for name in next(reader, ())]
+        found, line = [], reader.line_num + 1
+        for cells in reader:
+            if cells:
+                found.append((line, cells))
+            line = reader.line_num + 1
+        return found
 
-        def lines():
-            for line in file:
-                read[0] += len(line)
-                read[1] += 1
-                yield line.decode("utf-8", "replace")
-
-        for cells in csv.reader(lines(), self.dialect):
-            if self.names is None:
-                self.names = [name.removeprefix("\ufeff").strip() for name in cells]
-            elif cells:
-                yield position, read[0], number
-            position, number = read[0], read[1] + 1
-
-    def parse(self, text):
-        cells = next(csv.reader(io.StringIO(text, newline=""), self.dialect))
-        if len(cells) > len(self.names):
-            cure = "quote a cell that has a comma"
-            raise ValueError(f"has {len(cells)} cells, the first line {len(self.names)} names; {cure}")
-        columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
-        for name, cell in columns.items():
-            if name in CELLS and cell[0] in "[{":
-                with naming(f"column {name!r}"):
-                    columns[name] = read_json(json.loads, cell)
-            elif name in ("label", "margin") and re.fullmatch(r"(?i)true|false|-?\d*\.?\d+", cell):
-                columns[name] = json.loads(cell.lower())
-        return columns
+    def __getitem__(self, index):
+        cells = self.texts[index][1]
+        with naming(self.where(index)):
+            if len(cells) > len(self.names):
+                cure = "quote a cell that has a comma"
+                count = f"{len(cells)} cells, the first line {len(self.names)} names"
+                raise ValueError(f"has {count}; {cure}")
+            columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
+            for name, cell in columns.items():
+                if name in CELLS and cell[0] in "[{":
+                    with naming(f"column {name!r}"):
+                        columns[name] = parse(cell)
+                elif name in ("label", "margin") and re.fullmatch(r"(?i)true|false|-?\d*\.?\d+", cell):
+                    columns[name] = json.loads(cell.lower())
+            return columns
 
 
 class Arrow:

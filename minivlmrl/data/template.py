@@ -22,12 +22,7 @@ from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
-FILES = (
-    "processor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "tokenizer_config.json",
-)
+FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 # sha256 of what Qwen publishes with Qwen2-VL and Qwen2.5-VL, and of TRL's with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
@@ -58,9 +53,7 @@ class ChatTemplate:
         token_names: variables such as eos_token that the template may read.
     """
 
-    def __init__(
-        self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()
-    ):
+    def __init__(self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text, self.source, self.token_names = text, source, dict(token_names)
         # Longer ones first: one may begin with another. No text could do without a single character.
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
@@ -74,9 +67,7 @@ class ChatTemplate:
             raise self._error(error) from error
 
     @classmethod
-    def from_folder(
-        cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS
-    ) -> "ChatTemplate | None":
+    def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
         """Find the template of a Hugging Face folder, in the first of FILES that has one.
 
         Returns:
@@ -93,9 +84,7 @@ class ChatTemplate:
                 return None if is_chat_render(text) else cls(text, path, special_tokens, tokens)
         return None
 
-    def render(
-        self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False
-    ) -> list[str]:
+    def render(self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
         """Lay out a conversation: pieces as of chat.render.
 
         Joined they are what transformers' apply_chat_template renders.
@@ -131,25 +120,18 @@ class ChatTemplate:
             if i >= len(messages) and message["role"] == "assistant":
                 begin = length(i, True)
                 spans += [begin, self._closing(text, begin, length(i + 1, False))]
-        cuts = pairwise(
-            [length(len(messages), True), *spans]
-        )  # not written, written, not written, ...
-        stretches = [
-            (self._cut(text[begin:end]), i % 2 == 1) for i, (begin, end) in enumerate(cuts)
-        ]
+        cuts = pairwise([length(len(messages), True), *spans])  # not written, written, not written, ...
+        stretches = [(self._cut(text[begin:end]), i % 2 == 1) for i, (begin, end) in enumerate(cuts)]
         return join_flagged([(piece, flag) for pieces, flag in stretches for piece in pieces])
 
     def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
         contents = [message.get("content") for message in messages]
-        kinds = {
-            part_kind(part) for content in contents if isinstance(content, list) for part in content
-        }
+        kinds = {part_kind(part) for content in contents if isinstance(content, list) for part in content}
         left_out = {
             "add_vision_id": add_vision_id and "add_vision_id" not in self.text,
-            "tool_calls": any(m.get("tool_calls") for m in messages)
-            and "tool_calls" not in self.text,
+            "tool_calls": any(m.get("tool_calls") for m in messages) and "tool_calls" not in self.text,
             "images": "image" in kinds and IMAGE not in self.text,
             "videos": "video" in kinds and VIDEO not in self.text,
         }
@@ -167,9 +149,7 @@ class ChatTemplate:
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
 
-    def _lay_out(
-        self, messages: list[dict], add_generation_prompt: bool, add_vision_id: bool
-    ) -> str:
+    def _lay_out(self, messages: list[dict], add_generation_prompt: bool, add_vision_id: bool) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
         options |= {"tools": None, "documents": None, **self.token_names}
         try:
@@ -245,13 +225,9 @@ def environment() -> ImmutableSandboxedEnvironment:
         options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    another_day = (
-        "strftime_now: the same seed would see another day; write a date into the template"
-    )
+    another_day = "strftime_now: the same seed would see another day; write a date into the template"
     extensions = [LoopControlExtension]
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = fail
     made.globals["strftime_now"] = lambda _: fail(another_day)
