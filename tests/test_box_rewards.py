@@ -208,11 +208,13 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
     ],
 )
 def test_several_true_boxes(said, expected):
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
 
 
 def test_the_best_matching_counts_not_the_first_that_fits():
     """A covers both true boxes by a half or more, B only one of them: A has to leave that one to B."""
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     true = [[0, 0, 10, 10], [10, 0, 20, 10]]
     settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
     wide, left = [0, 0, 20, 10], [0, 0, 10, 9]
@@ -222,6 +224,7 @@ def test_the_best_matching_counts_not_the_first_that_fits():
 
 def test_giou_is_matched_by_giou():
     """Without any overlap a nearer pairing still earns more: crossed pairs would give less."""
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     true = [[0, 0, 10, 10], [80, 80, 90, 90]]
     settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
     near = rewards(say([[70, 80, 80, 90], [10, 0, 20, 10]]), **settings)
@@ -336,6 +339,7 @@ def test_endless_repetition_is_judged_quickly(unit):
 
 
 def test_a_thousand_guesses_at_fifty_boxes_are_judged_quickly():
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     true = [[x, y, x + 15, y + 15] for x in range(0, 100, 10) for y in range(0, 50, 10)]
     said = [[x + k / 7, y + k / 9, x + 11, y + 12] for k in range(20) for x, y, *_ in true]
     begin = time.process_time()

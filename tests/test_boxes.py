@@ -233,6 +233,7 @@ def brute_force(table):
 @pytest.mark.parametrize("similarity", [iou, giou])
 @pytest.mark.parametrize(("n", "m"), itertools.product(range(1, 6), repeat=2))
 def test_match_against_brute_force(n, m, similarity):
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     draw = random.Random(10 * n + m)
 
     def near():
@@ -253,6 +254,7 @@ def test_match_against_brute_force(n, m, similarity):
 
 def test_match_docstring_example():
     """The best pair first is not the best sum."""
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     table = [[0.6, 0.5], [0.5, 0.0]]
     predicted, truth = [box(0, 0, 1, 1), box(1, 0, 2, 1)], [box(0, 0, 1, 2), box(1, 0, 2, 2)]
 
@@ -278,6 +280,7 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
 
 
 def test_match_finds_a_shuffle_of_fifty_quickly():
+    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     draw = random.Random(2)
     truth = [box(x, y, x + 30, y + 30) for x, y in ((draw.uniform(0, 70), draw.uniform(0, 50)) for _ in range(50))]
     order = draw.sample(range(50), 50)

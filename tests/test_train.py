@@ -38,6 +38,7 @@ ROLLOUT |= {"completions/clipped_ratio"}
 
 
 def test_a_run_writes_its_files(run, capsys):
+    pytest.importorskip("matplotlib", reason="extra missing: pip install matplotlib")
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images", "metrics.jsonl",
