@@ -147,14 +147,12 @@ def test_columns_are_renamed(read):
 
 TURN = {"from": "human", "value": "a"}
 WRONG = [  # a row, and what its error says after the file and line
-    ({"quastion": "a"}, "nearest form is 'question', with 'question'; data.columns: {quastion: question} renames it"),
-    ({"conversation": [TURN]}, "column 'problem' is missing; the row has ['conversation']: the nearest form is 'conv"),
     (
-        {"prefix": "a"},
-        "nearest form is 'prefix and suffix', with 'prefix' and 'suffix'; the question itself is missing",
+        {"quastion": "a"},
+        "column 'problem' is missing; the row has ['quastion']; name its question, data.columns: {YOUR",
     ),
-    ({"xyz": "a"}, "column 'problem' is missing; the row has ['xyz']: give it a problem, a prompt or messages, or na"),
-    ({}, "column 'problem' is missing; the row has []: give it a problem"),
+    ({"prefix": "a"}, "or use a form: conversations, messages, prefix and suffix, query, instruction, question"),
+    ({}, "column 'problem' is missing; the row has []; name its question"),
     ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; it needs 'from', one of human, user, "),
     (

@@ -1,7 +1,7 @@
 """The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers to it."""
 
 from minivlmrl.chat import check_messages, content_parts, part_kind, render
-from minivlmrl.data.forms import nearest_form
+from minivlmrl.data.forms import ASKING
 from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, text_of
 
@@ -102,7 +102,8 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     pairs = list(zip(*both.values(), strict=False)) if all(isinstance(turns, list) for turns in both.values()) else []
     start = [*(turn == other for turn, other in pairs), False].index(False)  # how many turns they share
     if start == 0:
-        raise ValueError(f"column 'problem' is missing; the row has {columns}: {nearest_form(columns)}")
+        cure = f"name its question, data.columns: {{YOURS: problem}}, or use a form: {', '.join(ASKING)}"
+        raise ValueError(f"column 'problem' is missing; the row has {columns}; {cure}")
     for column, turns in both.items():
         if len(turns) == start or turns[start]["role"] != "assistant":
             after = f"after the {start} turn(s) that chosen and rejected share"

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from minivlmrl.data.conversations import read_conversation
 from minivlmrl.data.forms import to_columns
-from minivlmrl.data.media import Media, check_columns, check_unread, load_media, missing_files, read_media
+from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
+from minivlmrl.data.sizes import OPTIONS
 from minivlmrl.hub.checker import naming, require
 from minivlmrl.rows import Row
 
@@ -96,7 +97,6 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
     finally:  # also where the text says <image> and none came
         if not media and not any(listed.values()):
             check_unread(columns)
-    check_columns(columns, media)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
             own = sorted(column for column in given if given[column] is not None)
@@ -122,6 +122,9 @@ CHECKED = dict.fromkeys(
     GIVEN - {"images"},
     (lambda value: False, "called otherwise: this is the name of something else that rewards are given; rename it"),
 )
+OPTION = 'beside its source if an option is meant, {"image": ..., "max_pixels": 200704}, else called otherwise'
+COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # of a video too, but common names of columns
+CHECKED |= dict.fromkeys({*OPTIONS["video"]} - COLUMNS_TOO, (lambda value: False, OPTION))
 CHECKED |= {
     "margin": (_finite, "a number, by how much chosen is better"),
     "answer_extent": (_extent, "[width, height], both above 0"),

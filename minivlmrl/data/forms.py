@@ -4,8 +4,6 @@ Forms add up: a row may be in the form `conversations`, and in `file_name` too i
 examples.
 """
 
-import difflib
-import functools
 import json
 import re
 from collections.abc import Callable
@@ -28,33 +26,13 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
             if row.get(ours) is not None:
                 raise ValueError(f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out")
             row = {**row, theirs: None, ours: row[theirs]}
-    for name in _possible(tuple(row)):
-        keys, unless, read = FORMS[name]
+    for name, (keys, unless, read) in FORMS.items():
         if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
             try:
                 row = row | read(row)
             except ValueError as error:
                 raise ValueError(f"form {name!r}: {error}") from error
     return row
-
-
-@functools.lru_cache(1000)
-def _possible(columns: tuple[str, ...]) -> list[str]:
-    """The forms that rows with these columns may be in: 200,000 rows mostly have the same ones."""
-    return [name for name, (keys, *_) in FORMS.items() if set(keys) <= set(columns)]
-
-
-def nearest_form(columns: list[str]) -> str:
-    """Say which form a row without a question resembles most, and how it is made one."""
-    known = {key: name for name, (keys, *_) in FORMS.items() for key in keys} | {name: name for name in QUESTIONS}
-    others = [name for name in columns if name not in TEXTS + SHOWN]
-    ratios = {(a, b): difflib.SequenceMatcher(None, a.lower(), b).ratio() for a in others for b in known}
-    theirs, ours = max(ratios, key=ratios.get, default=("", ""))
-    if ratios.get((theirs, ours), 0) < 0.7:
-        return "give it a problem, a prompt or messages, or name its question: data.columns: {YOURS: problem}"
-    keys = " and ".join(map(repr, FORMS[known[ours]][0] if known[ours] in FORMS else (ours,)))
-    cure = "the question itself is missing" if theirs == ours else f"data.columns: {{{theirs}: {ours}}} renames it"
-    return f"the nearest form is {known[ours]!r}, with {keys}; {cure}"
 
 
 def _conversations(row: dict) -> dict:
@@ -181,3 +159,4 @@ FORMS = {
     "file_name": (("file_name",), SHOWN, _rename("file_name", "image")),
     "objects": (("objects",), (), _objects),
 }
+ASKING = [name for name, (_, unless, _) in FORMS.items() if "problem" in unless]  # these have a question

@@ -24,7 +24,6 @@ COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "vid
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
 MARK = re.compile("<(image|video)>")  # in a prompt's text it is where one goes
 MAX_MEDIA = 1000  # of a row
-COLUMNS_TOO = ("fps", "min_frames", "max_frames")  # options that may also be columns for rewards
 
 
 @dataclass
@@ -149,15 +148,6 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence])
         if found != count:
             cure = f"put one where each {kind} belongs and name as many {kind}s"
             raise ValueError(f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; {cure}")
-
-
-def check_columns(columns: dict, media: list[Media]):
-    """Refuse columns that look like options of the row's images or videos, where they do nothing."""
-    for kind in {one.kind for one in media}:
-        for name in filter(columns.__contains__, OPTIONS[kind]):
-            if columns[name] is not None and name not in COLUMNS_TOO:
-                cure = f'as an option of the {kind} it belongs beside the source, {{"{kind}": ..., "{name}": ...}}'
-                raise ValueError(f"column {name!r} does nothing; {cure}, and anything else needs another name")
 
 
 def check_unread(columns: dict):
