@@ -458,9 +458,8 @@ PARTS = {
 def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
     """Each of PARTS -> its waits, in float32 on a tiny model, whose files are written to the folder."""
     from minivlmrl.batch import pack
-    from minivlmrl.generate import draw_by, uniform_numbers
     from minivlmrl.logprobs import per_token_logps
-    from minivlmrl.sampling.captured import generate_captured
+    from minivlmrl.sampling.sample import RunSampler
     from minivlmrl.scale.ranks import World
 
     import stages
@@ -480,12 +479,13 @@ def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
         _, found["grpo step"] = count(stage.go)
 
         model, rows, sampling = stage.model, next(stage.batches), stage.algorithm.run.sampling
-        prompts = [row.prompt(stage.algorithm.processor) for row in rows]
+        processor, keys = stage.algorithm.processor, [row.key for row in rows]
+        prompts = [row.prompt(processor) for row in rows]
+        sample = RunSampler(model, processor, sampling, World(0, 1, CUDA))
 
         def rollout(tokens):
             sampling.max_new_tokens = tokens
-            draw = draw_by(uniform_numbers([row.key for row in rows], 3, tokens), CUDA)
-            return count(lambda: generate_captured(model, prompts, 3, sampling, (), draw))
+            return count(lambda: sample(prompts, 3, keys))
 
         (groups, shorter), (_, longer) = rollout(5), rollout(21)
         found["16 decode steps"] = longer - shorter

@@ -15,12 +15,14 @@ from runs import metrics
 from test_ranks import REFERENCE, assert_equal, prepare
 
 from minivlmrl.batch import pack
-from minivlmrl.generate import SamplingConfig, draw_by, generate, uniform_numbers
+from minivlmrl.generate import SamplingConfig, draw_by
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.rows import uniform_numbers
+from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.tools import ask
 
 import tiny
+from draws import sample
 
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 4, 4)]]
 
@@ -109,8 +111,8 @@ def prompts(count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rollout_draws_what_the_cpu_draws(dtype):
     def rollout(model):
-        draw = draw_by(uniform_numbers(list("abcd"), 3, 6))
-        groups = generate(model, prompts(4), 3, SamplingConfig(max_new_tokens=6), range(7, 300, 8), draw)
+        draw = draw_by(uniform_numbers(list("abcd"), 3, 6), model.lm_head.weight.device)
+        groups = sample(model, prompts(4), 3, SamplingConfig(max_new_tokens=6), range(7, 300, 8), draw)
         return [completion for group in groups for completion in group]
 
     model = tiny.model(dtype=dtype, tied=True)
@@ -299,8 +301,8 @@ def test_rows_that_end_between_two_questions_draw_what_they_would():
         with PretendCuda() if device is CUDA else contextlib.nullcontext(), torch.inference_mode():
             model = tiny.model() if device == "cpu" else pretend(tiny.model())
             draw = draw_by(uniform_numbers(list("abcd"), 3, 40), device)
-            sample = generate if device == "cpu" else generate_captured
-            found.append(sample(model, prompts(4), 3, sampling, stop, draw))
+            decode = None if device == "cpu" else CapturedDecode()
+            found.append(sample(model, prompts(4), 3, sampling, stop, draw, decode=decode))
     pairs = list(zip(*(chain(*groups) for groups in found), strict=True))
     assert len({len(ours.ids) for ours, _ in pairs}) > 4 and all(ours.stopped for ours, _ in pairs)
     for ours, on_card in pairs:
@@ -314,6 +316,6 @@ def test_kernels_of_a_decode_step():
     with PretendCuda() as gpu, torch.inference_mode():
         for tokens in (2, 3):
             gpu.launches.clear()
-            generate(pretend(model), prompts(1), 4, SamplingConfig(max_new_tokens=tokens), ())
+            sample(pretend(model), prompts(1), 4, SamplingConfig(max_new_tokens=tokens), ())
             launches.append(gpu.launches.total())
     assert launches[1] - launches[0] <= 36 * model.config.num_hidden_layers + 50

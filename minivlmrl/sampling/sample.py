@@ -43,10 +43,10 @@ class RunSampler(Sampler):
 
     def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample completions of these prompts together."""
-        limit, choose = self.sampling.max_new_tokens, self.chooser(prompts, num_generations, keys)
+        limit = self.sampling.max_new_tokens
         decode = CapturedDecode() if self.captured else Decode()
         with rollout_weights(self.model, self.world, self.gather_weights) as lockstep:
-            model = self.model
+            choose, model = self.chooser(prompts, num_generations, keys), self.model
             if self.captured and is_sharded(model):
                 model = gathered(model)
             if lockstep is not None:
