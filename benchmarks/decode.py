@@ -29,9 +29,9 @@ from gpu_step import CARD, Case, build, card, make_case, take_turns, versions
 from sizes import HUB, card_named
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
-from minivlmrl.generate import SamplingConfig, draw_by, generate
+from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate
 from minivlmrl.run.plan import Work
-from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks import shapes
 
@@ -106,10 +106,10 @@ def model_calls(case: Case, wide: bool) -> dict[str, Callable]:
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
 
     @torch.inference_mode()
-    def decode(prompts, generations, sample=generate_captured):
-        draw = draw_by(torch.rand(prompts, generations, tokens, dtype=torch.float64), CARD)
-        sampling = SamplingConfig(max_new_tokens=tokens)
-        groups = sample(ours, [case.prompt] * prompts, generations, sampling, (), draw)
+    def decode(prompts, generations, step=CapturedDecode):
+        draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
+        choose = chooser(SamplingConfig(), (), draw, device=CARD)
+        groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
         assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 
     def decode_with_transformers(prompts, generations):
@@ -117,7 +117,7 @@ def model_calls(case: Case, wide: bool) -> dict[str, Callable]:
         ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations)
         assert ids.shape == (prompts * generations, len(case.prompt.input_ids) + tokens)
 
-    return {"ours": decode, "ours, eager": partial(decode, sample=generate), "transformers": decode_with_transformers}
+    return {"ours": decode, "ours, eager": partial(decode, step=Decode), "transformers": decode_with_transformers}
 
 
 def vllm_calls(case: Case) -> dict[str, Callable]:

@@ -37,12 +37,12 @@ from torch import Tensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, draw_by
+from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, grpo_loss
 from minivlmrl.rows import Prompt
-from minivlmrl.sampling.captured import generate_captured
+from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import initialize
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -205,7 +205,6 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
     """Time every phase and way, print the table."""
     G, C = len(case.completions), len(case.completions[0])
     every, optimizer = range(G), torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
-    sampling = SamplingConfig(max_new_tokens=C)
     torch.manual_seed(0)
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": C, "min_new_tokens": C, "num_return_sequences": G}
 
@@ -215,7 +214,8 @@ def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, 
         optimizer.zero_grad()
 
     def rollout():
-        (group,) = generate_captured(ours, [case.prompt], G, sampling, (), draw_by(torch.rand(1, G, C).double(), CARD))
+        choose = chooser(SamplingConfig(), (), draw_by(torch.rand(G, C).double(), CARD), device=CARD)
+        (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 
     def rollout_of_transformers():

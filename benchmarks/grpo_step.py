@@ -34,9 +34,9 @@ from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
+from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.grpo import GRPO
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.batches import Batches
@@ -81,7 +81,7 @@ class ImageOnlyProcessor(Qwen2_5_VLProcessor):
 class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
-    def __init__(self, algorithm: GRPO, rows: list[Row]):
+    def __init__(self, algorithm: GRPOStage, rows: list[Row]):
         batches = Batches(rows, algorithm)
         self.algorithm, self.steps, self.done = algorithm, algorithm.steps(batches), 0
         self.optimizer = build_optimizer(algorithm.trained, algorithm.config)
@@ -173,7 +173,7 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
     rewards = {f"{__name__}:distinct_characters": 1.0}
     run = RunConfig(sampling=SamplingOptions(max_new_tokens=new_tokens), rewards=rewards, grpo=grpo)
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPO(run, model, endless, World(0, 1, model.lm_head.weight.device)), rows)
+    return Ours(GRPOStage(run, model, endless, World(0, 1, model.lm_head.weight.device)), rows)
 
 
 def trl_side(

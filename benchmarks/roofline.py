@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import math
 import sys
-from functools import partial
 from unittest import mock
 
 import torch
@@ -150,19 +149,20 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     keys = GroupAttention(prompts.layout, keep_keys=True)
     with torch.no_grad(), on_card(card) as prefill:
         model.lm_head(model(prompts, keys, prompts.layout.last_index))
-    owner, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
-    decode = DecodeAttention(keys.keys, prompts.layout, owner, work.completion_tokens)
-    decode.length = work.completion_tokens // 2
-    with torch.no_grad(), on_card(card) as step:
-        hidden = model.model(model.model.embed_tokens(ids), ids.expand(3, -1), decode)
-        logits = generate.float32_matmul(hidden, model.lm_head.weight.T)
+    prompt_index, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
+    given = keys.keys, prompts.layout, prompt_index, work.completion_tokens
+    eager, static = DecodeAttention(*given), captured.StaticDecodeAttention(*given)
+    eager.length = work.completion_tokens // 2
+    counts = []
+    for attention in (eager, static):
+        with torch.no_grad(), on_card(card) as count:
+            logits = generate.Decode()(model, ids, ids, attention)
+        counts.append(count)
+    step, static = counts
+    draw = generate.draw_by(torch.empty(R, 1, device="meta").double(), "meta")
+    choose = generate.chooser(generate.SamplingConfig(), [0], draw, device="meta")
     with torch.no_grad(), on_card(card) as draw:
-        generate.next_tokens(logits, 1.0, lambda probs, *_: generate.inverse_cdf(probs, ids.double()), None, ids, 0)
-    at, numbers = DecodeAttention(keys.keys, prompts.layout, owner, 0), torch.empty(R, 1, device="meta").double()
-    choose = partial(generate.next_tokens, temperature=1.0, draw=generate.draw_by(numbers[None], "meta"), filters=None)
-    state = captured.DecodeState(model, at, ids, (choose, None), ids[:2], ids, work.completion_tokens)
-    with torch.no_grad(), on_card(card) as static:
-        captured.decode_step(state)
+        choose(logits, ids, 0)
     if recompute:
         recompute_blocks(model)
     batch = meta_batch(config, Work(micro, work.num_generations, *lengths, work.completion_tokens))
@@ -170,7 +170,7 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
         per_token_logps(model, batch)
     with on_card(card) as train:
         per_token_logps(model, batch)[0].sum().backward()
-    eager = {"decode step, eager": step, "draw, eager": draw}
+    eager = {"decode step, eager": step, "draw": draw}
     return {"prefill": prefill, "decode step": static, **eager, "scoring": scoring, "train": train}
 
 
@@ -190,9 +190,10 @@ def grpo_step(
     sent = parameters * SENT / (link * LINK) if cards > 1 else 0.0
     updated = parameters * (copied * times + adamw / cards) / (memory * MEMORY)
     # the first step of a graph is eager, and capturing is as much work for the host
-    seconds = {"prefill": eager["prefill"], "decode": tokens * gpu["decode step"] + 2 * host["decode step"]}
+    graph = tokens * (gpu["decode step"] + eager["draw"]) + 2 * host["decode step"]
+    seconds = {"prefill": eager["prefill"], "decode": graph}
     seconds["train"] = times * max(eager["train"], sent) + updated
-    one_by_one = tokens * (eager["decode step, eager"] + eager["draw, eager"])
+    one_by_one = tokens * (eager["decode step, eager"] + eager["draw"])
     return seconds | {"sum": sum(seconds.values()), "decode, eager": one_by_one}
 
 
