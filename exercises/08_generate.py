@@ -22,7 +22,7 @@ WRONG = {
         "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
     ),
     "you draw from the other end: the first token begins at 0": ("uniform *", "(1 - uniform) *"),
-    "that is the token after": ("[:, 0].clamp(", "[:, 0].add(1).clamp("),
+    "that is the token after": ("chosen.clamp(", "chosen.add(1).clamp("),
     "each row has a number of its own": ("uniform * units", "uniform[:1] * units"),
     "sums in float32 lose what is rarer than 1e-7: count in int64": (
         "(probs * UNITS).long().cumsum(-1)",

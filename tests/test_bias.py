@@ -8,13 +8,13 @@ import torch
 from links import ROOT
 
 from docs import bias
-from minivlmrl import grpo
 from minivlmrl.algorithms.policy_losses import FamilyLoss
 from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.batch import pack
 from minivlmrl.generate import Completion
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.reward_functions import names
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes
 
 from tiny import telling_weights
@@ -190,7 +190,7 @@ def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(picture
         completions = [Completion(torch.tensor(c), torch.zeros(len(c)), c[-1] == bias.END) for c in bias.COMPLETIONS]
         return [[completions[i] for i in group] for group in groups]
 
-    monkeypatch.setattr(grpo, "sample_completions", every_group)
+    monkeypatch.setattr(RunSampler, "__call__", every_group)
     drawn, expected, _, chance = pictures(len(groups))
     total = sum(p * gradient for p, gradient in zip(chance[groups].prod(1), drawn, strict=False))
     close(total, expected, 1e-6 * expected.abs().max())  # advantages are float32
