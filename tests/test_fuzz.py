@@ -97,7 +97,7 @@ def tokenizers(folder):
 
 
 def templates(name):
-    image_and_text = [{"type": "image"}, {"text": " <|im_end|> "}]
+    image_and_text = [{"type": "image"}, {"text": " im_end "}]
     talk = [{"role": "user", "content": image_and_text}, {"role": "assistant", "content": "two"}]
 
     def subject(folder):
