@@ -138,6 +138,29 @@ def script(monkeypatch):
     return script
 
 
+def without_idle_rows(stage, script, rewards, *options):
+    """Hold the first micro-batch of a step against that with all completions, by loss and gradients.
+
+    Returns both.
+    """
+    found = []
+    for everything in (False, True):
+        script(rewards)
+        run = stage("grpo", *options)
+        if everything:
+            run.algorithm.teaching = lambda rows, advantages: rows
+        batch = run.next()[0]
+        loss, _ = run.algorithm.loss(batch)
+        loss.backward()
+        found.append((batch, loss.detach(), {name: p.grad for name, p in run.model.named_parameters()}))
+    (some, loss, gradients), (all_rows, expected, theirs) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+    assert any(gradient.abs().max() > 1e-6 for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
+    return some, all_rows
+
+
 def earned(algorithm, rollout):
     """What `letters` says of a rollout's completions, (n,)."""
     return torch.tensor(letters([algorithm.processor.decode(c.ids) for c in drawn(rollout)]))
