@@ -1,12 +1,15 @@
 """What all algorithms have from their base: which weights they train, and the options that they share."""
 
 import pytest
+import torch
 
-from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.hub.checker import build
+from minivlmrl.scale.checkpoint import load_model
 
 from stages import STAGES, Stage, snapshot
+
 
 @pytest.mark.parametrize("following", STAGES)
 def test_a_later_stage_trains_everything_again(stage, following):
@@ -30,3 +33,38 @@ def test_a_frozen_vision_tower_stays(stage, name):
     run.go(2)
     moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
     assert moved and not moved & set(frozen)
+
+
+def test_what_a_state_keeps_and_what_is_saved(stage, tmp_path):
+    """The weights of all models that a resumed run needs; of the policy alone a checkpoint."""
+    without, with_one = stage("sft").algorithm, stage("grpo", "--grpo.beta=0.1").algorithm
+    assert without.modules() == {"policy": without.policy} and without.state_dict() == {}
+    assert with_one.modules() == {"policy": with_one.policy, "reference": with_one.reference.model}
+    without.save(tmp_path)
+    saved = load_model(tmp_path / "checkpoint").state_dict()
+    assert all(torch.equal(weight, saved[name]) for name, weight in without.policy.state_dict().items())
+
+
+def test_the_reference_hears_of_every_step(stage):
+    algorithm, heard = stage("grpo").algorithm, []
+    algorithm.reference = type("Reference", (), {"after_step": heard.append})
+    algorithm.after_step(7)
+    assert heard == [7]
+
+
+def test_nothing_is_said_of_held_out_rows_and_no_recipe_is_refused():
+    assert Algorithm.check(None) is None and Algorithm.evaluate(None, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("max_epochs", 0, "max_epochs is 0"),
+        ("learning_rate", 0, "learning_rate is 0"),
+        ("max_grad_norm", 0, "norm is 0"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(option, value, says):
+    assert build(TrainingConfig, {}, "sft") == TrainingConfig()
+    with pytest.raises(ValueError, match=f"sft.*{says}"):
+        build(TrainingConfig, {option: value}, "sft")

@@ -1,18 +1,16 @@
 """The rest of GRPO's family, step by step on a tiny model: which completions count, and how much."""
 
-from dataclasses import fields
-
 import pytest
 import torch
+from test_grpo import FOURS, REWARDS, TEACHING
 
 from minivlmrl.algorithms import grpo_family as family_file
-from minivlmrl.algorithms.grpo_family import Family, FamilyConfig, beyond_the_book, soft_overlong_punishment
-from minivlmrl.grpo import GRPO, GRPOConfig
+from minivlmrl.algorithms.grpo_family import Family, soft_overlong_punishment
+from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor
-from minivlmrl.train import find_algorithm
 
-from stages import SECOND, drawn, earned, snapshot
+from stages import SECOND, drawn, earned, snapshot, without_idle_rows
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ BOOK = [
 def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkeypatch, options):
     """The same bits: metrics of four steps and every weight after them."""
     found = []
-    for algorithm in (GRPO, Family):
+    for algorithm in (GRPOStage, Family):
         monkeypatch.setattr("minivlmrl.train.find_algorithm", lambda *_, algorithm=algorithm: algorithm)
         run = stage("grpo", *options, dtype=torch.float32)
         assert type(run.algorithm) is algorithm
@@ -52,30 +50,6 @@ def test_with_the_books_options_it_computes_what_the_book_computes(stage, monkey
     assert lines == again
     assert all(line["grad_norm"] > 0 for line in lines)
     assert weights.keys() == same.keys() and all(torch.equal(weights[name], same[name]) for name in weights)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_a_recipe_with_the_books_options_is_run_by_the_book(stage, loss_type):
-    assert type(stage("grpo", f"--grpo.loss_type={loss_type}", "--grpo.beta=0.1").algorithm) is GRPO
-
-
-@pytest.mark.parametrize("name", sorted({f.name for f in fields(FamilyConfig)} - {f.name for f in fields(GRPOConfig)}))
-def test_a_recipe_with_another_option_is_run_by_this_class(name):
-    config = FamilyConfig()
-    assert not beyond_the_book(config)
-    setattr(config, name, 0.7)
-    assert beyond_the_book(config)
-
-
-def test_train_finds_the_class_of_a_recipe(stage):
-    assert type(stage("grpo", "--grpo.loss_type=sapo").algorithm) is Family
-    config = stage("grpo").algorithm.run
-    assert find_algorithm("grpo", config) is GRPO
-    for loss_type in ("bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"):
-        config.grpo.loss_type = loss_type
-        assert find_algorithm("grpo", config) is Family
-    config.grpo.loss_type, config.grpo.importance_sampling_level = "dapo", "sequence_token"
-    assert find_algorithm("grpo", config) is Family
 
 
 # dynamic sampling
@@ -109,7 +83,8 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     batches = run.next()
     assert len(samples) == 3
     kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the one that teaches, then the first of the others
-    assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
+    assert run.step.rollout.completions == [samples[i].completions[group] for i, group in kept]
+    assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
     line = run.update()
     assert line["num_gen_batches"] == 3
     assert line["frac_reward_zero_std"] == 0.75
@@ -153,7 +128,7 @@ def test_overlong_completions_are_punished(stage, samples):
 def test_a_group_whose_lengths_are_punished_differently_teaches(stage, script):
     script(*[0.5] * 9)
     run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.prompts_per_step=8", "--grpo.num_generations=2")
-    rollout = run.algorithm.roll_out(run.batches)
+    rollout = run.algorithm.roll_out(next(run.batches))
     lengths = [{max(len(c.ids), 2) for c in group} for group in rollout.completions]  # 2 tokens and fewer are free
     teaches = [group[-1] for group in run.algorithm.all_groups(rollout)]
     assert teaches == [len(own) > 1 for own in lengths]
@@ -168,10 +143,10 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
         return lambda completions, **_: values[name] * (len(completions) // 2)
 
     monkeypatch.setattr("minivlmrl.reward_functions.calls.get_reward", get_reward)
-    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}", "--grpo.max_num_gen_batches=2"]
+    options = ["--grpo.num_generations=2", "--rewards={letters: 1, format: 1}"]
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
-        rollout = run.algorithm.roll_out(run.batches)
+        rollout = run.algorithm.roll_out(next(run.batches))
         assert sum(group[-1] for group in run.algorithm.all_groups(rollout)) == teaching
 
 
@@ -227,13 +202,13 @@ def test_rloo_by_hand(stage, samples, asked):
     others = (rewards.sum(1, keepdim=True) - rewards) / 2
     plainly = batch.advantages
     torch.testing.assert_close(plainly.double(), (rewards - others).flatten().double(), rtol=1e-6, atol=1e-6)
+    run.config.normalize_advantages = True
+    [[batch]] = run.algorithm.prepare(samples[-1], [range(4)])
+    expected = (plainly - plainly.mean()) / (plainly.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages, expected, rtol=1e-5, atol=1e-5)
     line = run.update()
     assert asked[-1][3].beta == 0 and "kl" not in line
     assert line["reward"] == pytest.approx(plain.mean().item())
-    run.config.normalize_advantages = True
-    run.algorithm.compute_advantages(samples[-1], [[batch]])
-    expected = (plainly - plainly.mean()) / (plainly.std() + 1e-4)
-    torch.testing.assert_close(batch.advantages, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
@@ -242,8 +217,8 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
                 "--grpo.micro_batch_size=4")  # fmt: skip
     original = run.algorithm.roll_out
 
-    def drift(batches):
-        rollout = original(batches)
+    def drift(rows):
+        rollout = original(rows)
         for c in drawn(rollout):
             c.logps = c.logps + (c.ids % 5 - 2) / 2
         return rollout
@@ -300,6 +275,31 @@ def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, optio
     assert len(samples[0].rows) == 4 and advantages.abs().max() > 0
     torch.testing.assert_close(advantages.sum(1), torch.zeros(4), rtol=0, atol=1e-5, check_dtype=False)
     assert run.step.metrics["rewards/letters/mean"] == pytest.approx((9 + earned(run.algorithm, samples[0]).mean()) / 2)
+
+
+# completions that have no gradient are left out: test_grpo.py has the book's losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "cispo", "sapo", "vespo")),
+        ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_gradient_is_that_of_all_completions(stage, script, options):
+    some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
+    assert some.completion_index.tolist() == TEACHING and some.counts == all_rows.counts
+
+
+@pytest.mark.parametrize(
+    "option", ["entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"]
+)
+def test_where_every_completion_counts_all_stay(stage, script, option):
+    script(REWARDS)
+    [batch] = stage("grpo", *FOURS, *f"--grpo.{option}".split()).next()
+    assert batch.completion_index.tolist() == [*range(16)]
 
 
 # overlong shaping

@@ -3,6 +3,7 @@
 import gc
 import json
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.generate import draw_by
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import uniform_numbers
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.run.optimizer import TrainingConfig, build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import (
+    Lockstep,
     Sharding,
     ShardingSection,
     copy_model,
@@ -35,6 +39,7 @@ from minivlmrl.scale.sharding import (
 from minivlmrl.tasks import shapes
 
 import tiny
+from draws import ids_of, options, prompts, sample
 
 CPU = torch.device("cpu")
 SECTIONS = {"sharded": ["--sharding.enabled=true"], "replicas": ["--sharding.enabled=true", "--sharding.replicas=2"]}
@@ -296,6 +301,27 @@ def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
         per_token_logps(model, batch())
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
+
+
+def test_a_rank_that_ends_early_decodes_until_all_have_ended():
+    """The others decode 11 times; the row of this one ends before that, and stays as it is."""
+
+    class Others:
+        device, told = CPU, []
+
+        def sum(self, own):
+            self.told.append(own)
+            return [own + (len(self.told) < 12)]
+
+    world, model, ran = Others(), tiny.model(), []
+    draw = draw_by(uniform_numbers(["a"], 1, 12))
+    [ids] = ids_of(sample(model, prompts(1), 1, options(), draw=draw))
+    model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    wrap = partial(Lockstep(world).keeping, max_new_tokens=12, model=model)
+    with torch.no_grad():
+        assert ids_of(sample(model, prompts(1), 1, options(), draw=draw, wrap=wrap)) == [ids]
+    assert 1 < len(ids) < 12 and sum(world.told) == len(ids) - 1
+    assert len(ran) == 1 + 11  # the prompt, and as many steps as the others
 
 
 def test_the_optimizer_has_the_sharded_weights(alone):

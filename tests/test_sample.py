@@ -1,0 +1,170 @@
+"""The sampler of a recipe: what decides a draw, where it ends, how a step is run, and what a frozen tower saw."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_sharding import alone, sharded_model  # noqa: F401 (a fixture)
+
+from minivlmrl.generate import Decode, Sampler
+from minivlmrl.image import ImageProcessor
+from minivlmrl.rows import Processor
+from minivlmrl.sampling.captured import CapturedDecode
+from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.vision import VisionTransformer
+
+import tiny
+from draws import STOP, ids_of, options, prompts
+from stages import ONE, snapshot
+
+KEYS = ["a", "b", "c", "d", "e"]
+
+
+@pytest.fixture
+def sampler(tokenizer_300):
+    """sampler(model, world, gather_weights, options of the sampling)."""
+
+    def sampler(model=None, world=ONE, gather_weights=True, **values):
+        processor = Processor(tokenizer_300, ImageProcessor())
+        sampling = options(**{"stop_token_ids": list(STOP)} | values)
+        return RunSampler(model or tiny.model(), processor, sampling, world, gather_weights)
+
+    return sampler
+
+
+def drawn(sample, keys=KEYS, generations=2):
+    """What it draws for the prompts of these keys."""
+    rows = prompts(5)
+    return ids_of(sample([rows[KEYS.index(key)] for key in keys], generations, keys))
+
+
+def test_without_further_options_it_draws_what_the_books_draws(sampler):
+    sample = sampler(tiny.model(dtype=torch.float64))
+    assert drawn(sample) == drawn(Sampler(sample.model, sample.processor, sample.sampling))
+    assert len({len(ids) for ids in drawn(sample)}) > 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_tokens_at_once": 60},
+        {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
+        {"graph": "always"},
+    ],
+    ids=str,
+)
+def test_keys_alone_decide(sampler, values):
+    """Not the order of the prompts, nor how many there are, nor how many are computed together."""
+    sample = sampler(tiny.model(dtype=torch.float64), **values)
+    found = dict(zip(KEYS, zip(*[iter(drawn(sample))] * 2, strict=True), strict=True))
+    for keys in (["c"], ["e", "a", "d"], KEYS[::-1]):
+        assert drawn(sample, keys) == [ids for key in keys for ids in found[key]]
+    others = ids_of(sample(prompts(5), 2, [f"{key}2" for key in KEYS]))
+    assert others != drawn(sample)
+
+
+def test_filters_change_draws_and_not_their_log_probabilities(sampler):
+    """Of one token that is left, as without temperature; the log-probability is that of all tokens."""
+    [[one]] = sampler(top_k=1)(prompts(1), 1, ["a"])
+    [[greedy]] = sampler(temperature=0.0)(prompts(1), 1, ["a"])
+    assert torch.equal(one.ids, greedy.ids) and torch.equal(one.logps, greedy.logps) and one.logps.max() < -0.1
+
+
+def test_a_stop_string_ends_a_completion(sampler):
+    plain, ending = sampler(stop_token_ids=[]), sampler(stop_token_ids=[], stop_strings=["a"])
+    decode, ended = plain.processor.tokenizer.decode, 0
+    for whole, group in zip(plain(prompts(5), 2, KEYS), ending(prompts(5), 2, KEYS), strict=True):
+        for free, cut in zip(whole, group, strict=True):
+            lengths = [n for n in range(1, 13) if "a" in decode(free.ids[:n].tolist())]
+            assert cut.ids.tolist() == free.ids[: lengths[0] if lengths else 12].tolist()
+            assert cut.stopped == bool(lengths)
+            ended += cut.stopped and len(cut.ids) < 12
+    assert ended > 2
+
+
+# how a decode step is run
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """How each decode step is run."""
+    seen, call = [], Decode.__call__
+    monkeypatch.setattr(Decode, "__call__", lambda self, *a: seen.append(type(self)) or call(self, *a))
+    return seen
+
+
+@pytest.mark.parametrize(("graph", "kind"), [("auto", Decode), ("never", Decode), ("always", CapturedDecode)])
+def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, kind):
+    drawn(sampler(graph=graph))
+    assert set(decodes) == {kind}
+
+
+@pytest.mark.parametrize(("graph", "captured"), [("auto", True), ("never", False), ("always", True)])
+def test_on_a_gpu_a_graph_is_the_default(sampler, graph, captured):
+    world = SimpleNamespace(device=torch.device("cuda"))
+    assert sampler(world=world, graph=graph).captured == captured
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("gather_weights", "graph"), [(True, "auto"), (True, "always"), (False, "auto"), (False, "never")]
+)
+def test_sharded_weights_draw_the_same(sampler, gather_weights, graph):
+    """Gathered as a whole, also for a graph, or layer by layer."""
+    model = sharded_model()
+    assert drawn(sampler(model, ONE, gather_weights, graph=graph)) == drawn(sampler())
+
+
+@pytest.mark.usefixtures("alone")
+def test_layer_by_layer_there_is_no_graph(sampler):
+    model, world = sharded_model(), SimpleNamespace(device=torch.device("cuda"))
+    assert not sampler(model, world, gather_weights=False).captured
+    with pytest.raises(ValueError, match=r"sampling\.graph is 'always', it needs rollout\.gather_weights: true"):
+        sampler(model, gather_weights=False, graph="always")
+
+
+# what a frozen tower saw
+
+FROZEN = "--model.freeze=[vision, merger]"
+MORE = {
+    "one micro-batch": ["--grpo.micro_batch_size=4"],
+    "twice": ["--grpo.num_iterations=2"],
+    "pieces": ["--grpo.max_tokens_per_micro_batch=90"],
+    "rloo": ["--grpo.loss_type=rloo", "--grpo.steps_per_generation=2"],
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, more):
+    """Sampler, reference and policy share what it makes of it: metrics and weights stay what they were, in float64."""
+    seen, forward = [], VisionTransformer.forward
+    monkeypatch.setattr(
+        VisionTransformer, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid)
+    )
+    run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more)
+    lines, once = run.go(3), sum(seen)
+    assert len(seen) == run.batches.draws
+    again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more)
+    again.algorithm.sample.keeps_vision = False
+    expected = again.go(3)
+    assert sum(seen) - once >= 2 * once
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-12, abs=1e-12)
+    weights = snapshot(run.model)
+    for name, weight in snapshot(again.model).items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("grpo", ["--model.freeze=[vision]"]),
+        ("grpo", [FROZEN, "--sampling.max_tokens_at_once=120"]),
+        ("ppo", [FROZEN, "--ppo.critic=separate"]),
+    ],
+    ids=["merger trained", "pieces", "critic"],
+)
+def test_nothing_is_kept_of_other_towers_and_in_pieces(stage, samples, name, choices):
+    stage(name, *choices).go()
+    assert all(prompt.vision_embeds is None for rollout in samples for prompt in rollout.prompts)

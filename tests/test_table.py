@@ -1,0 +1,54 @@
+"""Which class runs a stage."""
+
+from dataclasses import fields
+
+import pytest
+
+from minivlmrl.algorithms.grpo_family import Family, FamilyConfig, needs_family
+from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.algorithms.table import ALGORITHMS, find_algorithm
+from minivlmrl.grpo import GRPOConfig
+
+from stages import STAGES
+
+NOT_IN_THE_BOOK = sorted({f.name for f in fields(FamilyConfig)} - {f.name for f in fields(GRPOConfig)})
+
+
+class Run:
+    """A recipe that has a section `grpo` alone."""
+
+    def __init__(self, **options):
+        self.grpo = FamilyConfig(**options)
+
+
+def test_each_stage_has_a_class_of_its_name():
+    assert set(ALGORITHMS) == set(STAGES)
+    assert all(find_algorithm(name, Run()).stage == name for name in STAGES)
+
+
+def test_an_unknown_stage_is_refused():
+    with pytest.raises(ValueError, match=r"unknown algorithm 'tpo'; known are sft, dpo, kto, reward_model, grpo, ppo$"):
+        find_algorithm("tpo", Run())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_a_recipe_with_the_books_options_is_run_by_the_book(loss_type):
+    options = {"loss_type": loss_type, "beta": 0.1, "importance_sampling_level": "sequence"}
+    assert find_algorithm("grpo", Run(**options)) is GRPOStage
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"])
+def test_other_losses_are_run_by_the_family(loss_type):
+    assert find_algorithm("grpo", Run(loss_type=loss_type)) is Family
+
+
+def test_ratios_of_both_levels_are_run_by_the_family():
+    assert find_algorithm("grpo", Run(importance_sampling_level="sequence_token")) is Family
+
+
+@pytest.mark.parametrize("name", NOT_IN_THE_BOOK)
+def test_other_options_are_run_by_the_family(name):
+    config = FamilyConfig()
+    assert not needs_family(config)
+    setattr(config, name, 0.7)
+    assert needs_family(config)
