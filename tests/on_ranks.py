@@ -118,8 +118,8 @@ def record(algorithm, result):
     """Have the texts of all ranks' rollouts kept."""
     roll_out = algorithm.roll_out
 
-    def spy(batches):
-        made = roll_out(batches)
+    def spy(rows):
+        made = roll_out(rows)
         texts = [[algorithm.processor.decode(c.ids) for c in group] for group in made.completions]
         keys = [row.key for row in made.rows]
         parts = algorithm.world.gather_objects(list(zip(keys, texts, strict=True)))

@@ -1,4 +1,4 @@
-"""The files of metrics, how metrics of micro-batches and ranks are merged, and those of a rollout."""
+"""The files of metrics, and how those of micro-batches and ranks are merged."""
 
 import json
 import math
@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.generate import Completion
-from minivlmrl.run.metrics import MetricsLog, merge, rollout_metrics
+from minivlmrl.run.metrics import MetricsLog, merge
 from minivlmrl.scale.ranks import World
 
-from stages import ONE, SECOND
+from stages import ONE
 
 
 def lines(folder, name="metrics.jsonl"):
@@ -101,32 +100,3 @@ def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
 
 def test_metrics_of_a_step_without_tokens_are_zero():
     assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)
-
-
-def rollout(*lengths):
-    """Completions in groups of two; those of three tokens are cut."""
-    made = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
-    return SimpleNamespace(completions=[made[i : i + 2] for i in range(0, len(made), 2)])
-
-
-@pytest.mark.parametrize("world", [ONE, SECOND])
-def test_metrics_of_a_rollout_by_hand(world):
-    """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
-    run, config = SimpleNamespace(rewards={"format": 0.5, "accuracy": 1.0}), SimpleNamespace(num_generations=2)
-    algorithm = SimpleNamespace(stage="grpo", world=world, run=run, config=config)
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
-    found = rollout_metrics(algorithm, rollout(1, 3, 3, 3), rewards, torch.tensor([1.0, 0.0, 1.0, 1.0]))
-    assert found == pytest.approx({
-        "reward": 0.75, "rewards/format/mean": 2 / 3, "rewards/format/std": (4 / 3) ** 0.5,
-        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 3**-0.5, "completions/mean_length": 2.5,
-        "completions/min_length": 1, "completions/max_length": 3, "completions/mean_terminated_length": 1,
-        "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
-        "completions/clipped_ratio": 0.75, "reward_std": 0.5**0.5 / 2, "frac_reward_zero_std": 0.5,
-    })  # fmt: skip
-
-
-def test_ppo_has_no_groups():
-    run, config = SimpleNamespace(rewards={"format": 1.0}), SimpleNamespace(num_generations=2)
-    algorithm = SimpleNamespace(stage="ppo", world=ONE, run=run, config=config)
-    found = rollout_metrics(algorithm, rollout(1, 3), torch.ones(2, 1), torch.ones(2))
-    assert "reward_std" not in found and found["reward"] == 1

@@ -172,7 +172,7 @@ ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=
            "--adapter.dora=true", "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = "--adapter.quantize=nf4"
-ADAPTED_WAYS = {"adapters": ADAPTED, "dropout": [*ADAPTED, *DROPOUT], "NF4": [*ADAPTED, NF4]}
+ADAPTED_WAYS = {"adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
 QUICK = {
     "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "layer by layer": [*GRPO, *ONE_BY_ONE],
     "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
@@ -181,7 +181,8 @@ QUICK = {
     **{f"{name}, sharded": [*options, *SHARDED] for name, options in ADAPTED_WAYS.items()},
     **{f"{name}, layer by layer": [*options, *ONE_BY_ONE] for name, options in ADAPTED_WAYS.items()},
     "NF4, compute_dtype": [*ADAPTED, NF4, "--model.compute_dtype=float64"],
-    "dropout, replicated": ADAPTED_WAYS["dropout"],
+    "dropout": [*ADAPTED, *DROPOUT], "dropout, sharded": [*ADAPTED, *DROPOUT, *SHARDED],
+    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
 }  # fmt: skip
 
@@ -218,6 +219,14 @@ def test_two_ranks_with_adapters_equal_one(quick_results, way):
         assert_equal(rank[way], expected, 1e-11, 1e-11)
     moved = [name for name, value in expected.weights.items() if "lora_B" in name and value.any()]
     assert any("critic" in name for name in moved) and any("policy" in name for name in moved)
+
+
+@pytest.mark.parametrize("way", ["dropout, sharded", "dropout, layer by layer"])
+def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results, way):
+    """Each rank has masks of its own, so that one process makes something else."""
+    for rank in quick_results[1]:
+        assert_equal(rank[way], rank["dropout"], 1e-11, 1e-11)
+        assert rank["dropout"].lines[0]["loss"] != pytest.approx(rank["adapters, sharded"].lines[0]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("count", COUNTS)

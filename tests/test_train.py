@@ -14,9 +14,8 @@ from runs import LETTERS, metrics, summary
 from safetensors.torch import load_file, save_file
 
 from minivlmrl import grpo as grpo_file
-from minivlmrl import train
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.rewards import load_name
+from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.rows import Processor
 from minivlmrl.run import results as results_file
 from minivlmrl.run.evaluate import Evaluation
@@ -157,7 +156,7 @@ def test_micro_batches_add_up_to_the_step(run, plain, lively, monkeypatch, stage
     """One step of four prompts is the same step in four pieces."""
     pieces = []
     for size in (4, 1):
-        algorithm, count = load_name(train.ALGORITHMS[stage]), []
+        algorithm, count = ALGORITHMS[stage], []
         original = algorithm.loss
         with monkeypatch.context() as patch:
             patch.setattr(algorithm, "loss", lambda *a, f=original, count=count: count.append(1) or f(*a))
@@ -198,7 +197,7 @@ def test_every_step_begins_without_gradient(run, plain):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_save_steps_writes_the_checkpoint_on_the_way(run, plain, monkeypatch, stage):
-    steps, algorithm = [], load_name(train.ALGORITHMS[stage])
+    steps, algorithm = [], ALGORITHMS[stage]
     original = algorithm.save
     monkeypatch.setattr(algorithm, "save", lambda *a: steps.append(len(steps)) or original(*a))
     folder = run(f"--stages={stage}", f"--{stage}.save_steps=2", f"--{stage}.max_steps=5")
