@@ -41,7 +41,7 @@ def drawn(sample, keys=KEYS, generations=2):
 def test_without_further_options_it_draws_what_the_books_draws(sampler):
     sample = sampler(tiny.model(dtype=torch.float64))
     assert drawn(sample) == drawn(Sampler(sample.model, sample.processor, sample.sampling))
-    assert len({len(ids) for ids in drawn(sample)}) > 2
+    assert len({len(ids) for ids in drawn(sample)}) > 1
 
 
 @pytest.mark.parametrize(

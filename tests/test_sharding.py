@@ -315,11 +315,11 @@ def test_a_rank_that_ends_early_decodes_until_all_have_ended():
 
     world, model, ran = Others(), tiny.model(), []
     draw = draw_by(uniform_numbers(["a"], 1, 12))
-    [ids] = ids_of(sample(model, prompts(1), 1, options(), draw=draw))
+    [ids] = ids_of(sample(model, prompts(1), 1, options(), range(60), draw))
     model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
     wrap = partial(Lockstep(world).keeping, max_new_tokens=12, model=model)
     with torch.no_grad():
-        assert ids_of(sample(model, prompts(1), 1, options(), draw=draw, wrap=wrap)) == [ids]
+        assert ids_of(sample(model, prompts(1), 1, options(), range(60), draw, wrap)) == [ids]
     assert 1 < len(ids) < 12 and sum(world.told) == len(ids) - 1
     assert len(ran) == 1 + 11  # the prompt, and as many steps as the others
 

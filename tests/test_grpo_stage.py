@@ -1,0 +1,71 @@
+"""GRPO as a stage of a recipe: its numbers are those of the book's parts, with what the recipe says."""
+
+import pytest
+import torch
+
+from minivlmrl.generate import Sampler, SamplingConfig
+from minivlmrl.grpo import GRPO, GRPOConfig
+
+from stages import ONE, drawn, letters
+
+BUDGET = 80
+
+
+def test_it_computes_what_the_books_parts_compute(stage, samples):
+    """The same draws, micro-batches and loss, bit for bit; its metrics are more."""
+    run = stage("grpo", "--grpo.beta=0.1", "--rewards={letters: 0.5}")
+    batches, rows = run.next(), samples[0].rows
+    algorithm = run.algorithm
+    sample = Sampler(run.model, algorithm.processor, SamplingConfig(max_new_tokens=6))
+    config = GRPOConfig(num_generations=3, micro_batch_size=2, beta=0.1)
+    book = GRPO(run.model, algorithm.processor, sample, {letters: 0.5}, config, ONE, algorithm.reference)
+    step = next(book.steps([rows]))
+    assert step.metrics == {"reward": pytest.approx(run.step.metrics["reward"])}
+    for ours, own in zip(batches, step.micro_batches, strict=True):
+        (loss, metrics), (expected, its) = algorithm.loss(ours), book.loss(own)
+        assert torch.equal(loss, expected) and metrics.keys() == its.keys()
+        assert torch.equal(ours.group.completion_ids, own.group.completion_ids)
+
+
+def test_rewards_have_the_weights_of_the_recipe(stage, samples):
+    run = stage("grpo", "--rewards={letters: 0.5, format: 2}", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
+    advantages = torch.cat([batch.advantages for batch in run.next()]).view(4, 3)
+    total = (samples[0].rewards @ torch.tensor([0.5, 2.0])).view(4, 3)
+    torch.testing.assert_close(advantages, total - total.mean(1, keepdim=True))
+    assert {"rewards/letters/mean", "rewards/format/std", "reward_std"} <= run.step.metrics.keys()
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_reward_of_wrong_length_is_named(stage, script, name):
+    script([1.0])
+    with pytest.raises(ValueError, match=r"reward letters returned 1 values for \d+ completions"):
+        stage(name).go()
+
+
+def test_without_a_kl_there_is_no_reference(stage):
+    assert stage("grpo").algorithm.reference is None
+    assert stage("grpo", "--grpo.beta=0.1").algorithm.reference is not None
+
+
+def test_a_token_budget_divides_a_step_and_its_groups(stage, samples):
+    """Each completion is in one micro-batch, with the prompt that it answers."""
+    run = stage("grpo", f"--grpo.max_tokens_per_micro_batch={BUDGET}", "--grpo.beta=0.1", "--grpo.micro_batch_size=4")
+    batches, [rollout] = run.next(), samples
+    assert sorted(torch.cat([b.completion_index for b in batches]).tolist()) == [*range(12)]
+    assert len(batches) > 1
+    for batch in batches:
+        own = batch.completion_index.tolist()
+        assert torch.equal(batch.group.completion_ids, torch.cat([drawn(rollout)[row].ids for row in own]))
+        of = [rollout.prompts[prompt] for prompt in dict.fromkeys(row // 3 for row in own)]
+        assert all(a is b for a, b in zip(batch.group.prompts, of, strict=True))
+        assert sum(len(p.input_ids) for p in of) + len(batch.group.completion_ids) <= BUDGET
+
+
+def test_a_reward_model_is_asked_with_the_prompts_as_they_are(stage, samples):
+    """It has a tower of its own: a frozen one of the policy keeps nothing for it."""
+    run, asked = stage("grpo", "--model.freeze=[vision, merger]"), []
+    assert run.algorithm.sample.keeps_vision
+    run.algorithm.reward_model = lambda prompts, completions: asked.append(prompts) or [0.0] * 12
+    columns = run.algorithm.columns(*[getattr(run.algorithm.roll_out(next(run.batches)), name) for name in
+                                      ("rows", "prompts", "completions")])  # fmt: skip
+    assert columns["reward_model_scores"] == [0.0] * 12 and asked[0] is samples[0].prompts
