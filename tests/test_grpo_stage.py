@@ -59,13 +59,3 @@ def test_a_token_budget_divides_a_step_and_its_groups(stage, samples):
         of = [rollout.prompts[prompt] for prompt in dict.fromkeys(row // 3 for row in own)]
         assert all(a is b for a, b in zip(batch.group.prompts, of, strict=True))
         assert sum(len(p.input_ids) for p in of) + len(batch.group.completion_ids) <= BUDGET
-
-
-def test_a_reward_model_is_asked_with_the_prompts_as_they_are(stage, samples):
-    """It has a tower of its own: a frozen one of the policy keeps nothing for it."""
-    run, asked = stage("grpo", "--model.freeze=[vision, merger]"), []
-    assert run.algorithm.sample.keeps_vision
-    run.algorithm.reward_model = lambda prompts, completions: asked.append(prompts) or [0.0] * 12
-    columns = run.algorithm.columns(*[getattr(run.algorithm.roll_out(next(run.batches)), name) for name in
-                                      ("rows", "prompts", "completions")])  # fmt: skip
-    assert columns["reward_model_scores"] == [0.0] * 12 and asked[0] is samples[0].prompts

@@ -50,6 +50,12 @@ def test_it_is_a_reward_with_the_scores_as_a_column():
     assert names.required_columns(["reward_model"]) == []  # a row need not have it
 
 
+def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
+    """What the policy's frozen tower made of an image would be wrong for it."""
+    stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
+    assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
+
+
 def test_it_takes_the_dtype_of_the_policy(stage, judge):
     run = stage("grpo", JUDGED, f"--reward_model.path={judge}", dtype=torch.float64)
     assert {p.dtype for p in run.algorithm.reward_model.model.parameters()} == {torch.float64}

@@ -6,15 +6,15 @@ import pytest
 import torch
 from test_sharding import alone, sharded_model  # noqa: F401 (a fixture)
 
-from minivlmrl.generate import Decode, Sampler
+from minivlmrl.generate import Decode, Sampler, draw_by
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import Processor
+from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.vision import VisionTransformer
 
 import tiny
-from draws import STOP, ids_of, options, prompts
+from draws import STOP, ids_of, options, prompts, sample
 from stages import ONE, snapshot
 
 KEYS = ["a", "b", "c", "d", "e"]
@@ -32,16 +32,16 @@ def sampler(tokenizer_300):
     return sampler
 
 
-def drawn(sample, keys=KEYS, generations=2):
-    """What it draws for the prompts of these keys."""
+def drawn(sampler, keys=KEYS):
+    """Two completions of the prompt of each of these keys, as it draws them."""
     rows = prompts(5)
-    return ids_of(sample([rows[KEYS.index(key)] for key in keys], generations, keys))
+    return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
 
 def test_without_further_options_it_draws_what_the_books_draws(sampler):
-    sample = sampler(tiny.model(dtype=torch.float64))
-    assert drawn(sample) == drawn(Sampler(sample.model, sample.processor, sample.sampling))
-    assert len({len(ids) for ids in drawn(sample)}) > 1
+    own = sampler(tiny.model(dtype=torch.float64))
+    assert drawn(own) == drawn(Sampler(own.model, own.processor, own.sampling))
+    assert len({len(ids) for ids in drawn(own)}) > 1
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,20 @@ def test_without_further_options_it_draws_what_the_books_draws(sampler):
 )
 def test_keys_alone_decide(sampler, values):
     """Not the order of the prompts, nor how many there are, nor how many are computed together."""
-    sample = sampler(tiny.model(dtype=torch.float64), **values)
-    found = dict(zip(KEYS, zip(*[iter(drawn(sample))] * 2, strict=True), strict=True))
-    for keys in (["c"], ["e", "a", "d"], KEYS[::-1]):
-        assert drawn(sample, keys) == [ids for key in keys for ids in found[key]]
-    others = ids_of(sample(prompts(5), 2, [f"{key}2" for key in KEYS]))
-    assert others != drawn(sample)
+    own = sampler(tiny.model(dtype=torch.float64), **values)
+    each = {key: drawn(own, [key]) for key in KEYS}
+    for keys in (KEYS, ["e", "a", "d"], KEYS[::-1]):
+        assert drawn(own, keys) == [ids for key in keys for ids in each[key]]
+    others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
+    assert others != drawn(own)
+
+
+@pytest.mark.parametrize("values", [{"repetition_penalty": 1.5}, {"min_new_tokens": 12}, {"top_p": 0.5}], ids=str)
+def test_filters_are_those_of_the_options(sampler, values):
+    model, sampling = tiny.model(dtype=torch.float64), options(**values)
+    draw = draw_by(uniform_numbers(KEYS, 2, 12))
+    expected = ids_of(sample(model, prompts(5), 2, sampling, draw=draw))
+    assert drawn(sampler(model, **values)) == expected != drawn(sampler(model))
 
 
 def test_filters_change_draws_and_not_their_log_probabilities(sampler):

@@ -86,6 +86,7 @@ def test_metrics_of_the_other_stages(run, plain):
     assert set(reward_model) == common | pairs
     assert set(ppo) == common | {
         "policy_loss", "value_loss", "approx_kl", "clip_ratio/policy", "clip_ratio/value", "ratio", "entropy",
+        "rollout/logp_mismatch",
     } | ROLLOUT  # fmt: skip
 
 
@@ -368,7 +369,7 @@ def test_files_of_stages_train_random_weights(run, plain, rows):
 def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded(run, monkeypatch):
     monkeypatch.setattr("minivlmrl.scale.ranks.setup", lambda *_: World(0, 3, torch.device("cpu")))
     monkeypatch.setattr("minivlmrl.run.start.load_datasets", None)  # calling it would fail
-    monkeypatch.setattr("minivlmrl.hub.folder.locked", lambda *_: nullcontext())
+    monkeypatch.setattr("minivlmrl.train.locked", lambda *_: nullcontext())
     with pytest.raises(
         ValueError, match=r"grpo\.prompts_per_step is 4, which 3 ranks cannot share equally: .* 3 or 6$"
     ):
