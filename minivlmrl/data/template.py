@@ -202,8 +202,8 @@ def _template_in(path: Path) -> str | None:
             return path.read_text(encoding="utf-8")
     text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
     if isinstance(text, list):
-        named = {entry.get("name"): entry for entry in text if isinstance(entry, dict)}
-        text, needed = named.get("default", {}).get("template"), True
+        named = [entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default"]
+        text, needed = named[0].get("template") if named else None, True
     if not isinstance(text, str) and (needed or text is not None):
         needed = "the text of a template, or a list of which one is named 'default'"
         raise ValueError(f"{path}: chat_template must be {needed}; it is {text!r:.40}")
