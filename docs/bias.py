@@ -128,8 +128,8 @@ PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoi
 
 def policy_table() -> list[list[str]]:
     """Policy losses: the gradient of the expected reward."""
-    kinds = [*product(get_args(LossType), ["token"], ("group", "batch", "none"))]
-    kinds += product(("grpo", "dr_grpo"), ("sequence", "sequence_token"), ["none"])
+    kinds = [(name, "token", "none") for name in get_args(LossType)]
+    kinds += [("dr_grpo", "token", "group"), ("dr_grpo", "token", "batch"), ("dr_grpo", "sequence", "none")]
     columns = {
         "one group a step": (GRADED, 2, True, POLICY, 9.0),
         "many groups": (GRADED, 2, False, POLICY, 9.0),
@@ -146,20 +146,20 @@ def policy_table() -> list[list[str]]:
             found = gradient(expected_policy_loss, logits, rewards, options, scale, G, one_group, old=OLD)
             cells.append(cell(-found, reward_gradient(logits, rewards)))
         table.append([name, level, scale, *cells])
-    return [row for row in table if row[0] != "rloo" or row[2] == "none"]  # it leaves one out instead
+    return table
 
 
 def kl_table() -> list[list[str]]:
     """The KL term alone: the gradients of two KLs."""
     table, none = [["loss_type", "KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
-    kinds = "", " straight-through", " corrected"
-    for loss_type, name, kind in product(("luspo", "grpo"), ("k1", "k2", "k3"), kinds):
-        how = {"kl_straight_through": "straight" in kind, "use_bias_correction_kl": kind == " corrected"}
-        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=name, **how)
+    kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
+    for loss_type, kind in product(("luspo", "grpo"), kinds):
+        how = {"kl_straight_through": "straight" in kind, "use_bias_correction_kl": "corrected" in kind}
+        options = FamilyLoss(loss_type, beta=1.0, kl_estimator=kind[:2], **how)
         on, off = (gradient(expected_policy_loss, x, none, options, old=OLD, ref=REF) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
-        table.append([loss_type, name + kind, *cells])
+        table.append([loss_type, kind, *cells])
     on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), FamilyLoss("rloo"))
     return [*table, ["rloo", "k1 in the reward", cell(on, tokens), cell(on, completions), ""]]
 
