@@ -44,8 +44,8 @@ What to see here:
   equal rewards pushes nothing. GRPO divides by the group's standard deviation and gives each answer the same weight,
   however long it is; RLOO compares with the mean of the other answers, and each token gets the whole advantage.
 - PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so inside an answer only
-  the discount lambda = {lam} a token tells tokens apart: early ones get less of the reward. Then it whitens over all
-  tokens, so here, too, an answer is compared with the others: the one that earned 0 is pushed down at every token.
+  the discount lambda = {lam} a token tells tokens apart. Then it whitens over all tokens: the answer that earned 0 is
+  pushed down at every token.
 - Answer 2 rises with every method, although nobody calls it good: it shares "I see blue" with the right one. A step on
   one answer is a step on all that look like it.
 """

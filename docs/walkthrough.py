@@ -28,21 +28,15 @@ COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' 
 HEAD = f"""\
 # One prompt on its way through a GRPO step
 
-What happens to one picture and one question in the first GRPO step of the default run, with the numbers that the code
-prints. Below each title is the function of the book that does it, linked to its line. All numbers come from this
-command, which takes some seconds:
+What happens to one picture and one question in the first GRPO step of the default run. Below each title is the function
+of the book that does it, linked to its line. All numbers come from this command, which takes some seconds:
 
 ```bash
 {COMMAND}
 ```
 
-The same command shows any step of a run of your own, and compares it with what training logged:
-
-```bash
-python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4
-```
-
-It trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
+`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` shows any step of a run of your own. It trains
+again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
 no digit depends on the machine: one thread, two threads and torch without AVX print the same.
