@@ -133,7 +133,6 @@ def policy_table() -> list[list[str]]:
     columns = {
         "one group a step": (GRADED, 2, True, POLICY, 9.0),
         "many groups": (GRADED, 2, False, POLICY, 9.0),
-        "many, G = 3": (GRADED, 3, False, POLICY, 9.0),
         "many, rewards 0 and 1": (BINARY, 2, False, POLICY, 9.0),
         "many, off-policy": (GRADED, 2, False, MOVED, 9.0),
         "and clipped at 0.1": (GRADED, 2, False, MOVED, 0.1),
