@@ -35,8 +35,8 @@ of the book that does it, linked to its line. All numbers come from this command
 {COMMAND}
 ```
 
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` shows any step of a run of your own. It trains
-again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
+`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` shows any step of a run of your own. It
+trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
 no digit depends on the machine: one thread, two threads and torch without AVX print the same.
