@@ -27,8 +27,8 @@ from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
 from minivlmrl.image import load_image
+from minivlmrl.reward_functions.columns import ask_by_name
 from minivlmrl.reward_functions.names import REWARDS, required_columns
-from minivlmrl.rewards import score
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.pieces import PiecesConfig
