@@ -26,11 +26,13 @@ from minivlmrl import losses, train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
 from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
+from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.columns import ask_by_name
 from minivlmrl.reward_functions.names import REWARDS, required_columns
+from minivlmrl.rewards import find_answer
 from minivlmrl.run.config import RunConfig, load_config
-from minivlmrl.run.optimizer import TrainingConfig
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
@@ -116,7 +118,7 @@ def test_the_book_is_in_its_order_and_the_step_names_its_functions():
         f"[{n}.py](minivlmrl/{n}.py)" for n in house.READING_ORDER
     ]
     named = re.findall(r"`([\w.]+)` in\s+\[[\w.]+\]\((minivlmrl/\w+\.py)\)", README)
-    assert len(named) == 8 and [name for name, file in named if name not in names(ROOT / file)] == []
+    assert len(named) == 9 and [name for name, file in named if name not in names(ROOT / file)] == []
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------
@@ -207,9 +209,7 @@ OPTIONS = [
     for value in vars(module).values()
     if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
 ]
-STAGES = [
-    kind for name, kind in typing.get_type_hints(RunConfig).items() if name in {*train.ALGORITHMS} - {"grpo family"}
-]
+STAGES = [kind for name, kind in typing.get_type_hints(RunConfig).items() if name in ALGORITHMS]
 FUNCTIONS = [losses.grpo_loss, policy_losses.policy_loss, policy_losses.rollout_importance_ratio]
 FUNCTIONS += [preference_losses.dpo_loss, preference_losses.kto_loss, preference_losses.reward_loss]
 FUNCTIONS += [sft_loss.sft_loss, ppo_loss.ppo_loss]
@@ -263,7 +263,12 @@ def test_the_table_of_rewards():
     for name, (answer, *solution) in examples.items():
         columns = {"solution": solution} if solution else {}
         sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
-        assert score([name], [answer], columns | sizes, "whole").item() == 1, name
+        assert (
+            ask_by_name(
+                [name], {"completions": [answer], "answer_texts": [find_answer(answer, "whole")], **columns, **sizes}
+            ).item()
+            == 1
+        ), name
         assert required_columns([name]) == (["solution"] if solution else []), name
 
 
