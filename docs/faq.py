@@ -4,6 +4,7 @@ The docstring of a test is a question and its answer; the page links to its code
 """
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,7 @@ def page() -> str:
     questions = [ast.get_docstring(test).partition("\n\n") for test in tests]
     sections = [HEAD]
     for test, (question, _, answer) in zip(tests, questions, strict=True):
+        answer = re.sub(r"\s+Asked\s+in\s+[^.]*\.$", "", answer)  # the test says where
         sections += [f"## {question}\n", f"{answer}\n([`{test.name}`](../tests/test_faq.py#L{test.lineno}))\n"]
     return "\n".join(sections)
 
