@@ -121,7 +121,7 @@ def generation_config(folder):
         assert from_generation_config(read_json(path)).temperature >= 0
 
     values = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
-    values |= {"eos_token_id": [151645, 151643], "max_length": 61, "num_beams": 1, "stop_strings": ["a"]}
+    values |= {"eos_token_id": [151645, 151643], "max_new_tokens": 61, "num_beams": 1, "stop_strings": ["a"]}
     return [json.dumps(values).encode()], read, "generation_config"
 
 

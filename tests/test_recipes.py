@@ -11,11 +11,11 @@ import torch
 import yaml
 from runs import metrics, summary
 
-from minivlmrl import generate as generate_file
 from minivlmrl import train
 from minivlmrl.generate import Completion
 from minivlmrl.run import report
 from minivlmrl.run.config import load_config
+from minivlmrl.sampling import sample as sample_file
 from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from recipes import localisation
 from recipes.localisation import Localisation, constant_box
@@ -158,7 +158,7 @@ def test_boxes_of_the_resized_image_are_scaled_back(run_rec, monkeypatch):
                 said.append(text)
             return said
 
-        monkeypatch.setattr(generate_file, "generate", speak(write))
+        monkeypatch.setattr(sample_file, "generate", speak(write))
         [line] = run_rec("--data.eval_rows=2", "--grpo.num_generations=2", "--rollout.max_logp_mismatch=.inf")
         scores[space] = line["rewards/iou/mean"]
     assert scores["resized"] == pytest.approx(1, abs=0.01)
