@@ -19,7 +19,7 @@ from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World, find_device, setup
 from minivlmrl.tasks import shapes
-from minivlmrl.tools.ask import seeded_device
+from minivlmrl.tools.ask import choose_device
 
 from tiny import RUN_MODEL, recipe
 
@@ -304,7 +304,7 @@ def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch
     assert str(find_device()) == "cpu"
 
 
-@pytest.mark.parametrize("start", [lambda: setup(torch.get_num_threads()), lambda: seeded_device("cpu", 0)])
+@pytest.mark.parametrize("start", [lambda: setup(torch.get_num_threads()), lambda: choose_device("cpu")])
 def test_cudnns_attention_is_off(start):
     """In training, and for one question."""
     torch.backends.cuda.enable_cudnn_sdp(True)

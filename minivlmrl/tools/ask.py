@@ -7,7 +7,7 @@ import argparse
 import codecs
 import sys
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,49 +15,49 @@ from torch import Tensor
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import load_video
-from minivlmrl.generate import generate
+from minivlmrl.generate import Choose, generate
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
-from minivlmrl.sampling.stop_strings import token_bytes, watch_stop_strings
+from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.sampling.stop_strings import token_bytes
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
-from minivlmrl.scale.ranks import find_device
+from minivlmrl.scale.ranks import World, find_device
 
 
 def main(arguments: list[str]):
     """Print the answer of a model. Its weights, which take longest to read, come last: mistakes show before."""
     options = parser().parse_args(arguments)
-    params, device = sampling(options), seeded_device(options.device, options.seed)
+    params, device = sampling(options), choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     images = [fetch_image(source, allow_url="private") for source in options.image]  # a URL that you give is allowed
     videos = [load_video(source, allow_url="private") for source in options.video]
     messages = conversation(options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system)
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    stop = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    stream = Stream(processor.tokenizer, stop, watch_stop_strings(params, processor.tokenizer, [prompt], 1))
-    [[completion]] = generate(model, [prompt], 1, params, stop, watch=stream)
+    sampler = RunSampler(model, processor, params, World(0, 1, device))
+    hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
+    stream = Stream(sampler.chooser([prompt], 1, [f"ask/{options.seed}"]), processor.tokenizer, hidden)
+    [[completion]] = generate(model, [prompt], 1, params.max_new_tokens, stream)
     stream.end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
 
 
 class Stream:
-    """Print tokens as they are drawn, each character with its last byte, and no stop token."""
+    """Choose as `choose` does, and print each token of the only row, a character with its last byte."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Collection[int], ends: Callable | None = None):
-        # ends: which rows have completed a stop string, see watch_stop_strings; None without such strings
-        self.tokenizer, self.stop_token_ids, self.ends = tokenizer, stop_token_ids, ends
+    def __init__(self, choose: Choose, tokenizer: Tokenizer, hidden: Collection[int] = ()):
+        self.choose, self.tokenizer, self.hidden = choose, tokenizer, hidden
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the first bytes of a character
 
-    def __call__(self, rows: Tensor, ids: Tensor) -> Tensor | bool:
-        """Take the next token of the only row, (1,); returns whether a stop string ends with it."""
-        [token_id] = ids.tolist()
-        if token_id not in self.stop_token_ids:
-            print(self.decoder.decode(token_bytes(self.tokenizer, token_id) or b""), end="", flush=True)
-        return self.ends is not None and self.ends(rows, ids)
+    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids, logps, ends = self.choose(logits, rows, step)
+        if ids.item() not in self.hidden:
+            print(self.decoder.decode(token_bytes(self.tokenizer, ids.item()) or b""), end="", flush=True)
+        return ids, logps, ends
 
     def end(self):
         """End the line; an incomplete character is printed as the replacement character."""
@@ -72,15 +72,14 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
     return from_generation_config(read_json(find_folder(options.model) / "generation_config.json"), **given)
 
 
-def seeded_device(device: str | None, seed: int) -> torch.device:
-    """The device that the model runs on, by default the GPU if there is one; draws on it begin with the seed."""
+def choose_device(device: str | None) -> torch.device:
+    """Find the device that the model runs on, by default the GPU if there is one (ValueError: there is no such one)."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
     name = device or find_device()
     try:
-        torch.manual_seed(seed)
         return torch.empty(0, device=name).device
-    except (RuntimeError, ValueError, AssertionError) as error:  # no such device, or too large a seed
-        raise ValueError(f"--device {name} with --seed {seed} cannot be used ({str(error).splitlines()[0]})") from error
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]})") from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
     for kind in ("image", "video"):
         p.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help="or a URL; may be given again")
     p.add_argument("--system", metavar="TEXT", help="instead of Qwen's system message")
-    p.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same answer")
+    p.add_argument(
+        "--seed", type=int, default=0, help="of the draws; the same seed gives the same answer on any device"
+    )
     p.add_argument("--device", help="by default cuda if there is one")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
     for bound in ("min_pixels", "max_pixels"):
