@@ -1,6 +1,5 @@
 """What an evaluation makes of rewards, on one rank and on two, and that its draws depend on the row alone."""
 
-import functools
 import math
 import threading
 from types import SimpleNamespace
@@ -12,8 +11,9 @@ import torch
 from minivlmrl.generate import Completion
 from minivlmrl.rows import Row
 from minivlmrl.run import evaluate as file
-from minivlmrl.run.evaluate import Answer, equal_batches, evaluate
+from minivlmrl.run.evaluate import Answer, evaluate
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
@@ -41,25 +41,31 @@ def scripted(monkeypatch):
     """Completions that name their row and earn what its columns `sampled` and `greedy` say."""
     asked = {}
 
-    def sample_completions(model, processor, rows, num_generations, sampling, keys, world, gather_weights):
-        assert num_generations == 1
-        kind = {1.0: "sampled", 0.0: "greedy"}[sampling.temperature]
-        # answers end as in training, but are drawn without its filters
-        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
-        texts = [f"{row.columns['name']} {kind}" for row in rows]
-        asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
-        return [[Completion(text, None, True)] for text in texts]
+    class Sampler:
+        def __init__(self, model, processor, sampling, world, gather_weights):
+            self.processor, self.sampling, self.world = processor, sampling, world
 
-    def score(names, texts, columns, where):
-        assert where == "whole"
+        def __call__(self, rows, num_generations, keys):
+            assert num_generations == 1
+            kind = {1.0: "sampled", 0.0: "greedy"}[self.sampling.temperature]
+            # answers end as in training, but are drawn without its filters
+            assert self.sampling == SamplingOptions(self.sampling.temperature, 20, stop_strings=["</answer>"])
+            texts = [f"{row.columns['name']} {kind}" for row in rows]
+            asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
+            return [[Completion(text, None, True)] for text in texts]
+
+    def ask_by_name(names, columns):
         assert set(names) == set(REWARDS)
-        return torch.tensor([asked[text][0].columns[text.split()[1]] for text in texts]).view(-1, len(REWARDS))
+        rows = [(asked[text][0], text.split()[1]) for text in columns["completions"]]
+        return torch.tensor([row.columns[kind] for row, kind in rows]).view(-1, len(REWARDS))
 
-    def reward_columns(rows, *_):
-        return {"answer_extents": [row.columns.get("answer_extent") for row in rows]}
+    def recipe_columns(rows, prompts, completions, processor):
+        texts = [completion.ids for [completion] in completions]
+        return {"completions": texts, "answer_extents": [row.columns.get("answer_extent") for row in rows]}
 
-    for function in (sample_completions, score, reward_columns):
-        monkeypatch.setattr(file, function.__name__, function)
+    monkeypatch.setattr(file, "RunSampler", Sampler)
+    monkeypatch.setattr(file, "ask_by_name", ask_by_name)
+    monkeypatch.setattr(file, "recipe_columns", recipe_columns)
     return asked
 
 
@@ -82,7 +88,7 @@ def ask(rows, rank=0, size=1, world=World):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(file, "equal_batches", functools.partial(equal_batches, size=2))
+    monkeypatch.setattr(file, "BATCH_SIZE", 2)
 
 
 @pytest.mark.parametrize("batches", ["one", "small"])
@@ -160,11 +166,6 @@ def test_two_ranks_answer_as_one_and_in_the_order_of_the_rows(scripted, small_ba
     assert isinstance(one.answers[0], Answer)
 
 
-def test_equal_batches_docstring_example():
-    ranks = [equal_batches(5, World(rank, 2, torch.device("cpu")), 2) for rank in (0, 1)]
-    assert ranks == [[[0, 2], [4]], [[1, 3], [0]]]
-
-
 # with a model
 
 
@@ -177,10 +178,10 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     rows = Shapes(5, "held out")
     one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
     assert len({answer.text for answer in one.answers}) > 1
-    drawn, original = [], file.sample_completions
-    monkeypatch.setattr(file, "sample_completions", lambda *a: drawn.append(original(*a)) or drawn[-1])
+    drawn, original = [], RunSampler.__call__
+    monkeypatch.setattr(RunSampler, "__call__", lambda *a: drawn.append(original(*a)) or drawn[-1])
     evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
-    monkeypatch.setattr(file, "equal_batches", functools.partial(equal_batches, size=2))
+    monkeypatch.setattr(file, "BATCH_SIZE", 2)
     two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
     assert one == two
     whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,13 +30,12 @@ from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.completions import finite
 from minivlmrl.run.config import load_config, recipes_folder
-from minivlmrl.run.evaluate import draw, equal_batches
-from minivlmrl.run.metrics import progress_bar
+from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
 RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy 1, or an IoU of 0.5
-ROWS = 32  # rows generated together on each rank
 
 
 def main(arguments: list[str]):
@@ -86,21 +86,14 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     decoding["seed"] = config.seed if temperature > 0 else None  # the likeliest answer does not depend on it
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
     out = Path(options.out or ("evaluate.jsonl" if judged else "generate.jsonl"))
-    bar, lines = progress_bar("rows", len(rows), world.is_main), []
-    file = out.open("w") if world.is_main else None
-    for numbers in equal_batches(len(rows), world, ROWS):
-        batch = [replace(rows[i], key=f"{config.seed}/evaluate/{i}", index=i) for i in numbers]
-        local = answer(model, processor, batch, options.num_generations, sampling, names, world)
-        found = {line["row"]: line for part in world.gather_objects(local) for line in part}
-        new = [found[i] for i in sorted(found) if i >= len(lines)]  # the last rows may fill up with the first ones
-        lines += new
+    lines, sample = [], RunSampler(model, processor, sampling, world)
+    describe = partial(line, processor, names)
+    for part in answer_rows(sample, rows, options.num_generations, names, f"{config.seed}/evaluate", describe):
         if world.is_main:
-            file.writelines(json.dumps(line) + "\n" for line in new)
-            file.flush()
-        bar.update(len(new))
-    bar.close()
+            with out.open("a" if lines else "w") as file:
+                file.writelines(json.dumps(one) + "\n" for one in part)
+        lines += part
     if world.is_main:
-        file.close()
         summary |= summarise(lines, names)
         write_json(out.with_suffix(".summary.json"), summary)
         print("\n".join(f"{name:<28}{value}" for name, value in shown(summary)))
@@ -108,19 +101,15 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     ranks.shutdown()
 
 
-def answer(model, processor, rows: Sequence[Row], count: int, sampling, names: Sequence[str], world) -> list[dict]:
-    """Draw `count` answers to each row and ask the rewards about them: a line of the results file for each row."""
-    values, completions, _ = draw(model, processor, rows, count, sampling, names, world)
-    lines, values = [], values.reshape(len(rows), count, len(names))
-    for row, group, earned in zip(rows, completions, values.tolist(), strict=True):
-        line = {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": []}
-        for completion, worth in zip(group, earned, strict=True):
-            text = processor.decode(completion.ids)
-            found = {"text": text, "answer": find_answer(text, processor.answer), "tokens": len(completion.ids)}
-            found |= {"stopped": completion.stopped, "rewards": dict(zip(names, map(finite, worth), strict=True))}
-            line["answers"].append(found)
-        lines.append(line)
-    return lines
+def line(processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]], _) -> dict:
+    """Make a row's line of the results file."""
+    answers = []
+    for completion, worth in zip(completions, earned, strict=True):
+        text = processor.decode(completion.ids)
+        found = {"text": text, "answer": find_answer(text, processor.answer), "tokens": len(completion.ids)}
+        found |= {"stopped": completion.stopped, "rewards": dict(zip(names, map(finite, worth), strict=True))}
+        answers.append(found)
+    return {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:

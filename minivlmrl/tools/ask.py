@@ -90,9 +90,7 @@ def parser() -> argparse.ArgumentParser:
     for kind in ("image", "video"):
         p.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help="or a URL; may be given again")
     p.add_argument("--system", metavar="TEXT", help="instead of Qwen's system message")
-    p.add_argument(
-        "--seed", type=int, default=0, help="of the draws; the same seed gives the same answer on any device"
-    )
+    p.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same answer")
     p.add_argument("--device", help="by default cuda if there is one")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
     for bound in ("min_pixels", "max_pixels"):
