@@ -26,7 +26,6 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.plan import (
     GB,
     IMAGE_TOKENS,
-    STAGES,
     TEXT_TOKENS,
     Costs,
     LiveBytes,
@@ -44,7 +43,7 @@ from minivlmrl.scale.checkpoint import DTYPES, initialize
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 import tiny
-from stages import ONE
+from stages import ONE, STAGES
 
 WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}

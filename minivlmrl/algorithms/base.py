@@ -41,6 +41,8 @@ class Algorithm:
 
     stage: str  # its name, and that of its section in a recipe
     needs = "prompts"  # what its rows must have, see run/batches.py
+    answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
+    trains_policy = True  # or a model of its own, and the policy stays as it is
     steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
     reference = None  # see algorithms/reference.py
 
@@ -52,6 +54,11 @@ class Algorithm:
     @staticmethod
     def check(run):
         """Refuse a recipe (ValueError) before anything is loaded."""
+
+    @staticmethod
+    def has_reference(config) -> bool:
+        """Say whether a stage of this section keeps a reference model."""
+        return False
 
     def dropout(self, step: int, micro_batch: int):
         """Let adapters drop inputs while a micro-batch is trained on (a context)."""

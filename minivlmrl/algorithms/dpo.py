@@ -40,11 +40,15 @@ class DPO(PairAlgorithm):
         if config.precompute_ref_log_probs and config.reference_free:
             raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
 
+    @staticmethod
+    def has_reference(config) -> bool:
+        return not config.precompute_ref_log_probs and not config.reference_free
+
     def __init__(self, *args):
         super().__init__(*args)
         # dataset -> index of a row -> log-probabilities of both answers
         self.precomputed: dict[str, dict[int, Tensor]] = {"train": {}, "held_out": {}}
-        if not self.config.precompute_ref_log_probs and not self.config.reference_free:
+        if self.has_reference(self.config):
             self.reference = Reference(self.policy, self.config)
 
     def begin(self, batches, held_out: Dataset | None):

@@ -22,10 +22,14 @@ class GRPOStage(Algorithm, GRPO):
     def check(run):
         check_online("grpo", run, run.grpo.beta)
 
+    @staticmethod
+    def has_reference(config) -> bool:
+        return bool(config.beta)
+
     def __init__(self, run, model, processor, world):
         Algorithm.__init__(self, run, model, processor, world)
         config = self.config
-        reference = Reference(model, config) if config.beta else None
+        reference = Reference(model, config) if self.has_reference(config) else None
         sample = RunSampler(model, processor, run.sampling, world, run.rollout.gather_weights)
         rewards = recipe_rewards(run.rewards)
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)

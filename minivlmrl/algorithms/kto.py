@@ -41,6 +41,10 @@ class KTO(AnswerAlgorithm):
         if run.kto.loss_type == "kto" and run.kto.prompts_per_step < 2:
             raise ValueError("kto.prompts_per_step is 1, it must be 2 or more: the KL needs the answer of another row")
 
+    @staticmethod
+    def has_reference(config) -> bool:
+        return True
+
     def __init__(self, *args):
         super().__init__(*args)
         self.reference = Reference(self.policy, self.config)

@@ -25,7 +25,7 @@ class RewardModelConfig(RewardLoss, TrainingConfig):
 class RewardModel(PairAlgorithm):
     """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is better."""
 
-    stage = "reward_model"
+    stage, trains_policy = "reward_model", False
 
     def __init__(self, *args):
         super().__init__(*args)

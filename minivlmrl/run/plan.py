@@ -49,8 +49,6 @@ from minivlmrl.scale.sharding import recompute_blocks
 GB = 10**9
 RESERVE = 3 * GB
 TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
-# stages -> completions of one prompt in a micro-batch; None: the recipe's num_generations, which a rollout samples
-STAGES = {"sft": 1, "dpo": 2, "kto": 1, "reward_model": 2, "grpo": None, "ppo": None}
 # options that save memory, cheapest first
 SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
 SAVINGS += ["model.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
@@ -108,7 +106,7 @@ class Costs:
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
             self.config, self.model = config, FAMILIES[config.model_type].model(config)
-        self.parameters = _count(self.model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
         self.known = {}
 
@@ -169,17 +167,14 @@ class Costs:
         return live.most + logits.nbytes
 
 
-def _count(parameters) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
 def _bytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int) -> dict[str, dict]:
     """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights": ...}, ...}."""
-    config, sharding, online = getattr(run, stage), run.sharding, STAGES[stage] is None
+    config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
+    online = not algorithm.answers
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
     layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
@@ -190,19 +185,17 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         state = _bytes(x for p in trained for x in empty_state(p).values())
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
-    reference = {"kto": True, "grpo": bool(run.grpo.beta), "ppo": bool(run.ppo.kl_coef)}
-    reference["dpo"] = not run.dpo.reference_free and not run.dpo.precompute_ref_log_probs
     whole, backbone = _bytes([*model.parameters(), *model.buffers()]), costs.backbone * dtype.itemsize
+    critic = getattr(config, "critic", None) == "separate"  # its weights, gradients and the two of AdamW
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
     copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))  # with FSDP models share nothing
     copied *= 1 if getattr(config, "sync_ref_model", False) else computed.itemsize / dtype.itemsize
     held = {  # all the time
         "weights": whole,
         "optimizer": state,
-        # weights, gradients and the two of AdamW
-        "value model": (4 + summed) * (adapted or backbone) * (stage == "ppo" and run.ppo.critic == "separate"),
-        "reference": (adapted or copied) * reference.get(stage, False),
-        "policy": (adapted or whole) * (stage == "reward_model"),  # in addition to the copy that is trained
+        "value model": (4 + summed) * (adapted or backbone) * critic,
+        "reference": (adapted or copied) * algorithm.has_reference(config),
+        "policy": (adapted or whole) * (not algorithm.trains_policy),  # in addition to the copy that is trained
         "reward model": backbone * (online and "reward_model" in run.rewards),
     }
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)  # that is here
@@ -213,15 +206,17 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         for part in (model, *family_of(model).blocks(model))
     )
     gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0  # one block runs while the next arrives
-    G, lengths = STAGES[stage] or config.num_generations, (text_tokens, image_tokens, run.sampling.max_new_tokens)
+    G, lengths = (
+        len(algorithm.answers) or config.num_generations,
+        (text_tokens, image_tokens, run.sampling.max_new_tokens),
+    )
     prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     micro = Work(*largest_piece(prompts, prompt, [lengths[2]] * G, budget), *lengths)
     rows = micro.prompts * micro.num_generations * micro.completion_tokens
     logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
-        steps = config.steps_per_generation if stage == "grpo" else config.num_mini_batches
-        prompts = math.ceil(config.prompts_per_step * steps / gpus)
+        prompts = math.ceil(config.prompts_per_step * config.steps_per_generation / gpus)
         prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once)
         phases["rollout"] = {
             "gathered": every if fsdp and run.rollout.gather_weights else gathered,

@@ -93,7 +93,7 @@ class Results:
             self.write_summary(seconds)
         if algorithm is not None:
             algorithm.save(self.folder)
-        if algorithm is None or algorithm.stage == "reward_model":  # which left the policy alone
+        if algorithm is None or not algorithm.trains_policy:
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
 
     def write_summary(self, seconds: dict[str, float]):

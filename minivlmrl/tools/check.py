@@ -25,6 +25,7 @@ from minivlmrl.rows import Processor, Row
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import draw
 from minivlmrl.run.start import prepare
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
 PROMPTS = 16  # rows that are asked about
@@ -53,15 +54,21 @@ def check(config) -> Iterator[str]:
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     model, processor, datasets = prepare(config, stages, world)  # refuses what does not fit the GPU
     yield from check_settings(config, model)
+    online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
+    if online and config.sampling.temperature < 0.2:
+        cure = "all completions of a group will be alike; take 1.0"
+        yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
-    yield from check_demonstrations(config, rows_of.get("demonstrations"), processor)
+    if online and "demonstrations" in rows_of:
+        yield from check_demonstrations(config, rows_of["demonstrations"], processor)
     asked = rows_of.get("prompts")
     if asked is not None:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
         yield from check_prompts(rows, processor)
         yield from check_rewards(config, rows, processor)
-        if config.model.path and stages[config.stages[0]].needs == "prompts":  # else the model is another by then
-            yield from check_rollouts(config, model, rows, processor, world)
+        if config.model.path and config.stages[0] in online:  # else the model is another by then
+            sample = RunSampler(model, processor, config.sampling, world, config.rollout.gather_weights)
+            yield from check_rollouts(config, sample, rows, getattr(config, online[0]).num_generations)
         else:
             cure = "check again with --stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
             print(f"no completions were drawn, as the model has to learn their form first; after that {cure}")
@@ -76,15 +83,10 @@ def check_settings(config, model) -> Iterator[str]:
         rate = getattr(config, stage).learning_rate
         if rate > usual:
             yield f"{stage}.learning_rate is {rate:g}: over {usual:g} such weights are lost in a few steps; lower it"
-    if {"grpo", "ppo"} & set(config.stages) and config.sampling.temperature < 0.2:
-        cure = "all completions of a group will be alike; take 1.0"
-        yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
 
 
-def check_demonstrations(config, rows: Sequence[Row] | None, processor: Processor) -> Iterator[str]:
+def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Demonstrations must earn the rewards that a later stage gives."""
-    if rows is None or not {"grpo", "ppo"} & set(config.stages):
-        return
     some = spread(rows)
     texts = [text_of(as_turns(row.completion)[-1]) for row in some]
     for name in online_rewards(config):
@@ -138,13 +140,11 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
             yield f"reward {reward} says {means['nothing']:.3g} of every text that was tried, even of nothing: {cure}"
 
 
-def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, world) -> Iterator[str]:
+def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
     """Completions of the model as it is: cut, alike, without an answer, or as good without the picture."""
-    stage = "grpo" if "grpo" in config.stages else "ppo"
-    G, names = getattr(config, stage).num_generations, online_rewards(config)
+    processor, names = sample.processor, online_rewards(config)
     weights = torch.tensor([config.rewards[name] for name in names])
-    how = G, config.sampling, names, world, config.rollout.gather_weights
-    rewards, drawn, _ = draw(model, processor, rows, *how)
+    rewards, drawn, _ = draw(sample, rows, G, names)
     total, flat = combine(rewards, weights), [c for group in drawn for c in group]
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:
@@ -165,7 +165,7 @@ def check_rollouts(config, model, rows: Sequence[Row], processor: Processor, wor
         yield f"{unparsed:.0%} of the completions have no answer where data.answer ({processor.answer}) looks; {cure}"
     if any(row.images for row in rows):
         grey = [replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images]) for row in rows]
-        blind = combine(draw(model, processor, grey, *how)[0], weights).nanmean()
+        blind = combine(draw(sample, grey, G, names)[0], weights).nanmean()
         if total.nanmean() > 0 and blind > 0.95 * total.nanmean() and equal < 1:
             cure = "the model does not look, or need not: check that the right images are with the right rows"
             real = f"with the real ones {total.nanmean():.2f}"
