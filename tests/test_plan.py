@@ -11,12 +11,11 @@ from hub_configs import real_config
 from benchmarks.what_fits import BFLOAT16, LORA
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
-from minivlmrl.adapters.dropout import place_masks
+from minivlmrl.adapters.dropout import dropout
 from minivlmrl.adapters.lora import adapters
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import Completion, SamplingConfig, generate, inverse_cdf, next_tokens
-from minivlmrl.grpo import Rollout
+from minivlmrl.generate import SamplingConfig, chooser, generate
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
@@ -38,7 +37,7 @@ from minivlmrl.run.plan import (
     table,
 )
 from minivlmrl.sampling.filters import SamplingOptions
-from minivlmrl.sampling.pieces import row_pieces
+from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import DTYPES, initialize
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
@@ -123,21 +122,23 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     held = [*model.parameters(), *model.buffers()]
     if run.model.activation_checkpointing:
         recompute_blocks(model)
-    drawn = Completion(torch.randint(0, 400, (WORK.completion_tokens,)), torch.zeros(WORK.completion_tokens), False)
-    rollout = Rollout([], [prompt] * 2, [[drawn] * 3] * 2, None)
+    ids = torch.randint(0, 400, (WORK.completion_tokens,))
+    lengths, most = [(len(prompt.input_ids), [len(ids)] * 3)] * 2, run.grpo.max_tokens_per_micro_batch
+    piece = pieces(lengths, 2, most)[0]
+    assert len(piece) == (6 if most is None else 2)
+    batch = pack(
+        [prompt] * len({i for i, _ in piece}), [[ids] * min(3, len(piece))] * len({i for i, _ in piece}), model.config
+    )
+
+    def forward_and_backward():
+        with dropout(model, run.adapter.dropout, "plan"):
+            per_token_logps(model, batch)[0].sum().backward()
+
     optimizer = build_optimizer(model, run.grpo)
-    ids = [(i, own) for piece, _ in row_pieces(rollout, range(2), run.grpo, ONE) for i, own in piece][:2]
-    if "divided" not in form:
-        assert ids == [(0, [0, 1, 2]), (1, [0, 1, 2])]
-    else:
-        ids = ids[:1]
-    batch = pack([prompt] * len(ids), [[drawn.ids] * len(own) for _, own in ids], model.config)
-    if run.adapter.dropout:
-        place_masks(adapters(model), batch, batch.input_ids.int(), model.config, run.adapter.dropout)
-    per_token_logps(model, batch)[0].sum().backward()
+    forward_and_backward()
     held += [p.grad for p in model.parameters() if p.grad is not None]
     with LiveBytes([*held, batch.pixel_values]) as live:  # of a second micro-batch
-        per_token_logps(model, batch)[0].sum().backward()
+        forward_and_backward()
     optimizer.step()
     moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     measured = sum(x.nbytes for x in held) + moments + live.most + batch.pixel_values.nbytes
@@ -187,7 +188,8 @@ def test_keys_and_values(config, monkeypatch):
 
     monkeypatch.setattr(attention.DecodeAttention, "__init__", measured)
     model, prompt = real(config, WORK)
-    generate(model, [prompt] * 2, 3, SamplingConfig(max_new_tokens=WORK.completion_tokens), ())
+    choose = chooser(SamplingConfig(), [])
+    generate(model, [prompt] * 2, 3, WORK.completion_tokens, choose)
     near(Costs(config).keys_and_values(torch.float32, WORK), sizes[0])
 
 
@@ -195,7 +197,7 @@ def test_one_draw(config):
     logits = torch.randn(6, config.vocab_size)
     uniform = torch.rand(6, dtype=torch.float64)
     with LiveBytes([logits]) as live:
-        next_tokens(logits, 1.0, lambda probs, *_: inverse_cdf(probs, uniform), None, uniform, 0)
+        chooser(SamplingConfig(), [], uniform[:, None])(logits, torch.arange(6), 0)
     near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
 
 

@@ -28,5 +28,5 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
     """(N, in_features) with a share p set to 0 and the rest divided by 1 - p."""
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
