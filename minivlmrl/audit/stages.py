@@ -144,7 +144,7 @@ def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> C
     tokens = own[rows][::each].sum().item() * times
     if "rollout_tokens" in d.about and not (by_part or "divide" in change or "mask" in change):
         tokens = d.about["rollout_tokens"] / d.about.get("steps_per_rollout", 1) / d.about.get("world_size", 1)
-    return Counts(len(rows) * times, max(tokens, 1), d.about.get("max_completion_length"))
+    return Counts(d.about.get("step_rows", len(rows)) * times, max(tokens, 1), d.about.get("max_completion_length"))
 
 
 def changed(options, change: dict):
