@@ -1,4 +1,4 @@
-"""docs/walkthrough.md and its drawings: the stops of tools/replay.py for one prompt of the default recipe.
+"""docs/walkthrough.md and its drawings: what happens to one prompt of the default recipe in its first GRPO step.
 
 The model has had 12 steps of SFT, and weights and activations are float64: so no number that is printed depends on the
 machine. `python -m docs.make_pages` writes the page, and a test compares it with what the code prints.
@@ -7,20 +7,31 @@ machine. `python -m docs.make_pages` writes the page, and a test compares it wit
 import contextlib
 import copy
 import html
+import inspect
 import io
 import itertools
+import math
 import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from docs.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
-from minivlmrl.advantages import EPSILON
+from minivlmrl import attention, image, logprobs, losses, rewards, rope, train, vision
+from minivlmrl.advantages import EPSILON, group_advantages
+from minivlmrl.audit.replay import go_to
+from minivlmrl.rows import Processor
+from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
-from minivlmrl.tools.replay import Stop, Walk, go_to, link
+from minivlmrl.run.optimizer import finish_gradients
 
 DOCS = Path(__file__).parent
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]
@@ -29,13 +40,14 @@ HEAD = f"""\
 # One prompt on its way through a GRPO step
 
 What happens to one picture and one question in the first GRPO step of the default run. Below each title is the function
-of the book that does it, linked to its line. All numbers come from this command, which takes some seconds:
+of the book that does it, linked to its line. This command trains the same step, in some seconds, and prints the eight
+completions, what they earn, and their log-probabilities:
 
 ```bash
 {COMMAND}
 ```
 
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` shows any step of a run of your own. It
+`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` does so for any step of a run of your own. It
 trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
@@ -77,8 +89,9 @@ Text counts up on all three axes together. The image has one time, and its rows 
 tokens that are neighbours in the picture are neighbours in position. Text goes on after the largest.
 
 # Run
-The prompt is computed once for all eight completions. A completion's last token is predicted but predicts nothing, so
-it is not in the run: {length} + {M} - 8 = {N} tokens.
+The prompt is computed once for all eight completions: with `GroupAttention` each token of a completion attends to the
+prompt and to what came before it in its own completion, and to no other. A completion's last token is predicted but
+predicts nothing, so it is not in the run: {length} + {M} - 8 = {N} tokens.
 
 # Logits
 The state before a token makes {vocab} logits; the token's logit less the logsumexp of all is its log-probability. The
@@ -121,12 +134,159 @@ their tokens with the right ones: most of them gain, too.
 """
 
 
+@dataclass
+class Stop:
+    """A stop on the way: what of the book does it, what there is here, and the same for drawings."""
+
+    title: str
+    code: Callable
+    lines: list[str]
+    data: dict = field(default_factory=dict)
+
+
+class Walk:
+    """The prompt of what go_to returns, its completions, and what happens to them."""
+
+    def __init__(self, algorithm, optimizer, step, rows):
+        self.algorithm, self.optimizer, self.step, self.index = algorithm, optimizer, step, PROMPT
+        self.policy, self.temperature = algorithm.policy, algorithm.run.sampling.temperature
+        self.row, [batch] = rows[PROMPT], step.micro_batches
+        [self.batch] = algorithm.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
+        self.batch.counts, self.group = batch.counts, self.batch.group
+        [self.prompt], self.ids = self.group.prompts, self.group.split(self.group.completion_ids)
+
+    def stops(self) -> Iterator[Stop]:
+        """All stops; the last ones train the step."""
+        for part in (self.see, self.ask, self.answer, self.earn, self.learn):
+            yield from part()
+
+    @torch.no_grad()
+    def see(self) -> Iterator[Stop]:
+        """The first picture, and all images as vectors of the decoder."""
+        settings, grids = self.algorithm.processor.image_processor, self.prompt.image_grid_thw
+        pixels = np.asarray(image.to_rgb(self.row.images[0]))
+        (h, w, _), (rows, cols) = pixels.shape, (settings.patch_size * count for count in grids[0, 1:].tolist())
+        yield Stop("RGB", image.load_image, [shown("pixels", pixels, 9)], {"pixels": pixels})
+        allowed = f"multiples of {settings.factor}, area {settings.min_pixels} to {settings.max_pixels}"
+        yield Stop("Resize", image.smart_resize, [f"{h} x {w} -> {rows} x {cols} (height x width): {allowed}"])
+        lines = [shown("pixel_values", self.prompt.pixel_values), shown("image_grid_thw", grids)]
+        yield Stop("Patches", image.patchify, lines, {"grid": grids[0].tolist(), "side": settings.patch_size})
+        order, windows, frames = vision.window_order(grids, self.policy.config.vision_config)
+        lines = [shown("order", order, 16), f"patches of each window {windows}, of each frame {frames}"]
+        yield Stop("Windows", vision.window_order, lines, {"order": order.tolist()})
+        merged = self.policy.visual(self.group.pixel_values, grids)
+        yield Stop("Merged tokens", vision.VisionTransformer.forward, [shown("vision_embeds", merged)])
+
+    def ask(self) -> Iterator[Stop]:
+        """The prompt as ids, their positions, and the run that it shares with its completions."""
+        ids, lengths, config = self.prompt.input_ids, self.group.layout.row_lengths, self.policy.config
+        same = [(word, len(list(some))) for word, some in itertools.groupby(self.spell(ids))]
+        words = " ".join(f"{word} x {count}" if count > 1 else word for word, count in same)
+        yield Stop("Prompt", Processor.__call__, [shown("input_ids", ids), *textwrap.wrap(words, 100)])
+        positions = rope.get_rope_index(ids, self.prompt.image_grid_thw, config, self.prompt.second_per_grid_ts)
+        start = max(0, int((ids == config.image_token_id).int().argmax()) - 2)
+        lines = [shown("position_ids", positions), f"from token {start} on:"]
+        for name, axis in zip(("time", "height", "width"), positions.tolist(), strict=True):
+            lines.append(f"  {name:<7}" + " ".join(f"{x:2}" for x in axis[start : start + 21]))
+        yield Stop("Positions", rope.get_rope_index, lines)
+        lines = [f"a prompt of {len(ids)} tokens, completions of {lengths} less 1 each"]
+        lines.append(f"as separate rows they would be {sum(len(ids) + n - 1 for n in lengths)} tokens")
+        yield Stop("Run", attention.GroupLayout, [shown("input_ids", self.group.input_ids), *lines])
+
+    @torch.no_grad()
+    def answer(self) -> Iterator[Stop]:
+        """The completions: logits, log-probabilities, texts."""
+        states, words = logprobs.completion_states(self.policy, self.group), [self.spell(row) for row in self.ids]
+        lines = [f"{'token':<14}{'logit':>9}{'logsumexp':>11}{'logp':>11}{'prob':>9}"]
+        for state, number, word in zip(states, self.ids[0].tolist(), words[0], strict=False):
+            logits = self.policy.lm_head(state) / self.temperature
+            logit, total = logits[number].item(), logits.logsumexp(-1).item()
+            cells = f"{clean(logit):>9}{clean(total):>11}{clean(logit - total):>11}"
+            lines.append(f"{word:<14}{cells}{clean(math.exp(logit - total)):>9}")
+        yield Stop("Logits", logprobs.plain_per_token_logps, lines)
+        rows = self.logps()
+        lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("in rows", rows, 0)]
+        lines.append(shown("when drawn", self.batch.sampler_logps[self.group.completion_mask.bool()]))
+        yield Stop("Log-probabilities", logprobs.per_token_logps, lines, {"words": words, "logps": rows.tolist()})
+        texts = map(self.algorithm.processor.decode, self.ids)
+        yield Stop("Text", Processor.decode, [f"{number}  {text!r}" for number, text in enumerate(texts)])
+
+    def earn(self) -> Iterator[Stop]:
+        """What the completions of a rollout are worth."""
+        about = list(groups(self.algorithm, self.step))[self.index][1]
+        lines = ["".join(f"{name:>12}" for name in ("completion", *self.algorithm.run.rewards, "sum"))]
+        for number, said in enumerate(about["completions"]):
+            cells = number, *map(clean, said["rewards"].values()), clean(said["reward"])
+            lines.append("".join(f"{cell:>12}" for cell in cells))
+        yield Stop("Rewards", rewards.ask_rewards, [*lines, f"solution: {about['solution']!r}"], about)
+        yield Stop("Advantages", group_advantages, [shown("advantages", self.batch.advantages, 20)])
+        ratio = (self.logps() - self.batch.sampler_logps).exp()[self.batch.loss_mask.bool()]
+        lines = [shown("ratio", ratio), f"from {clean(ratio.min().item())} to {clean(ratio.max().item())}"]
+        yield Stop("Ratio", losses.importance_ratio, lines)
+
+    def learn(self) -> Iterator[Stop]:
+        """Loss, gradient, and what the update changes."""
+        norms, before, limit = {}, self.logps(), self.algorithm.config.max_grad_norm
+        with torch.no_grad():
+            share = self.algorithm.loss(self.batch)[0].item()
+        self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))
+        metrics = train.optimizer_step(self.algorithm, self.step, self.optimizer, 0)
+        text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
+        yield Stop("Loss", losses.grpo_loss, [text])
+        lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
+        lines.append(f"all: {clean(metrics['grad_norm'])} before it was cut to at most {limit:g}")
+        yield Stop("Gradient", finish_gradients, lines, {"norms": norms})
+        change = ((self.logps() - before) * self.batch.loss_mask).sum(1).tolist()
+        lines = [f"learning rate {metrics['learning_rate']:.3g}; the completions' log-probabilities change by"]
+        data = {"change": change, "metrics": metrics}
+        yield Stop("Update", train.optimizer_step, [*lines, "  ".join(map(clean, change))], data)
+
+    @torch.no_grad()
+    def logps(self) -> Tensor:
+        """(R, T) log-probabilities of the completions by the policy as it is now."""
+        return self.group.pad(logprobs.per_token_logps(self.policy, self.group, self.temperature)[0])
+
+    def spell(self, ids: Tensor) -> list[str]:
+        """The text of each token, with what does not show spelled out."""
+        decode = self.algorithm.processor.tokenizer.decode
+        return [repr(decode([number]))[1:-1] for number in ids.tolist()]
+
+
+def link(code: Callable) -> str:
+    """Link to a function, where Python finds it."""
+    code = inspect.unwrap(code)
+    path = Path(inspect.getsourcefile(code)).relative_to(DOCS.parent)
+    return f"[`{code.__qualname__}`](../{path.as_posix()}#L{inspect.getsourcelines(code)[1]})"
+
+
+def gradient_norms(model) -> dict[str, float]:
+    """The norm of the gradient of each layer, block, or other module."""
+    squares = Counter()
+    for name, parameter in model.named_parameters():
+        parts = name.removeprefix("policy.").split(".")[:-1]
+        module = ".".join(parts[: 3 if {"blocks", "layers"} & set(parts) else 2])
+        squares[module] += 0.0 if parameter.grad is None else parameter.grad.square().sum().item()
+    return {name: math.sqrt(value) for name, value in squares.items() if value}
+
+
+def clean(value: float | None) -> str:
+    """Three digits; 0 for what is only rounding."""
+    return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
+
+
+def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
+    """A line for a tensor: name, shape, dtype, its first numbers."""
+    flat, dtype = value.reshape(-1), str(value.dtype).removeprefix("torch.")
+    numbers = [*map(clean, flat[:count].tolist()), *["..."] * (0 < count < len(flat))]
+    return " ".join([name, str(tuple(value.shape)), dtype, *numbers])
+
+
 @cache
 def begin() -> tuple[Walk, nn.Module]:
     """Train 12 steps of SFT and sample, some seconds; also a copy of the policy, which the walk's last stops train."""
     with contextlib.redirect_stdout(io.StringIO()):
         moment = go_to(load_config(DOCS.parent / "recipes" / "shapes.yaml", OPTIONS), "grpo", 0)
-    return Walk(*moment, 0, PROMPT), copy.deepcopy(moment[0].policy)
+    return Walk(*moment), copy.deepcopy(moment[0].policy)
 
 
 @cache
@@ -141,8 +301,7 @@ def page() -> str:
     titles_and_texts = [text.format(**numbers()) for text in titles_and_texts]
     why, parts = dict(zip(titles_and_texts[::2], map(str.strip, titles_and_texts[1::2]), strict=True)), [HEAD]
     for number, stop in enumerate(stops(), start=1):
-        where = link(stop.code, "[`{name}`](../{path}#L{line})")
-        parts.append(f"## {number}. {stop.title}\n\n{where}\n\n{why[stop.title]}\n")
+        parts.append(f"## {number}. {stop.title}\n\n{link(stop.code)}\n\n{why[stop.title]}\n")
         parts.append("\n".join(["```text", *stop.lines, "```", ""]))
     return "\n".join(parts)
 
