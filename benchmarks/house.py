@@ -24,9 +24,9 @@ SHELF_LINES = {
     "tasks": 175,
     "sampling": 671,
     "scale": 626,
-    "audit": 886,
+    "audit": 1109,
     "adapters": 674,
-    "tools": 999,
+    "tools": 732,
     "kernels": 1215,
 }
 

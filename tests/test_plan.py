@@ -42,7 +42,7 @@ from minivlmrl.scale.checkpoint import DTYPES, initialize
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 import tiny
-from stages import ONE, STAGES
+from stages import STAGES
 
 WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
