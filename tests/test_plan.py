@@ -15,7 +15,7 @@ from minivlmrl.adapters.dropout import dropout
 from minivlmrl.adapters.lora import adapters
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.generate import SamplingConfig, chooser, generate
+from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
@@ -197,7 +197,7 @@ def test_one_draw(config):
     logits = torch.randn(6, config.vocab_size)
     uniform = torch.rand(6, dtype=torch.float64)
     with LiveBytes([logits]) as live:
-        chooser(SamplingConfig(), [], uniform[:, None])(logits, torch.arange(6), 0)
+        chooser(SamplingConfig(), [], draw_by(uniform[:, None]))(logits, torch.arange(6), 0)
     near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from runs import LETTERS, summary
 
+from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import Evaluation
@@ -47,7 +48,8 @@ def results(home, tmp_path, monkeypatch):
 def trained(stage, max_steps=3, saved=None, **says):
     """An algorithm at the end of its stage."""
     config = SimpleNamespace(max_steps=max_steps, eval_steps=1, save_steps=0)
-    return SimpleNamespace(stage=stage, config=config, evaluate=lambda rows: says, save=saved)
+    mine = ALGORITHMS[stage].trains_policy
+    return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
