@@ -19,19 +19,19 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from minivlmrl import advantages, generate, grpo, losses
-from minivlmrl.algorithms import reference, sft
-from minivlmrl.run import optimizer
+from minivlmrl import advantages, generate, grpo, losses, train
+from minivlmrl.algorithms import grpo_stage, reference, sft
+from minivlmrl.sampling import sample
 
 GITHUB = "https://github.com/"
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
 OPEN = "--rollout.max_logp_mismatch=.inf"  # or the trainer stops where its sampler differs: it finds some by itself
 BUGS: dict = {}  # name: (patch, link, options)
-GRPO, inner = grpo.GRPO, {}
-for owner, name in ((GRPO, "loss"), (GRPO, "compute_advantages"), (sft.SFT, "loss"), (generate, "prefill"),
-                    (optimizer, "learning_rate"), (generate, "uniform_numbers"), (sft, "per_token_logps"),
-                    (grpo, "sample_completions"), (grpo, "group_advantages"), (grpo, "pack"), (grpo, "judge"),
+GRPO, inner = grpo_stage.GRPOStage, {}
+for owner, name in ((GRPO, "loss"), (GRPO, "columns"), (sft.SFT, "loss"), (generate, "prefill"),
+                    (train, "learning_rate"), (sample, "uniform_numbers"), (sft, "per_token_logps"),
+                    (grpo_stage, "RunSampler"), (grpo, "group_advantages"), (grpo, "pack"),
                     (reference.Reference, "logps"), (sft, "sft_loss")):  # fmt: skip
     inner[owner, name] = getattr(owner, name)  # before any patch
 
@@ -56,8 +56,13 @@ def scaled_loss(put, factor: float):
 
 def sampled(put, **options):
     """Sample with other options than log-probabilities are computed with."""
-    sample = inner[grpo, "sample_completions"]
-    put(grpo, "sample_completions", lambda m, p, x, n, s, *rest: sample(m, p, x, n, replace(s, **options), *rest))
+
+    class Other(inner[grpo_stage, "RunSampler"]):
+        def chooser(self, *given):
+            other = replace(self.sampling, **options)
+            return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
+
+    put(grpo_stage, "RunSampler", Other)  # evaluations have another one
 
 
 def without_end(self, b):
@@ -109,7 +114,7 @@ def no_picture_in_reference(put):
 
 @bug(GITHUB + "StarsfieldAI/R1-V/issues/146")
 def rewards_see_other_rows(put):
-    put(grpo, "judge", lambda names, rows, *rest: inner[grpo, "judge"](names, [*rows[1:], rows[0]], *rest))
+    put(GRPO, "columns", lambda self, rows, *rest: inner[GRPO, "columns"](self, [*rows[1:], rows[0]], *rest))
 
 
 @bug(GITHUB + "Goekdeniz-Guelmez/mlx-lm-lora/issues/55")
@@ -207,25 +212,20 @@ def reference_follows(put):
 
 @bug(GITHUB + "huggingface/trl/issues/3679")
 def stale_sampler(put):  # all completions are the first policy's
-    sample, first = inner[grpo, "sample_completions"], []
-
-    def stale(model, *rest):
-        first or first.append(copy.deepcopy(getattr(model, "policy", model)))  # of a KeptPrefill
-        return sample(first[0], *rest)
-
-    put(grpo, "sample_completions", stale)
+    first = inner[grpo_stage, "RunSampler"]
+    put(grpo_stage, "RunSampler", lambda model, *rest: first(copy.deepcopy(model), *rest))
 
 
 @bug(GITHUB + "NVIDIA-NeMo/RL/pull/171")
 def one_seed(put):  # the completions of a group are equal
-    numbers = inner[generate, "uniform_numbers"]
-    put(generate, "uniform_numbers", lambda keys, G, T: numbers(keys, 1, T).expand(-1, G, -1))
+    numbers = inner[sample, "uniform_numbers"]
+    put(sample, "uniform_numbers", lambda keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0))
 
 
 @bug(GITHUB + "huggingface/accelerate/issues/963")
 def schedule_by_micro_batch(put):  # four times too fast
-    rate = inner[optimizer, "learning_rate"]
-    put(optimizer, "learning_rate", lambda step, config: rate(min(4 * step, config.max_steps), config))
+    rate = inner[train, "learning_rate"]
+    put(train, "learning_rate", lambda step, config: rate(min(4 * step, config.max_steps), config))
 
 
 @bug(GITHUB + "NVIDIA-NeMo/Automodel/pull/3444")
@@ -248,9 +248,9 @@ def text_positions_in_training(put):
 
 @bug(GITHUB + "Blaizzy/mlx-vlm/pull/1527")
 def wrong_positions_in_decoding(put):
-    def prefill(model, packed, owner, capacity):
-        logits, decode, _ = inner[generate, "prefill"](model, packed, owner, capacity)
-        return logits, decode, torch.tensor(packed.layout.prompt_lengths)[owner]
+    def prefill(model, batch, prompt_index, *rest):
+        logits, decoding, _ = inner[generate, "prefill"](model, batch, prompt_index, *rest)
+        return logits, decoding, torch.tensor(batch.layout.prompt_lengths)[prompt_index]
 
     put(generate, "prefill", prefill)
 
@@ -297,12 +297,10 @@ def main(arguments: list[str]):
     parser.add_argument("--json", type=Path, help="numbers as they come; what it has is not run again")
     options, overrides = parser.parse_known_args(arguments)
     if options.bug or overrides:
-        from minivlmrl.train import main as train
-
         patch, _, own = BUGS[options.bug] if options.bug else (None, "", [])
         if patch:
             patch(setattr)
-        return train([*own, *overrides])
+        return train.main([*own, *overrides])
     rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     for seed in options.seeds:
         for name in [*HEALTHY, *BUGS]:

@@ -8,14 +8,16 @@ import torch
 from minivlmrl.advantages import combine, group_advantages, group_std
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import Box, iou
-from minivlmrl.generate import next_tokens, random_numbers
+from minivlmrl.generate import SamplingConfig, chooser
 from minivlmrl.image import smart_resize
 from minivlmrl.losses import Counts, PolicyLoss, correct_kl, grpo_loss, kl_term
-from minivlmrl.rewards import score
 from minivlmrl.rope import get_rope_index
+from minivlmrl.rows import random_numbers
 from minivlmrl.run.config import load_config, recipes_folder
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.tasks.shapes import Shapes, tokenizer
+
+from earnings import earnings
 
 RECIPES = recipes_folder()
 
@@ -217,7 +219,8 @@ def test_temperature():
     scores here, also the reference's, use `sampling.temperature`. Asked in TRL #3169; missing there until #3029.
     """
     logits, rows = torch.tensor([[2.0, 1.0, 0.0]]), torch.arange(1)
-    ids, drawn = next_tokens(logits, 0.7, lambda probs, rows, step: probs.argmax(-1), None, rows, step=0)
+    likeliest = lambda probs, rows, step: probs.argmax(-1)  # noqa: E731
+    ids, drawn, _ = chooser(SamplingConfig(temperature=0.7), stop=[], draw=likeliest)(logits, rows, 0)
     ratios = {T: ((logits / T).log_softmax(-1)[rows, ids] - drawn).exp().item() for T in (0.7, 1.0)}
     assert ratios == {0.7: pytest.approx(1.0), 1.0: pytest.approx(0.8629, abs=1e-4)}
 
@@ -279,7 +282,9 @@ def test_reward_and_accuracy():
     """
     right, wrong = (f"<think>I see it</think><answer>{label}</answer>" for label in ("red square", "blue square"))
     before, after = [right] * 2 + [wrong] * 2 + ["a square"] * 4, [right] + [wrong] * 7
-    means = [score(["format", "accuracy"], said, {"solution": ["red square"] * 8}).mean(0) for said in (before, after)]
+    means = [
+        earnings(["format", "accuracy"], said, {"solution": ["red square"] * 8}).mean(0) for said in (before, after)
+    ]
     assert means[0].tolist() == [0.5, 0.25] and means[1].tolist() == [1.0, 0.125]
     rewards = [combine(mean[None], torch.tensor([0.5, 1.0])).item() for mean in means]
     assert rewards == [0.5, 0.625]
@@ -296,7 +301,7 @@ def test_the_form():
     texts = ["<think>I see red</think><answer>red square</answer>", "red square"]
 
     def gap(where, weights):
-        rewards = score(["format", "accuracy"], texts, {"solution": ["red square"] * 2}, where)
+        rewards = earnings(["format", "accuracy"], texts, {"solution": ["red square"] * 2}, where)
         with_form, without = combine(rewards, torch.tensor(weights)).tolist()
         return with_form - without
 
@@ -314,7 +319,7 @@ def test_cut_completions():
     """
     answer = "<think>It has four sides and it is red</think><answer>red square</answer>"
     cut = [answer[:length] for length in (20, 40, 60, 69)]  # 69 of 73 characters
-    rewards = score(["format", "accuracy"], [*cut, answer], {"solution": ["red square"] * 5})
+    rewards = earnings(["format", "accuracy"], [*cut, answer], {"solution": ["red square"] * 5})
     assert rewards.tolist() == [[0, 0]] * 4 + [[1, 1]]
     assert group_advantages(rewards[:4].sum(1), 4).tolist() == [0, 0, 0, 0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minivlmrl.train import main
+from minivlmrl import train
 
 import tiny
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory):
         recipe["model"]["config"] = str(folder / "model.json")
         recipe["grpo"] |= {"beta": 0.1, "loss_type": "grpo"}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        main([str(folder / "recipe.yaml"), *(text.replace("size=4", "size=1") for text in options)])
+        train.main([str(folder / "recipe.yaml"), *(text.replace("size=4", "size=1") for text in options)])
         lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
         return [{n: x for n, x in json.loads(line).items() if "second" not in n and n != "time"} for line in lines]
 

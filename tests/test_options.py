@@ -11,13 +11,14 @@ import pytest
 import torch
 from runs import LETTERS, metrics
 
-from minivlmrl import generate, train
+from minivlmrl import train
 from minivlmrl.algorithms.preference_losses import DPO_LOSSES
-from minivlmrl.generate import next_tokens
+from minivlmrl.generate import chooser
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.model import build_model
+from minivlmrl.sampling import sample
 from recipes import localisation
 
 from stages import ONE, STAGES
@@ -241,7 +242,7 @@ def lines_of(home, own):
                 patch.setattr(Processor, "decode", boxed)
             if overrides[0] == "drift":
                 overrides = overrides[1:]
-                patch.setattr(generate, "next_tokens", drifting)
+                patch.setattr(sample, "chooser", drifting)
             patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation({}, []))
             for module in ("scale.checkpoint", "run.results", "algorithms.value_model"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
@@ -253,8 +254,13 @@ def lines_of(home, own):
 
 def drifting(*arguments):
     """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
-    ids, logps = next_tokens(*arguments)
-    return ids, logps + (ids % 5 - 2) / 2
+    choose = chooser(*arguments)
+
+    def drift(logits, rows, step):
+        ids, logps, ends = choose(logits, rows, step)
+        return ids, logps + (ids % 5 - 2) / 2, ends
+
+    return drift
 
 
 def boxed(processor, ids):

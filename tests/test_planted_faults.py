@@ -12,9 +12,9 @@ from runs import LETTERS
 
 from minivlmrl import train
 from minivlmrl.generate import Completion
-from minivlmrl.run import evaluate
 from minivlmrl.run.alarms import BLIND
 from minivlmrl.run.config import recipes_folder
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes, answer
 from minivlmrl.tools import check
 
@@ -170,11 +170,11 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
     """Of a model that knows the answers: they fit their own rows, or after shuffling others as well."""
     labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
 
-    def knows(model, processor, prompts, count, *_):
-        ids = [torch.tensor(processor.tokenizer.encode(answer(label))) for label in labels]
+    def knows(sampler, prompts, count, keys):
+        ids = [torch.tensor(sampler.processor.tokenizer.encode(answer(label))) for label in labels]
         return [[Completion(one, torch.zeros(len(one)), True)] * count for one in ids]
 
-    monkeypatch.setattr(evaluate, "sample_completions", knows)
+    monkeypatch.setattr(RunSampler, "__call__", knows)
     options = plant({})
     if shuffled:
         lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]

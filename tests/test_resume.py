@@ -105,7 +105,7 @@ def counted(owner, name, number, before=lambda *_: None, after=lambda *_: None):
 
 
 PLACES = {
-    "in a rollout": (generate, "next_tokens", {"before": kill}),
+    "in a rollout": (generate, "inverse_cdf", {"before": kill}),
     "in backward": (torch.Tensor, "backward", {"after": kill}),
     "in the optimizer": (torch.optim.AdamW, "step", {"after": kill}),
     "when metrics are written": (MetricsLog, "step", {"after": kill}),

@@ -11,13 +11,14 @@ from patients import STEPS_OF
 from trl_bugs import BUGS
 
 from minivlmrl.algorithms.dpo import DPO
+from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.sft import SFT
 from minivlmrl.audit.audit import TOLERANCE, audit, main, report
 from minivlmrl.audit.dump import read
 from minivlmrl.audit.updates import NAMES, pictures
 from minivlmrl.batch import Step
 from minivlmrl.generate import Completion
-from minivlmrl.grpo import GRPO, Rollout
+from minivlmrl.grpo import Rollout
 from minivlmrl.rows import Prompt, Row
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer
@@ -65,7 +66,9 @@ def step_of(kind, d, folder, **options):
         setattr(getattr(run, kind), name, value)
     run.rewards = {"a": 1.0, "b": 1.0}
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = {"grpo": GRPO, "dpo": DPO, "sft": SFT}[kind](run, model, processor, World(0, 1, torch.device("cpu")))
+    algorithm = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind](
+        run, model, processor, World(0, 1, torch.device("cpu"))
+    )
     prompts, answers = rows_of(d)
     if kind == "grpo":
         order = d["row"].argsort().tolist()
@@ -73,9 +76,7 @@ def step_of(kind, d, folder, **options):
         completions = [[Completion(answers[i], torch.zeros(len(answers[i])), True) for i in group] for group in groups]
         rewards = d["rewards"].float()
         rollout = Rollout([Row([], []) for _ in groups], [prompts[group[0]] for group in groups], completions, rewards)
-        [batches] = algorithm.pack(rollout)
-        algorithm.compute_advantages(rollout, [batches])
-        algorithm.fresh, step = True, Step(batches)
+        step = Step(*algorithm.prepare(rollout, [range(len(groups))]))
     else:
         first = range(len(prompts)) if kind == "sft" else d["chosen"].nonzero()[:, 0].tolist()
         second = {int(p): i for i, p in enumerate(d["pair"].tolist()) if not d["chosen"][i]} if kind == "dpo" else {}
