@@ -11,6 +11,7 @@ from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.scale.sharding import is_sharded
 from minivlmrl.vision import VisionTransformer
 
 import tiny
@@ -96,16 +97,21 @@ def test_a_stop_string_ends_a_completion(sampler):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """How each decode step is run."""
-    seen, call = [], Decode.__call__
-    monkeypatch.setattr(Decode, "__call__", lambda self, *a: seen.append(type(self)) or call(self, *a))
+    """How each decode step is run, and whether by a model with sharded weights."""
+    seen, original = [], Decode.__call__
+
+    def call(self, model, *inputs):
+        seen.append((type(self), is_sharded(model)))
+        return original(self, model, *inputs)
+
+    monkeypatch.setattr(Decode, "__call__", call)
     return seen
 
 
 @pytest.mark.parametrize(("graph", "kind"), [("auto", Decode), ("never", Decode), ("always", CapturedDecode)])
 def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, kind):
     drawn(sampler(graph=graph))
-    assert set(decodes) == {kind}
+    assert set(decodes) == {(kind, False)}
 
 
 @pytest.mark.parametrize(("graph", "captured"), [("auto", True), ("never", False), ("always", True)])
@@ -118,10 +124,11 @@ def test_on_a_gpu_a_graph_is_the_default(sampler, graph, captured):
 @pytest.mark.parametrize(
     ("gather_weights", "graph"), [(True, "auto"), (True, "always"), (False, "auto"), (False, "never")]
 )
-def test_sharded_weights_draw_the_same(sampler, gather_weights, graph):
-    """Gathered as a whole, also for a graph, or layer by layer."""
-    model = sharded_model()
-    assert drawn(sampler(model, ONE, gather_weights, graph=graph)) == drawn(sampler())
+def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, graph):
+    """Gathered as a whole, or layer by layer; a graph runs a model without hooks."""
+    found = drawn(sampler(sharded_model(), ONE, gather_weights, graph=graph))
+    assert set(decodes) == ({(CapturedDecode, False)} if graph == "always" else {(Decode, True)})
+    assert found == drawn(sampler())
 
 
 @pytest.mark.usefixtures("alone")
