@@ -84,7 +84,7 @@ class Ours:
     def __init__(self, algorithm: GRPOStage, rows: list[Row]):
         batches = Batches(rows, algorithm)
         self.algorithm, self.steps, self.done = algorithm, algorithm.steps(batches), 0
-        self.optimizer = build_optimizer(algorithm.trained, algorithm.config)
+        self.optimizer = build_optimizer(algorithm.trained, algorithm.config, algorithm.run.optimizer)
 
     def step(self):
         optimizer_step(self.algorithm, next(self.steps), self.optimizer, self.done)

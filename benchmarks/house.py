@@ -4,7 +4,9 @@ python benchmarks/house.py           # a table; exit status 1 if anything exceed
 python benchmarks/house.py --book    # the paths of the book's files, for ruff
 """
 
+import dataclasses
 import sys
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,6 +16,7 @@ READING_ORDER = (
     *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
+FIELDS = 200  # of a recipe
 BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15067
 SHELF_LINES = {
     "algorithms": 1826,
@@ -48,6 +51,17 @@ def total() -> int:
     return sum(map(lines, source_files(PACKAGE, ROOT / "kernels")))
 
 
+def fields(options=None, prefix: str = "") -> list[str]:
+    """Name what a recipe can set, "grpo.beta"; a list or an object with names of its own counts once."""
+    if options is None:
+        from minivlmrl.run.config import RunConfig as options  # torch takes seconds
+    found = []
+    for name, hint in typing.get_type_hints(options).items():
+        inner = dataclasses.is_dataclass(hint)
+        found += fields(hint, f"{prefix}{name}.") if inner else [prefix + name]
+    return found
+
+
 def source_files(*folders: Path) -> list[Path]:
     """The Python files in these folders and their subfolders."""
     return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -68,6 +82,7 @@ def main(arguments: list[str]) -> int:
     rows.append(("the book", sum(chapters.values()), BOOK_LINES))
     rows += [(f"{name}/", count, SHELF_LINES.get(name)) for name, count in shelves().items()]
     rows.append(("package and kernels", total(), TOTAL_LINES))
+    rows.append(("fields of a recipe", len(fields()), FIELDS))
     print(f"{'':20} {'lines':>6} {'budget':>7}")
     for name, count, budget in rows:
         over = "   over its budget" if budget and count > budget else ""

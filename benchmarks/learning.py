@@ -67,7 +67,7 @@ PLAN = [
     grpo("rloo", "loss_type=rloo"),
     grpo("gspo", "importance_sampling_level=sequence", "epsilon_low=3e-4", "epsilon_high=4e-4"),
     grpo("num_iterations 2", "num_iterations=2", ratio_moves=True),
-    Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--sft.optimizer=adamw_8bit", "--grpo.optimizer=adamw_8bit"], 0.25),
+    Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--optimizer.name=adamw_8bit"], 0.25),
     Entry("lora", "shapes.yaml", ["--stages=[grpo]", *LORA], 0.43, before=AFTER_SFT),
     grpo("shuffled rewards", "shuffle_rewards=true", sampled_gain=None, most_sampled_gain=0.1),
     Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),

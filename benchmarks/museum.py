@@ -144,7 +144,7 @@ def dropped_gradients(put):
 
 @bug(GITHUB + "facebookresearch/lingua/pull/59", *SPLIT)
 def clipped_before_accumulation(put):
-    before_loss(put, lambda self, b: clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
+    before_loss(put, lambda self, b: clip_grad_norm_(self.policy.parameters(), self.run.optimizer.max_grad_norm))
 
 
 @bug(GITHUB + "NVIDIA/OpenSeq2Seq/pull/192")

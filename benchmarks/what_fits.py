@@ -15,7 +15,7 @@ CARDS = (24, 48, 80)  # GB
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
 OFFLOAD = ["--sharding.enabled=true", "--sharding.cpu_offload=true", "--rollout.gather_weights=false"]
-EIGHT_BITS = ["--{stage}.optimizer=adamw_8bit"]
+EIGHT_BITS = ["--optimizer.name=adamw_8bit"]
 WAYS = {
     "all weights, float32": [],
     "all weights, float32, 8-bit AdamW": EIGHT_BITS,
@@ -33,9 +33,8 @@ def main(model: str, recipe: str = ""):
     costs = Costs(ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json")))
     print("| what is trained | GB | fits | options |\n|---|---|---|---|")
     for name, options in WAYS.items():
-        [stage] = load_config(recipe).stages
-        options = [option.format(stage=stage) for option in options]
-        needed = most(plan(load_config(recipe, options), stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+        run = load_config(recipe, options)
+        needed = most(plan(run, run.stages[0], costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
         cards = ", ".join(str(card) for card in CARDS if needed <= card) or "none"
         print(f"| {name} | {needed:.1f} | {cards} | {' '.join(f'`{option}`' for option in options)} |", flush=True)
 

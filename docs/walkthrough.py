@@ -226,7 +226,7 @@ class Walk:
 
     def learn(self) -> Iterator[Stop]:
         """Loss, gradient, and what the update changes."""
-        norms, before, limit = {}, self.logps(), self.algorithm.config.max_grad_norm
+        norms, before, limit = {}, self.logps(), self.algorithm.run.optimizer.max_grad_norm
         with torch.no_grad():
             share = self.algorithm.loss(self.batch)[0].item()
         self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.algorithm.trained)))

@@ -73,7 +73,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
     stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
-    optimizer = build_optimizer(algorithm.trained, config)
+    optimizer = build_optimizer(algorithm.trained, config, algorithm.run.optimizer)
     if not states.restore(algorithm, optimizer):
         algorithm.begin(batches, results.held_out)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
@@ -94,7 +94,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
 
-    parts, config, world = [], algorithm.config, algorithm.world
+    parts, world, max_grad_norm = [], algorithm.world, algorithm.run.optimizer.max_grad_norm
     for index, batch in enumerate(step.micro_batches):
         with algorithm.dropout(number, index):
             loss, metrics = algorithm.loss(batch)
@@ -102,10 +102,10 @@ def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> 
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
-    grad_norm = finish_gradients(algorithm.trained, world, config.max_grad_norm)
+    grad_norm = finish_gradients(algorithm.trained, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")
-    rate = learning_rate(number, config)
+    rate = learning_rate(number, algorithm.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

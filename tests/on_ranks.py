@@ -99,7 +99,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Re
     result, settings = Result(), getattr(config, stage)
     if hasattr(algorithm, "roll_out"):
         record(algorithm, result)
-    optimizer = build_optimizer(algorithm.trained, settings)
+    optimizer = build_optimizer(algorithm.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), algorithm)
     held_out = [Uneven()[i] for i in range(5)]
     algorithm.begin(batches, held_out)

@@ -19,7 +19,8 @@ PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
 
 
 def test_it_is_measured_against_the_reference_of_its_step(stage):
-    run = stage("dpo", "--dpo.sync_ref_model=true", "--dpo.ref_model_sync_steps=1", "--dpo.ref_model_mixup_alpha=1")
+    options = ("sync_ref_model=true", "ref_model_sync_steps=1", "ref_model_mixup_alpha=1")
+    run = stage("dpo", *(f"--reference.{option}" for option in options))
     for _ in range(3):  # the reference becomes the policy after every step
         [first, _] = run.next()
         with torch.no_grad():
@@ -30,11 +31,11 @@ def test_it_is_measured_against_the_reference_of_its_step(stage):
 
 def test_a_shared_reference_is_as_good_as_a_copy(stage):
     """Nothing but memory is saved: with all weights below frozen by hand a full copy gives the same steps."""
-    shared = stage("dpo", "--dpo.num_shared_layers=1")
+    shared = stage("dpo", "--reference.num_shared_layers=1")
     copied = stage("dpo")
     for p, q in zip(copied.model.parameters(), shared.model.parameters(), strict=True):
         p.requires_grad_(q.requires_grad)
-    copied.optimizer = build_optimizer(copied.model, copied.config)
+    copied.optimizer = build_optimizer(copied.model, copied.config, copied.algorithm.run.optimizer)
     for one, other in zip(shared.go(3), copied.go(3), strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
 
@@ -141,8 +142,8 @@ def test_no_reference_is_kept_where_none_is_asked(stage, options):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ([PRECOMPUTE, "--dpo.sync_ref_model=true"], r"dpo\.sync_ref_model needs a reference model, which precomputing"),
-        (["--dpo.reference_free=true", "--dpo.num_shared_layers=1"], r"dpo\.num_shared_layers needs a reference model"),
+        ([PRECOMPUTE, "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs .*which dpo leaves"),
+        (["--dpo.reference_free=true", "--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs"),
         ([PRECOMPUTE, "--dpo.reference_free=true"], "with reference_free there is no reference to score"),
     ],
 )

@@ -66,6 +66,11 @@ def test_the_book_is_short():
     assert house.total() <= house.TOTAL_LINES
 
 
+def test_a_recipe_has_few_fields():
+    assert {"seed", "data.video.fps", "rewards", "sft.max_steps", "ppo.max_steps"} <= set(house.fields())
+    assert len(house.fields()) <= house.FIELDS == 200
+
+
 @pytest.mark.parametrize("name", BOOK)
 def test_a_file_of_the_book_is_easy_to_read(name):
     text = FILES[name].read_text()

@@ -15,7 +15,6 @@ from minivlmrl.adapters.lora import (
     full,
     merge_adapters,
     plain_weights,
-    scaling,
 )
 from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
@@ -78,11 +77,6 @@ def test_dora_is_pefts():
     for own in mine:
         torch.testing.assert_close(own.grad, other[own.shape].grad, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(layer.merged(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
-def test_scaling(rslora, expected):
-    assert scaling(16.0, 4, rslora) == expected
 
 
 @pytest.mark.parametrize("dora", [False, True])

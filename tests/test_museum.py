@@ -15,7 +15,7 @@ import tiny
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import museum
 
-STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.1}
+STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2}
 QUICK = ("gradient_of_zero", "no_picture_in_training", "labels_shifted_twice", "dropped_gradients")
 
 
@@ -29,6 +29,7 @@ def run(tmp_path_factory):
         data = {"eval_rows": 4, "demonstrations": 16}
         rewards = {"test_museum:letters": 1.0}
         recipe = tiny.recipe(STAGE, stages=["sft", "grpo"], data=data, output_dir=str(folder / "out"), rewards=rewards)
+        recipe["optimizer"] = {"max_grad_norm": 0.1}
         recipe["model"]["config"] = str(folder / "model.json")
         recipe["grpo"] |= {"beta": 0.1, "loss_type": "grpo"}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

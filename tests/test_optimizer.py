@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.adapters.adamw8bit import AdamW8bit
-from minivlmrl.run.optimizer import TrainingConfig, build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.optimizer import OptimizerSection, TrainingConfig, build_optimizer, finish_gradients, learning_rate
 
 from stages import ONE
 
@@ -44,14 +44,16 @@ def test_learning_rate_docstring_example():
 def test_adamw_leaves_frozen_parameters_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    [group] = build_optimizer(model, TrainingConfig(adam_beta2=0.5, weight_decay=0.1)).param_groups
+    options = TrainingConfig(adam_beta2=0.5), OptimizerSection(weight_decay=0.1)
+    [group] = build_optimizer(model, *options).param_groups
     assert len(group["params"]) == 2 and group["betas"] == (0.9, 0.5) and group["weight_decay"] == 0.1
 
 
 def test_the_optimizers_by_name():
     model = torch.nn.Linear(2, 2)
     for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", AdamW8bit)):
-        optimizer = build_optimizer(model, TrainingConfig(optimizer=name, adam_beta2=0.5, weight_decay=0.1))
+        options = TrainingConfig(adam_beta2=0.5), OptimizerSection(name, weight_decay=0.1)
+        optimizer = build_optimizer(model, *options)
         [group] = optimizer.param_groups
         assert type(optimizer) is kind
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-6, (0.9, 0.5), 0.1)

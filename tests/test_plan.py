@@ -84,11 +84,11 @@ def run_config(**sections):
 def test_weights_gradients_and_optimizer(config, optimizer, dtype):
     model, prompt = real(config, WORK)
     model, run = model.to(DTYPES[dtype]), run_config(model=ModelSection(dtype=dtype))
-    run.grpo.optimizer = optimizer
+    run.optimizer.name = optimizer
     phases = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)
     batch = attention_batch(model, [prompt] * 2)
     per_token_logps(model, batch)[0].sum().backward()
-    optimizer = build_optimizer(model, run.grpo)
+    optimizer = build_optimizer(model, run.grpo, run.optimizer)
     optimizer.step()
     near(phases["train"]["weights"], sum(p.nbytes for p in model.parameters()))
     near(phases["train"]["gradients"], sum(p.grad.nbytes for p in model.parameters()))
@@ -97,8 +97,8 @@ def test_weights_gradients_and_optimizer(config, optimizer, dtype):
 
 FORMS = {
     "all weights": [],
-    "8-bit AdamW": ["--grpo.optimizer=adamw_8bit"],
-    "8-bit AdamW on bfloat16": ["--grpo.optimizer=adamw_8bit", *BFLOAT16],
+    "8-bit AdamW": ["--optimizer.name=adamw_8bit"],
+    "8-bit AdamW on bfloat16": ["--optimizer.name=adamw_8bit", *BFLOAT16],
     "LoRA": LORA,
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
     "LoRA with dropout": [*LORA, *BFLOAT16, "--adapter.dropout=0.1"],
@@ -134,7 +134,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
         with dropout(model, run.adapter.dropout, "plan"):
             per_token_logps(model, batch)[0].sum().backward()
 
-    optimizer = build_optimizer(model, run.grpo)
+    optimizer = build_optimizer(model, run.grpo, run.optimizer)
     forward_and_backward()
     held += [p.grad for p in model.parameters() if p.grad is not None]
     with LiveBytes([*held, batch.pixel_values]) as live:  # of a second micro-batch
@@ -228,7 +228,7 @@ def test_what_an_option_saves():
         assert shared[name] == alone[name] / 4
     assert "reference" not in alone
     run = run_config()
-    run.grpo.beta, run.grpo.num_shared_layers = 0.1, 1
+    run.grpo.beta, run.reference.num_shared_layers = 0.1, 1
     half = plan(run, "grpo", costs, 1, *lengths)
     assert 0 < half["train"]["reference"] < half["train"]["weights"]
     assert half["train"]["optimizer"] < alone["optimizer"]
@@ -337,5 +337,5 @@ def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
     assert all(half[name] == plain[name] for name in ("weights", "optimizer", "gradients"))
     assert half["reference"] == plain["reference"] / 2
     assert half["forward and backward"] < plain["forward and backward"]  # norms and the tower's rotary stay float32
-    run.grpo.sync_ref_model = True  # a reference that moves needs all its digits
+    run.reference.sync_ref_model = True  # a reference that moves needs all its digits
     assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == plain["reference"]

@@ -142,7 +142,7 @@ def test_values_pull_at_the_policy_only_where_it_is_shared(stage, critic):
     """At another vf_coef a separate critic leaves the policy's steps as they are."""
     ends = []
     for weight in (0.1, 10.0):
-        run = stage("ppo", f"--ppo.critic={critic}", f"--ppo.vf_coef={weight}", "--ppo.max_grad_norm=1e9")
+        run = stage("ppo", f"--ppo.critic={critic}", f"--ppo.vf_coef={weight}", "--optimizer.max_grad_norm=1e9")
         run.go(3)
         ends.append(run.model.model.norm.weight.detach().clone())
     assert torch.equal(*ends) == (critic == "separate")
@@ -164,7 +164,7 @@ def test_a_critic_can_begin_with_a_reward_model(folder, tmp_path, stage):
 
 
 def test_it_shares_layers_with_its_reference_but_not_with_its_critic(stage):
-    run = stage("ppo", "--ppo.critic=separate", "--ppo.num_shared_layers=1")
+    run = stage("ppo", "--ppo.critic=separate", "--reference.num_shared_layers=1")
     critic = run.algorithm.critic
     assert all(p.requires_grad for name, p in critic.named_parameters() if name != "backbone.lm_head.weight")
     before = snapshot(critic)

@@ -168,12 +168,12 @@ SLOW = {
     "sft, grpo in bfloat16": ["--model.dtype=bfloat16"],
     "grpo, all that is scored before": [
         *GRPO, "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.rollout_correction=sequence_mask",
-        "--grpo.beta=0.1", "--grpo.top_entropy_quantile=0.5", "--grpo.sync_ref_model=true",
-        "--grpo.ref_model_sync_steps=1", "--grpo.mask_truncated_completions=true", "--grpo.soft_punish_cache=2",
+        "--grpo.beta=0.1", "--grpo.top_entropy_quantile=0.5", "--reference.sync_ref_model=true",
+        "--reference.ref_model_sync_steps=1", "--grpo.mask_truncated_completions=true", "--grpo.soft_punish_cache=2",
         "--grpo.max_steps=5", "--sampling={max_new_tokens: 6, repetition_penalty: 1.1, top_p: 0.9, top_k: 20, "
         "min_p: 0.01, min_new_tokens: 2, stop_strings: [a]}",
     ],
-    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--grpo.num_shared_layers=1"],
+    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--reference.num_shared_layers=1"],
     "gdpo": [*GRPO, "--grpo.multi_objective_aggregation=normalize_then_sum", "--grpo.max_num_gen_batches=2"],
     "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
     "mpo, weighted": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]",

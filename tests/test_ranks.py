@@ -50,8 +50,8 @@ FURTHER = {
                           "--ppo.whiten_rewards=true"],
     "grpo resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
                        "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
-    "grpo with a moving reference": [*REFERENCE, "--grpo.sync_ref_model=true", "--grpo.ref_model_sync_steps=2",
-                                     "--grpo.num_shared_layers=1"],
+    "grpo with a moving reference": [*REFERENCE, "--reference.sync_ref_model=true",
+                                     "--reference.ref_model_sync_steps=2", "--reference.num_shared_layers=1"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
@@ -165,7 +165,7 @@ def gather(folder, overrides, world):
 
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
-EIGHT_BITS = "--grpo.optimizer=adamw_8bit"
+EIGHT_BITS = "--optimizer.name=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 4, 1)}
 # the policy's adapters, those of a critic, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=2", "--adapter.r=4",

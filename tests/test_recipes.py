@@ -220,7 +220,7 @@ def test_the_settings_of_the_recipes_of_one_card():
         assert (run.adapter.r, run.adapter.alpha, run.adapter.target) == (64, 128, ["language"])
         assert run.grpo.learning_rate == 1e-5 and run.model.dtype == "bfloat16"
     assert lora.adapter.quantize == "nf4" and rec.grpo.beta == 0.04
-    assert (cls.grpo.num_generations, cls.grpo.prompts_per_step, cls.grpo.max_epochs) == (4, 16, 50)
+    assert (cls.grpo.num_generations, cls.grpo.prompts_per_step, cls.max_epochs) == (4, 16, 50)
     assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.max_pixels == 401408
 
 
@@ -228,7 +228,7 @@ def test_the_settings_of_the_recipes_of_one_card():
 def test_a_step_of_the_recipes_of_one_card(run, plain, own, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small.append("--sampling.max_new_tokens=4")
-    files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--grpo.max_epochs=null"]
+    files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
     files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
     [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
     assert line["stage"] == "grpo" and line["completions/mean_length"] <= 4

@@ -39,7 +39,8 @@ WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # of
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_it_moves_at_its_steps_and_not_elsewhere(stage, name):
     options = ["sync_ref_model=true", "ref_model_mixup_alpha=0.3", "ref_model_sync_steps=2"]
-    run = stage(name, *(f"--{name}.{option}" for option in (*options, f"{WEIGHTS[name]}=0.1")))
+    moving = [f"--reference.{option}" for option in options]
+    run = stage(name, *moving, f"--{name}.{WEIGHTS[name]}=0.1")
     reference = run.algorithm.reference.model
     expected = snapshot(run.model)
     for step in range(6):
@@ -56,7 +57,7 @@ def test_it_moves_at_its_steps_and_not_elsewhere(stage, name):
 @pytest.mark.parametrize("model", ["model", "tied"])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_shared_layers_exist_once_and_stay(stage, name, model):
-    run = stage(name, f"--{name}.num_shared_layers=1", f"--{name}.{WEIGHTS[name]}=0.1", model=model)
+    run = stage(name, "--reference.num_shared_layers=1", f"--{name}.{WEIGHTS[name]}=0.1", model=model)
     policy, reference = run.model, run.algorithm.reference.model
     below = ("visual.", "model.embed_tokens.", "model.layers.0.")
     theirs = dict(reference.named_parameters())
@@ -75,12 +76,12 @@ def test_shared_layers_exist_once_and_stay(stage, name, model):
 
 
 def test_all_layers_can_be_shared_and_not_more(stage):
-    run = stage("grpo", "--grpo.num_shared_layers=2", "--grpo.beta=0.1")
+    run = stage("grpo", "--reference.num_shared_layers=2", "--grpo.beta=0.1")
     assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
         "model.norm.weight", "lm_head.weight",
     }  # fmt: skip
     with pytest.raises(ValueError, match="num_shared_layers is 3, the model has 2 layers"):
-        stage("grpo", "--grpo.num_shared_layers=3", "--grpo.beta=0.1")
+        stage("grpo", "--reference.num_shared_layers=3", "--grpo.beta=0.1")
 
 
 @pytest.mark.parametrize(("name", "options"), [("grpo", []), ("ppo", ["--ppo.kl_coef=0"])])

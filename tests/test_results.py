@@ -47,7 +47,7 @@ def results(home, tmp_path, monkeypatch):
 
 def trained(stage, max_steps=3, saved=None, **says):
     """An algorithm at the end of its stage."""
-    config = SimpleNamespace(max_steps=max_steps, eval_steps=1, save_steps=0)
+    config = SimpleNamespace(max_steps=max_steps)
     mine = ALGORITHMS[stage].trains_policy
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
@@ -145,7 +145,7 @@ def test_overwrite_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain)
 
 # while a stage trains
 
-INTERIM = ("--stages=[sft, grpo]", "--sft.eval_steps=2", "--grpo.eval_steps=1")
+INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
 
 
 def evaluations(folder):
@@ -156,19 +156,19 @@ def evaluations(folder):
 def test_evaluations_on_the_way_change_nothing_else(run, capsys):
     with_them, without = run(*INTERIM, LETTERS, name="with"), run("--stages=[sft, grpo]", LETTERS, name="without")
     lines, table = evaluations(with_them), summary(with_them)
-    steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 1), ("grpo", 2), ("grpo", 3)]
+    steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
-    for line, name in ((0, "start"), (2, "after_sft"), (5, "after_grpo")):
+    for line, name in ((0, "start"), (2, "after_sft"), (4, "after_grpo")):
         assert {key: lines[line][key] for key in ("sampled", "greedy", "format")} == table[name]
-    assert ["loss" in line for line in lines] == [False, True, True, False, False, False]
+    assert ["loss" in line for line in lines] == [False, True, True, False, False]
     assert lines[2]["loss"] < lines[1]["loss"]
-    assert evaluations(without) == [lines[0], lines[2], lines[5]]
+    assert evaluations(without) == [lines[0], lines[2], lines[4]]
     for name in ("metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
     assert "evaluation, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
     assert collect(with_them)["evaluations"][-1] == {"step": 6} | {
-        f"eval/{name}": lines[5][name] for name in ("sampled", "greedy", "format")
+        f"eval/{name}": lines[4][name] for name in ("sampled", "greedy", "format")
     }
 
 
@@ -181,7 +181,7 @@ def test_a_resumed_run_writes_each_evaluation_once(run):
     for path in sorted((folder / "states").glob("0*"))[4:]:  # as if it had been killed in grpo's second step
         shutil.rmtree(path)
     run(*options, "--resume=auto")
-    assert (folder / "evaluations.jsonl").read_bytes() == whole and len(evaluations(folder)) == 6
+    assert (folder / "evaluations.jsonl").read_bytes() == whole and len(evaluations(folder)) == 5
     assert (folder / "best/checkpoint/model.safetensors").read_bytes() == best
 
 
@@ -193,7 +193,7 @@ def test_a_resumed_run_writes_each_evaluation_once(run):
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
     monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": values[len(done)] or 0}, []))
-    found, done, kept = results(f"--keep_best={kind}", held_out=Shapes(1, "x")), [], []
+    found, done, kept = results(f"--keep_best={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
     algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
     found.measure("start")
@@ -208,7 +208,7 @@ def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, va
 @pytest.mark.usefixtures("plain")
 def test_numbered_checkpoints_have_a_limit(run):
     """One of an earlier, longer run in this folder goes first."""
-    options = ("--stages=sft", "--sft.save_steps=1", "--sft.save_total_limit=2", "--sft.max_steps=4")
+    options = ("--stages=sft", "--save_steps=1", "--save_total_limit=2", "--sft.max_steps=4")
     folder = run(*options[:-1], "--sft.max_steps=6")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000005", "sft-000006"]
     run(*options, "--overwrite=true")
@@ -217,7 +217,7 @@ def test_numbered_checkpoints_have_a_limit(run):
     assert (last / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("option", ["--sft.eval_steps=1", "--keep_best=greedy"])
+@pytest.mark.parametrize("option", ["--eval_steps=1", "--keep_best=greedy"])
 def test_evaluations_need_held_out_rows(run, own, option):
     name = option.removeprefix("--").partition("=")[0]
     with pytest.raises(ValueError, match=f"^{name}: there are no held-out rows; set data.eval_file$"):

@@ -22,7 +22,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import uniform_numbers
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
-from minivlmrl.run.optimizer import TrainingConfig, build_optimizer
+from minivlmrl.run.optimizer import OptimizerSection, TrainingConfig, build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import (
@@ -328,7 +328,7 @@ def test_the_optimizer_has_the_sharded_weights(alone):
     model = sharded_model()
     with torch.no_grad():
         per_token_logps(model, batch())
-    [group] = build_optimizer(model, TrainingConfig()).param_groups
+    [group] = build_optimizer(model, TrainingConfig(), OptimizerSection()).param_groups
     assert all(isinstance(p, DTensor) for p in group["params"])
 
 

@@ -80,7 +80,7 @@ def test_the_first_rank_says_what_runs_where(home, capsys):
 def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
-    config.data.max_prompt_tokens, config.grpo.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
+    config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
     rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"] and config.grpo.max_steps == 2
     said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"

@@ -34,7 +34,7 @@ class Run:
 def init(**settings):
     return Run(**settings)
 """
-OPTIONS = ("--stages=[sft, grpo]", "--sft.eval_steps=2", LETTERS)
+OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS)
 
 
 def curves(folder):
@@ -59,7 +59,7 @@ def expected(folder):
 def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
     folder = run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--keep_states=9")
     assert curves(folder) == expected(folder)
-    assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 2, 3, 6]
+    assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 2, 3, 5, 6]
     shutil.rmtree(folder / "states" / "000006")
     shutil.rmtree(folder / "states" / "000005")
     run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--keep_states=9", "--resume=auto")

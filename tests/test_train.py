@@ -201,7 +201,7 @@ def test_save_steps_writes_the_checkpoint_on_the_way(run, plain, monkeypatch, st
     steps, algorithm = [], ALGORITHMS[stage]
     original = algorithm.save
     monkeypatch.setattr(algorithm, "save", lambda *a: steps.append(len(steps)) or original(*a))
-    folder = run(f"--stages={stage}", f"--{stage}.save_steps=2", f"--{stage}.max_steps=5")
+    folder = run(f"--stages={stage}", "--save_steps=2", f"--{stage}.max_steps=5")
     assert len(steps) == 2 + 1  # after steps 2 and 4, and at the end
     assert (folder / ("reward_model" if stage == "reward_model" else "checkpoint") / "model.safetensors").is_file()
 
@@ -307,13 +307,13 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
             "dpo.loss_type aot is made for",
         ),
         (["--stages=dpo", "--dpo.use_weighting=true", "--dpo.loss_type=aot"], "dpo.loss_type aot sorts"),
-        (["--stages=dpo", "--dpo.sync_ref_model=true", "--dpo.reference_free=true"], r"dpo\.sync_ref_model needs"),
+        (["--stages=dpo", "--reference.sync_ref_model=true", "--dpo.reference_free=true"], "sync_ref_model needs"),
         (
-            ["--stages=dpo", "--dpo.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
-            r"dpo\.num_shared_layers needs a reference model",
+            ["--stages=dpo", "--reference.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
+            r"reference\.num_shared_layers needs a reference model",
         ),
-        (["--stages=dpo", "--dpo.num_shared_layers=3"], "num_shared_layers is 3, the model has 2 layers"),
-        (["--stages=grpo", "--grpo.num_shared_layers=3", "--grpo.beta=1"], "num_shared_layers is 3, the model has 2"),
+        (["--stages=dpo", "--reference.num_shared_layers=3"], "num_shared_layers is 3, the model has 2 layers"),
+        (["--stages=grpo", "--reference.num_shared_layers=3", "--grpo.beta=1"], "num_shared_layers is 3, the model"),
         (
             ["--grpo.importance_sampling_level=word"],
             r"grpo\.importance_sampling_level is 'word', it must be 'token', 'seq",
@@ -325,8 +325,8 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
             ["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
             r"grpo\.soft_punish_cache is added to the sum",
         ),
-        (["--grpo.num_shared_layers=1"], r"grpo\.num_shared_layers needs a reference model; the weight"),
-        (["--stages=ppo", "--ppo.kl_coef=0", "--ppo.sync_ref_model=true"], r"ppo\.sync_ref_model needs a reference"),
+        (["--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs a reference model; the weight"),
+        (["--stages=ppo", "--ppo.kl_coef=0", "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs"),
         (
             ["--stages=dpo", "--dpo.reference_free=true", "--dpo.precompute_ref_log_probs=true"],
             r"dpo\.precompute_ref_log_probs: with reference_free there is no reference",
@@ -360,9 +360,9 @@ def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
 def test_files_of_stages_train_random_weights(run, plain, rows):
     """Demonstrations and prompts of one's own in one run, with a tokenizer that is trained on them."""
     other = rows.parent / "other.jsonl"
-    options = [f"--sft.data={rows}", f"--grpo.data={other}", f"--data.eval_file={rows}", "--sft.max_epochs=0.5"]
+    options = [f"--data.files.sft={rows}", f"--data.files.grpo={other}", f"--data.eval_file={rows}", "--max_epochs=0.5"]
     folder = run("--data.task=null", *options)
-    assert [line["stage"] for line in metrics(folder)] == ["sft", *["grpo"] * 3]
+    assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
     assert load_processor(folder / "checkpoint").tokenizer.encode("Name it.")
 
 
@@ -380,7 +380,7 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):
-    options = ["--stages=[sft]", "--sft.save_steps=1", "--sft.lr_scheduler_type=constant"]
+    options = ["--stages=[sft]", "--save_steps=1", "--sft.lr_scheduler_type=constant"]
     good = run(*options, "--sft.max_steps=1", name="good")
     calls = []
 

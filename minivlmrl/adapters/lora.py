@@ -31,7 +31,6 @@ class LoRAConfig:
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
     dropout: Annotated[float, "[0, 1)"] = 0.0  # share of the inputs of A that is 0 in training, see dropout.py
     target: list[str] = field(default_factory=lambda: ["language"])  # also vision, merger, or a regex of layers' names
-    rslora: bool = False  # scaled by alpha / sqrt(r) instead (arXiv 2312.03732)
     dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
     quantize: Literal["nf4"] | None = None  # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
 
@@ -40,14 +39,9 @@ class LoRAConfig:
         model.requires_grad_(not self.r)
         chosen = [target_layers(model, target) for target in self.target if self.r]
         for name in {name: None for names in chosen for name in names}:
-            wrap(model, name, self.r, scaling(self.alpha, self.r, self.rslora), self.dora)
+            wrap(model, name, self.r, self.alpha / self.r, self.dora)
         if self.quantize:
             quantize_base(model)
-
-
-def scaling(alpha: float, r: int, rslora: bool) -> float:
-    """What B A is multiplied by."""
-    return alpha / (math.sqrt(r) if rslora else r)
 
 
 class LoRALinear(nn.Linear):

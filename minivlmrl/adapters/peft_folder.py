@@ -1,5 +1,6 @@
 """Folders of PEFT: adapter_config.json and adapter_model.safetensors, read and written."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import adapters, full, scaling, set_parameters, wrap
+from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
 from minivlmrl.hub.checker import build, naming
 from minivlmrl.hub.folder import read_json, write_json
 
@@ -46,7 +47,7 @@ def begin_with(model: nn.Module, folder: str | Path):
     for name in sorted(forms.keys() | own.keys()):
         theirs, ours = (text.get(name, "no adapter") for text in texts)
         if theirs != ours:
-            cure = "change adapter.r, alpha, target, rslora or dora"
+            cure = "change adapter.r, alpha, target or dora"
             raise ValueError(f"adapter.path: {folder} has {theirs} on {name}, the recipe says {ours}: {cure}")
     set_parameters(model, weights)
 
@@ -86,7 +87,8 @@ def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConf
         raise ValueError(f"{name} has {there}; there must be {asked}: take the adapter of this base")
     patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
     fits = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))]
-    return r, scaling([*fits, config.lora_alpha][0], r, config.use_rslora), config.use_dora
+    divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
+    return r, [*fits, config.lora_alpha][0] / divisor, config.use_dora
 
 
 def _our_name(name: str) -> tuple[str, str]:

@@ -15,25 +15,16 @@ from minivlmrl.scale.ranks import World
 
 @dataclass
 class TrainingConfig:
-    """What every stage has: its length, its batch and its optimizer."""
+    """What every stage has: its length, its batch and its learning rate."""
 
-    data: str | None = None  # a file of this stage's own rows; None: those of section data
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over the rows; where they end before max_steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # with moments of the weights' dtype, or of 8 bits a value
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the schedule ends at this share of learning_rate
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
-    adam_beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of the mean gradient
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
-    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # of AdamW, for all weights
-    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # gradients are scaled down to this norm
-    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate held-out rows every this many steps too; 0: between stages only
-    save_steps: Annotated[int, ">= 0"] = 0  # steps between two checkpoints; 0: at the end of the stage only
-    save_total_limit: Annotated[int, ">= 1"] | None = None  # keep so many, in checkpoints/; None: replace one
 
 
 class Algorithm:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_answers
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
-from minivlmrl.algorithms.reference import Reference, ReferenceConfig
+from minivlmrl.algorithms.reference import Reference
 from minivlmrl.data.mix import shuffled
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps
@@ -20,7 +20,7 @@ from minivlmrl.rows import Dataset, Row
 
 
 @dataclass
-class DPOConfig(DPOLoss, ReferenceConfig, TrainingConfig):
+class DPOConfig(DPOLoss, TrainingConfig):
     """Preference losses on pairs."""
 
     precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
@@ -35,8 +35,9 @@ class DPO(PairAlgorithm):
     def check(run):
         config = run.dpo
         for name in ("sync_ref_model", "num_shared_layers"):
-            if getattr(config, name) and (config.precompute_ref_log_probs or config.reference_free):
-                raise ValueError(f"dpo.{name} needs a reference model, which precomputing or reference_free leaves out")
+            if getattr(run.reference, name) and (config.precompute_ref_log_probs or config.reference_free):
+                without = "dpo leaves out with precompute_ref_log_probs or reference_free"
+                raise ValueError(f"reference.{name} needs a reference model, which {without}")
         if config.precompute_ref_log_probs and config.reference_free:
             raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
 
@@ -49,7 +50,7 @@ class DPO(PairAlgorithm):
         # dataset -> index of a row -> log-probabilities of both answers
         self.precomputed: dict[str, dict[int, Tensor]] = {"train": {}, "held_out": {}}
         if self.has_reference(self.config):
-            self.reference = Reference(self.policy, self.config)
+            self.reference = Reference(self.policy, self.run.reference)
 
     def begin(self, batches, held_out: Dataset | None):
         if self.config.precompute_ref_log_probs:

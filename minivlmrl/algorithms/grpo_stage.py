@@ -29,7 +29,7 @@ class GRPOStage(Algorithm, GRPO):
     def __init__(self, run, model, processor, world):
         Algorithm.__init__(self, run, model, processor, world)
         config = self.config
-        reference = Reference(model, config) if self.has_reference(config) else None
+        reference = Reference(model, run.reference) if self.has_reference(config) else None
         sample = RunSampler(model, processor, run.sampling, world, run.rollout.gather_weights)
         rewards = recipe_rewards(run.rewards)
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)

@@ -9,7 +9,7 @@ from torch import Tensor
 from minivlmrl.algorithms.answers import AnswerAlgorithm, AnswerBatch, pieces
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.preference_losses import KTOLoss, kto_kl, kto_loss
-from minivlmrl.algorithms.reference import Reference, ReferenceConfig
+from minivlmrl.algorithms.reference import Reference
 from minivlmrl.batch import Step
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import row_mean
@@ -17,7 +17,7 @@ from minivlmrl.rows import Prompt, Row
 
 
 @dataclass
-class KTOConfig(KTOLoss, ReferenceConfig, TrainingConfig):
+class KTOConfig(KTOLoss, TrainingConfig):
     """KTO on single answers with a label."""
 
 
@@ -47,7 +47,7 @@ class KTO(AnswerAlgorithm):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.reference = Reference(self.policy, self.config)
+        self.reference = Reference(self.policy, self.run.reference)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:

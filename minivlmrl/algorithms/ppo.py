@@ -21,7 +21,7 @@ from minivlmrl.algorithms.baselines import gae, token_rewards, whiten
 from minivlmrl.algorithms.grpo_family import train_on
 from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.ppo_loss import PPOLoss, ppo_loss
-from minivlmrl.algorithms.reference import ReferenceConfig, check_online
+from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch
 from minivlmrl.grpo import Rollout
 from minivlmrl.logprobs import completion_states, logps_of_states
@@ -30,7 +30,7 @@ from minivlmrl.scale.sharding import is_sharded
 
 
 @dataclass
-class PPOConfig(PPOLoss, ReferenceConfig, PiecesConfig, TrainingConfig):
+class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     """PPO with a critic."""
 
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt

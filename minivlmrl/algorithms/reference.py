@@ -17,7 +17,7 @@ from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
 @dataclass
 class ReferenceConfig:
-    """Options of stages that hold the policy near a reference."""
+    """How stages treat the model that they hold the policy near."""
 
     sync_ref_model: bool = False  # move the reference towards the policy on the way
     ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6  # reference = (1 - alpha) reference + alpha policy ...
@@ -82,5 +82,6 @@ def check_online(stage: str, run, kl_weight: float):
     if "reward_model" in run.rewards:
         check_reward_model(run, stage)
     for name in ("sync_ref_model", "num_shared_layers"):
-        if getattr(getattr(run, stage), name) and not kl_weight:
-            raise ValueError(f"{stage}.{name} needs a reference model; the weight of the KL to it is 0")
+        if getattr(run.reference, name) and not kl_weight:
+            weight = f"the weight of {stage}'s KL to it is 0"
+            raise ValueError(f"reference.{name} needs a reference model; {weight}")

@@ -28,11 +28,9 @@ class VideoSection:
     """Which frames of a video the model sees, and how large: see data/video.py. A row can ask for its own."""
 
     fps: float | None = None  # frames taken from a second; None: 2
-    min_frames: int | None = None  # bounds of their number; None: 4 and 768
-    max_frames: int | None = None  # upper bound of the number of frames
+    max_frames: int | None = None  # most frames of a video; None: 768
     min_pixels: int | None = None  # bounds of a frame's area; None: 128 and 768 tokens
     max_pixels: int | None = None  # upper bound of the area
-    total_pixels: int | None = None  # most of all frames together; None: 90 % of 128000 tokens
 
 
 @dataclass
@@ -42,6 +40,7 @@ class DataSection:
     task: str | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
     train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
     train: list[FileSection] = field(default_factory=list)  # several files instead of train_file: docs/data.md
+    files: dict[str, str] = field(default_factory=dict)  # rows of a stage alone: {sft: demonstrations.jsonl}
     eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
     val_split: Annotated[float, "[0, 1)"] = 0.0  # share of the training rows that is held out if there is no eval_file
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # training rows with a longer prompt are left out
@@ -82,10 +81,11 @@ def load_datasets(run, stages: dict[str, str], reward_columns=(), eval_columns=(
         stages: for each stage what its rows must have, a key of NEEDS.
         reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
     """
-    config, files = run.data, {stage: getattr(run, stage).data for stage in stages}
+    config, files = run.data, run.data.files
     given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
-    if len(given) > 1 or (given == ["task"] and any(files.values())) or not (given or (files and all(files.values()))):
-        ways = "data.task (embedded), data.train_file (your rows), data.train (several files), or `data` of every stage"
+    own = bool(stages) and stages.keys() <= files.keys()
+    if len(given) > 1 or (given == ["task"] and files) or not (given or own):
+        ways = "data.task (embedded), data.train_file (your rows), data.train (several), or data.files of every stage"
         raise ValueError(f"data: set either {ways}; set are {', '.join(given) or 'none'}")
     if config.task is not None:
         training, held_out = get_task(config.task).datasets(config, run.seed)
@@ -95,8 +95,8 @@ def load_datasets(run, stages: dict[str, str], reward_columns=(), eval_columns=(
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
     columns, datasets, held_out = NEEDS | {"prompts": tuple(reward_columns)}, {}, None
     for stage, needs in stages.items():
-        datasets[stage] = _training_rows(run, files[stage], columns[needs], needs == "prompts")
-        if config.val_split and not config.eval_file and not files[stage]:
+        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
+        if config.val_split and not config.eval_file and stage not in files:
             datasets[stage], held_out = split(datasets[stage], config.val_split)
     if held_out is not None:
         datasets["eval"] = pick(held_out, list(range(min(config.eval_rows, len(held_out)))))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from tokenizers.decoders import DecodeStream
-from tqdm import tqdm
 
 from minivlmrl.advantages import combine
 from minivlmrl.algorithms.base import Algorithm
@@ -36,11 +35,10 @@ class CompletionsLog:
     """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
 
     A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of steps that come again.
-    With show_completions the best and the worst completion of a group are printed too.
     """
 
     def __init__(self, config, world: World, progress):
-        self.folder, self.show = Path(config.output_dir), config.show_completions
+        self.folder = Path(config.output_dir)
         self.every = config.log_completions if world.is_main else 0
         if not self.every:
             return
@@ -62,8 +60,6 @@ class CompletionsLog:
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
         with self.path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-        if self.show:
-            tqdm.write(best_and_worst(number, lines))
 
     def save(self, image, name: str) -> str:
         """Save an image, scaled down, unless it is there; returns its path from the run's folder."""
@@ -132,14 +128,3 @@ def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, 
 def finite(value: float) -> float | None:
     """None for NaN, which JSON does not have: the reward could not judge."""
     return None if math.isnan(value) else value
-
-
-def best_and_worst(number: int, lines: list[dict]) -> str:
-    """Two lines for the terminal: the highest and the lowest reward of the first group in which they differ."""
-    for line in lines:
-        judged = sorted((c for c in line["completions"] if c["reward"] is not None), key=lambda c: c["reward"])
-        if judged and judged[0]["reward"] < judged[-1]["reward"]:
-            shown = {"best": judged[-1], "worst": judged[0]}
-            said = (f"{name:<5} {one['reward']:.3f} {one['text']!r:.200}" for name, one in shown.items())
-            return "\n".join(f"step {number}, row {line['row']}, {text}" for text in said)
-    return f"step {number}: the completions of each logged group earn the same"

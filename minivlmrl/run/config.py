@@ -10,6 +10,7 @@ import yaml
 
 from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.adapters.trained import Part
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.dpo import DPOConfig
 from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.kto import KTOConfig
@@ -19,13 +20,12 @@ from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
 from minivlmrl.hub.checker import Loader, build
 from minivlmrl.run.batches import DataSection
-from minivlmrl.run.optimizer import TrainingConfig
+from minivlmrl.run.optimizer import OptimizerSection
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
 Weight = Annotated[float, "(-inf, inf)"]
-STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
 
 
 @dataclass
@@ -49,7 +49,7 @@ class RolloutSection:
 
 
 @dataclass
-class GRPOSection(FamilyConfig, ReferenceConfig, PiecesConfig, TrainingConfig):
+class GRPOSection(FamilyConfig, PiecesConfig, TrainingConfig):
     """GRPO and its family."""
 
 
@@ -61,15 +61,18 @@ class RunConfig:
     output_dir: str = "runs/default"  # the run's folder
     overwrite: bool = False  # begin anew in a folder that holds a finished run, and remove its states
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # end a stage after so many passes over its rows
     num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads of a rank; None: the machine's / its ranks
     state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state after this many minutes and at the end of a stage
     state_steps: Annotated[int, ">= 0"] = 0  # also every this many optimizer steps; both 0: only after a signal
     keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
     resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every this many steps of a stage too; 0: between stages only
+    save_steps: Annotated[int, ">= 0"] = 0  # write checkpoint/ every this many steps too; 0: after a stage only
+    save_total_limit: Annotated[int, ">= 1"] | None = None  # keep so many, in checkpoints/; None: replace one
     log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
     keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None  # weights of the best such result, in best/
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)  # send metrics there too
-    show_completions: bool = False  # print the best and the worst of a group as often
     check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another before the run ends
     model: ModelSection = field(default_factory=ModelSection)
@@ -79,6 +82,8 @@ class RunConfig:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     rewards: dict[str, Weight] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
@@ -89,6 +94,9 @@ class RunConfig:
     def __post_init__(self):
         if self.overwrite and self.resume is None:
             self.resume = "never"
+        for stage in self.data.files:
+            if not isinstance(getattr(self, stage, None), TrainingConfig):
+                raise ValueError(f"data.files: {stage} is no stage, such as sft or grpo")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
         given = {name: getattr(self.adapter, name) for name in ("dropout", "path", "quantize")}
@@ -133,11 +141,16 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         config.data.task = str((path.parent / config.data.task).resolve())
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
     files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
-    files += [(getattr(config, stage), "data") for stage in STAGES] + [(config.ppo, "critic_path")]
-    for section, name in ((config.model, "path"), (config.adapter, "path"), (config.reward_model, "path"), *files):
-        if getattr(section, name) and Path(getattr(section, name)).exists():
-            setattr(section, name, str(Path(getattr(section, name)).resolve()))
+    files += [(config.model, "path"), (config.adapter, "path"), (config.reward_model, "path")]
+    for section, name in [*files, (config.ppo, "critic_path")]:
+        setattr(section, name, _absolute(getattr(section, name)))
+    config.data.files = {stage: _absolute(file) for stage, file in config.data.files.items()}
     return config
+
+
+def _absolute(path: str | None) -> str | None:
+    """Where a path leads from any folder; None, or the id of a repository, stays as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 def _hint(key: str):

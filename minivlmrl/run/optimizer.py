@@ -1,6 +1,8 @@
 """AdamW and its schedule."""
 
 import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +14,23 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import is_sharded, reshard
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+@dataclass
+class OptimizerSection:
+    """AdamW as all stages have it; learning rate and adam_beta2 are each stage's own."""
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"  # moments of the weights' dtype, or of 8 bits a value
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
+    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig, section: OptimizerSection) -> torch.optim.Optimizer:
     """AdamW over all parameters that require gradients; moments of the weights' dtype have one fused update a step."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
-    betas = (config.adam_beta1, config.adam_beta2)
-    if config.optimizer == "adamw_8bit":
-        return AdamW8bit(parameters, config.learning_rate, betas, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True)
+    options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
+    if section.name == "adamw_8bit":
+        return AdamW8bit(parameters, config.learning_rate, **options)
+    return torch.optim.AdamW(parameters, config.learning_rate, **options, fused=True)
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -177,11 +177,12 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     online = not algorithm.answers
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
-    layers = getattr(config, "num_shared_layers", 0)  # with the vision tower; 0: none
+    has_reference = algorithm.has_reference(config)
+    layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
     state = 2 * _bytes(trained)
-    if config.optimizer == "adamw_8bit":
+    if run.optimizer.name == "adamw_8bit":
         state = _bytes(x for p in trained for x in empty_state(p).values())
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
@@ -189,12 +190,12 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     critic = getattr(config, "critic", None) == "separate"  # its weights, gradients and the two of AdamW
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
     copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))  # with FSDP models share nothing
-    copied *= 1 if getattr(config, "sync_ref_model", False) else computed.itemsize / dtype.itemsize
+    copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
     held = {  # all the time
         "weights": whole,
         "optimizer": state,
         "value model": (4 + summed) * (adapted or backbone) * critic,
-        "reference": (adapted or copied) * algorithm.has_reference(config),
+        "reference": (adapted or copied) * has_reference,
         "policy": (adapted or whole) * (not algorithm.trains_policy),  # in addition to the copy that is trained
         "reward model": backbone * (online and "reward_model" in run.rewards),
     }

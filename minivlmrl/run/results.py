@@ -24,8 +24,7 @@ def check_outputs(config: RunConfig):
     without held-out rows.
     """
     check_trackers(config.report_to)
-    asked = [f"{stage}.eval_steps" for stage in config.stages if getattr(config, stage).eval_steps]
-    asked += ["keep_best"] if config.keep_best else []
+    asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
     if asked and not config.data.task and not config.data.eval_file:
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
@@ -53,8 +52,9 @@ class Results:
 
     def after_step(self, algorithm, done: int):
         """Evaluate and save if it is time, after `done` steps of a stage; at its end measure() evaluates."""
-        config, stage = algorithm.config, algorithm.stage
-        if config.eval_steps and done % config.eval_steps == 0 and done < config.max_steps:
+        config, stage = self.config, algorithm.stage
+        due = config.eval_steps and done % config.eval_steps == 0
+        if due and done < algorithm.config.max_steps:
             self.evaluate(f"after step {done} of {stage}", algorithm, done)
         if not config.save_steps or done % config.save_steps:
             return

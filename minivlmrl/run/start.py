@@ -77,9 +77,10 @@ def fit_rows(config, datasets: dict[str, Dataset], processor: Processor, world: 
     for name, rows in datasets.items():
         limit = None if name == "eval" else config.data.max_prompt_tokens
         fitted[name], long = (rows, []) if limit is None else without_long(rows, processor, limit)
-        if name != "eval" and (epochs := getattr(config, name).max_epochs) is not None:
+        if name != "eval" and config.max_epochs is not None:
             stage = getattr(config, name)
-            stage.max_steps = min(stage.max_steps, math.ceil(epochs * len(fitted[name]) / stage.prompts_per_step))
+            steps = math.ceil(config.max_epochs * len(fitted[name]) / stage.prompts_per_step)
+            stage.max_steps = min(stage.max_steps, steps)
         if config.data.rescale_boxes and name != "eval":
             fitted[name] = Rescaled(fitted[name], partial(seen_sizes, processor=processor))
         text = summary(fitted[name], processor) if world.is_main else ""
