@@ -17,7 +17,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_we_still_write_the_files_that_the_record_is_about(version, written):
-    """If this fails, run python tests/record_checkpoints.py: older versions have not seen what is written today."""
+    """If this fails, run tests/record/record_checkpoints.py: older versions have not seen what is written today."""
     assert RECORDS[version]["transformers"] == version
     assert len(written) == 8 and written == RECORDS[version]["files"]
 

@@ -282,7 +282,7 @@ def test_the_benchmark_of_a_step(monkeypatch, capsys):
 
 
 def test_waits_keep_to_their_budgets(tmp_path):
-    """`python tests/pretend_cuda.py` prints them; with --record they are the new budgets."""
+    """`python tests/helpers/pretend_cuda.py` prints them; with --record they are the new budgets."""
     budgets = json.loads(BUDGETS.read_text())
     found = {part: by_line(waits) for part, waits in waits_of_a_step(tmp_path).items()}
     more = {

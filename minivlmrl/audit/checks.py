@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-FIXTURES = Path(__file__).parent / "fixtures"  # recorded numbers: tests/record_fixtures.py says which
+FIXTURES = Path(__file__).parent / "fixtures"  # recorded numbers: tests/record/record_fixtures.py says which
 
 
 def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, splits=None, what: str = "micro-batches"):

@@ -20,7 +20,7 @@ import numpy as np
 
 from minivlmrl.kernels.backend import INTERPRETED, tl
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run_interpreted(file: str, *arguments: str) -> None:

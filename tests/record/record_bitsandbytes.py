@@ -1,7 +1,7 @@
 """Records the tables of bitsandbytes and what it makes of numbers drawn from a seed.
 
     pip install --target /tmp/bitsandbytes --no-deps bitsandbytes==0.50.2
-    PYTHONPATH=/tmp/bitsandbytes python tests/record_bitsandbytes.py tests/recorded/bitsandbytes_0.50.2.json
+    PYTHONPATH=/tmp/bitsandbytes python tests/record/record_bitsandbytes.py tests/recorded/bitsandbytes_0.50.2.json
 
 Indices are those of its path for float64, which takes the nearest number of a table, as its CUDA kernel does: its C++
 code for float32 on a CPU looks them up coarsely, and is off by up to 3e-5 of a block's largest value.
@@ -33,7 +33,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def recorded() -> dict:
-    return json.loads((Path(__file__).parent / "recorded" / "bitsandbytes_0.50.2.json").read_text())
+    return json.loads((Path(__file__).parents[1] / "recorded" / "bitsandbytes_0.50.2.json").read_text())
 
 
 def main(file: str):

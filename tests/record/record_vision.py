@@ -4,8 +4,9 @@ Neither is installed by the tests, so test_image.py and test_video.py hold ours 
 
     pip install --target /tmp/oracles --no-deps torchvision==0.28.0
     pip install --target /tmp/utils --no-deps qwen-vl-utils==0.0.14
-    python tests/record_vision.py torchvision /tmp/oracles tests/recorded/vision_torchvision_0.28.0.json
-    python tests/record_vision.py qwen_vl_utils /tmp/oracles /tmp/utils tests/recorded/vision_qwen_vl_utils_0.0.14.json
+    python tests/record/record_vision.py torchvision /tmp/oracles tests/recorded/vision_torchvision_0.28.0.json
+    python tests/record/record_vision.py qwen_vl_utils /tmp/oracles /tmp/utils \\
+        tests/recorded/vision_qwen_vl_utils_0.0.14.json
 
 (requests and packaging have to be there; transformers brings them). qwen-vl-utils 0.0.11 gives the same as 0.0.14 but
 for 199 videos whose max_pixels is under their min_pixels, which it accepts. The cases are drawn here from a seed, and
@@ -55,7 +56,7 @@ def encoded(image, kind):
 
 def recorded(name):
     """What was recorded of "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
-    return json.loads((Path(__file__).parent / "recorded" / f"vision_{name}.json").read_text())
+    return json.loads((Path(__file__).parents[1] / "recorded" / f"vision_{name}.json").read_text())
 
 
 def image_cases():
@@ -215,7 +216,7 @@ def record_qwen_vl_utils(folder, utils_folder):
 
 if __name__ == "__main__":
     recorders = {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils}
-    recorded = {"command": f"python tests/record_vision.py {' '.join(sys.argv[1:])}"}
+    recorded = {"command": f"python tests/record/record_vision.py {' '.join(sys.argv[1:])}"}
     recorded |= recorders[sys.argv[1]](*sys.argv[2:-1])
     with open(sys.argv[-1], "w", encoding="utf-8") as file:
         json.dump(recorded, file, separators=(",", ":"))

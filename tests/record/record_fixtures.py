@@ -1,4 +1,6 @@
-"""What TRL and transformers answer, for minivlmrl/audit/fixtures/: python tests/record_fixtures.py
+"""What TRL and transformers answer, for minivlmrl/audit/fixtures/:
+
+    PYTHONPATH=tests:tests/helpers python tests/record/record_fixtures.py
 
 losses.safetensors: batches, values and gradients of TRL's losses. tiny_qwen2_5_vl.safetensors: a tiny checkpoint, one
 prompt with a picture, its patches, positions, windows and logits by transformers.
@@ -20,7 +22,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 
-FOLDER = Path(__file__).parents[1] / "minivlmrl" / "audit" / "fixtures"
+FOLDER = Path(__file__).parents[2] / "minivlmrl" / "audit" / "fixtures"
 
 
 def answer(question, batch: dict, **options):

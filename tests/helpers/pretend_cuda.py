@@ -4,7 +4,7 @@
         train.main([...])              # torch.cuda.is_available() is true in here
     gpu.waits, gpu.launches            # where the host waits for the card, where it starts kernels
 
-python tests/pretend_cuda.py           # the waits of a GRPO step, line by line; --record makes them the test's budgets
+python tests/helpers/pretend_cuda.py   # the waits of a GRPO step, line by line; --record makes them the test's budgets
 
 What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would
 wait for a card is counted: item, tolist, nonzero, masks as indices, copies from the card, and to it copies of memory
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 CUDA = torch.device("cuda", 0)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmarks"))
 aten = torch.ops.aten
 
@@ -445,7 +445,7 @@ for func in (aten.mm, aten.bmm, aten.addmm):
 
 # ---- the waits of a GRPO step --------------------------------------------------------------------------------------
 
-BUDGETS = Path(__file__).parent / "recorded" / "waits.json"
+BUDGETS = Path(__file__).parents[1] / "recorded" / "waits.json"
 PARTS = {
     "16 decode steps": "of 12 completions of 4 prompts",
     "pack": "two prompts with their 6 completions",

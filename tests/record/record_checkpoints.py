@@ -1,4 +1,6 @@
-"""Older versions of transformers on checkpoints that we save: python tests/record_checkpoints.py
+"""Older versions of transformers on checkpoints that we save:
+
+    PYTHONPATH=tests/helpers python tests/record/record_checkpoints.py
 
 For each version it makes an environment of its own (pip install into a temporary folder) and lets that version read the
 folders that `write` has written: model, tokenizer and image processor. What came of it lies in
@@ -23,7 +25,7 @@ from hub_configs import ARCHITECTURES, SIZES, real_config, tiny_config
 import tiny
 
 VERSIONS = ["4.49.0", "4.51.3", "4.57.6"]
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[1] / "recorded"
 TEXT = "I see green squares, 12 of them.\n\n你好 \u00e9e\u0301"
 BATCHES = {"text": [], "image": [(1, 6, 10)], "two images": [(1, 18, 4), (1, 6, 10)]}
 
@@ -135,7 +137,8 @@ def record(version: str):
         command = [sys.executable, __file__, "--check", root]
         result = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
         found = json.loads(result.stdout.splitlines()[-1])
-        about = {"command": "python tests/record_checkpoints.py", "date": str(datetime.date.today())}
+        command = "PYTHONPATH=tests/helpers python tests/record/record_checkpoints.py"
+        about = {"command": command, "date": str(datetime.date.today())}
         content = {**about, **found, "files": files}
         file = RECORDED / f"checkpoints_transformers_{version}.json"
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

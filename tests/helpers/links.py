@@ -5,7 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[`([^`]+)`\](?:\(([^)]+)\)|\[(\w+)\])")
 LABEL = re.compile(r"^\[(\w+)\]: (\S+)$", re.MULTILINE)
 

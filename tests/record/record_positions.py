@@ -1,4 +1,6 @@
-"""Positions of prompts with images and videos by an installed transformers: python tests/record_positions.py
+"""Positions of prompts with images and videos by an installed transformers:
+
+    PYTHONPATH=tests/helpers python tests/record/record_positions.py
 
 Videos follow the rule of transformers 4.49 to 4.51, which is Qwen's own and vLLM's; later versions depart from it (see
 rope.py). So test_rope.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this
