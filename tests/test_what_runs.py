@@ -1,0 +1,103 @@
+"""What a chapter says is what runs: the functions of the book in a GRPO step of the default recipe, of a folder as
+transformers writes it, and of a pretended card.
+
+`pytest -s tests/test_what_runs.py` prints the list.
+"""
+
+import contextlib
+import re
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pretend_cuda
+import pytest
+from runs import checkpoint, home, rows  # noqa: F401
+
+from benchmarks import house
+from minivlmrl import train
+
+ROOT = house.ROOT
+# of each chapter what a step cannot do without, beside what README's "One GRPO step" names
+NEEDED = {
+    "chat": {"render"},
+    "vision": {"VisionTransformer.forward", "VisionBlock.forward"},
+    "rope": {"get_rope_index", "text_rotary", "apply_rotary"},
+    "attention": {"GroupAttention.__call__", "DecodeAttention.__call__"},
+    "decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
+    "generate": {"prefill", "Decode.__call__", "chooser.<locals>.choose", "inverse_cdf", "collect"},
+    "grpo": {"GRPO.steps", "GRPO.roll_out", "GRPO.prepare", "GRPO.micro_batches", "GRPO.loss"},
+    "train": set(),
+}
+
+
+@contextlib.contextmanager
+def functions_that_run():
+    """{chapter: names of its functions that were called}."""
+    ran = {name: set() for name in house.READING_ORDER}
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == house.PACKAGE and path.stem in ran:
+            ran[path.stem].add(frame.f_code.co_qualname)
+
+    for profile in (sys.setprofile, threading.setprofile):  # threads make prompts ahead
+        profile(note)
+    try:
+        yield ran
+    finally:
+        for profile in (sys.setprofile, threading.setprofile):
+            profile(None)
+
+
+def named_in_readme():
+    """[(chapter, name)] of README's "One GRPO step"."""
+    text = (ROOT / "README.md").read_text().partition("## One GRPO step")[2].partition("\n## ")[0]
+    return [(chapter, name) for name, chapter in re.findall(r"`([\w.]+)` in\s+\[(\w+)\.py\]", text)]
+
+
+def default_recipe(tmp_path, request):
+    small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
+    options = ["--stages=[grpo]", "--data.eval_rows=1", *(f"--grpo.{text}" for text in small)]
+    train.main([str(ROOT / "recipes/shapes.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
+
+
+def own_folder(tmp_path, request):
+    """recipes/own_data.yaml on weights, config and template as transformers and the hub write them."""
+    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    ours, folder = request.getfixturevalue("checkpoint"), tmp_path / "folder"
+    shutil.copytree(ours, folder)
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(ours)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    theirs.save_pretrained(folder)
+    file = request.getfixturevalue("rows")
+    small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
+    options = [f"--model.path={folder}", f"--data.train_file={file}", f"--data.eval_file={file}", "--data.eval_rows=1"]
+    options += ["--sampling.max_new_tokens=4", "--data.max_pixels=3136", *(f"--grpo.{text}" for text in small)]
+    train.main([str(ROOT / "recipes/own_data.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
+
+
+def pretended_card(tmp_path, request):
+    pretend_cuda.waits_of_a_step(tmp_path)
+
+
+@pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
+def test_a_step_runs_the_book(way, tmp_path, request):
+    way_of = request.getfixturevalue if way is own_folder else lambda name: None
+    way_of("checkpoint"), way_of("rows")  # made before anything is noted
+    with functions_that_run() as ran:
+        way(tmp_path, request)
+    print(f"\n{way.__name__}", *(f"  {name}: {', '.join(sorted(found))}" for name, found in ran.items()), sep="\n")
+    for chapter, name in named_in_readme():
+        assert any(found == name or found.startswith(f"{name}.") for found in ran[chapter]), f"{chapter}.{name}"
+    missing = {chapter: names - ran[chapter] for chapter, names in NEEDED.items()}
+    assert {chapter: names for chapter, names in missing.items() if names} == {}
+
+
+def test_no_shelf_has_a_decoder_or_a_loop_of_its_own():
+    """What the book computes is computed by the book alone: heads, keys and the loss of GRPO are asked for there."""
+    own = re.compile(r"\.q_proj\(|\.down_proj\(|softmax\(-1\) @|def generate\(model|def grpo_loss")
+    shelves = [path for path in house.source_files(house.PACKAGE) if path.parent != house.PACKAGE]
+    assert [path.name for path in shelves if own.search(path.read_text())] == []
