@@ -125,10 +125,20 @@ def test_on_a_gpu_a_graph_is_the_default(sampler, graph, captured):
     ("gather_weights", "graph"), [(True, "auto"), (True, "always"), (False, "auto"), (False, "never")]
 )
 def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, graph):
-    """Gathered as a whole, or layer by layer; a graph runs a model without hooks."""
+    """Gathered as a whole, in a model without hooks, which a graph needs; or layer by layer."""
     found = drawn(sampler(sharded_model(), ONE, gather_weights, graph=graph))
-    assert set(decodes) == ({(CapturedDecode, False)} if graph == "always" else {(Decode, True)})
+    assert set(decodes) == {(CapturedDecode if graph == "always" else Decode, not gather_weights)}
     assert found == drawn(sampler())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("gather_weights", [True, False])
+def test_a_frozen_tower_may_be_sharded(sampler, gather_weights):
+    """It is the first to run, before any forward of the whole model; layer by layer it keeps nothing."""
+    own, rows = sampler(sharded_model(), ONE, gather_weights), prompts(5)
+    own.keeps_vision = True
+    assert ids_of(own(rows, 2, KEYS)) == drawn(sampler())
+    assert all((row.vision_embeds is not None) == gather_weights for row in rows)
 
 
 @pytest.mark.usefixtures("alone")

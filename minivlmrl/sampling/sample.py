@@ -47,10 +47,10 @@ class RunSampler(Sampler):
         decode = CapturedDecode() if self.captured else Decode()
         with rollout_weights(self.model, self.world, self.gather_weights) as lockstep:
             choose, model = self.chooser(prompts, num_generations, keys), self.model
-            if self.captured and is_sharded(model):
-                model = gathered(model)
             if lockstep is not None:
                 choose = lockstep.keeping(choose, limit, model)
+            elif is_sharded(model):
+                model = gathered(model)
             device = self.world.device  # weights may be offloaded
             if self.keeps_vision and lockstep is None and self.sampling.max_tokens_at_once is None:
                 keep_vision(model, prompts, device)
