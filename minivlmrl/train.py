@@ -13,7 +13,6 @@ from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.folder import locked
 from minivlmrl.run.batches import Batches
-from minivlmrl.run.completions import CompletionsLog
 from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.run.metrics import MetricsLog, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
@@ -21,7 +20,6 @@ from minivlmrl.run.results import Results, check_outputs
 from minivlmrl.run.resume import States
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.start import prepare
-from minivlmrl.run.trackers import Trackers
 from minivlmrl.scale import ranks
 
 
@@ -47,8 +45,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signal
     model, processor, datasets = prepare(config, algorithms, world)
     states = States(config, world, signals)
     progress = states.to_resume()
-    sinks = CompletionsLog(config, world, progress), Trackers(config, world, progress)
-    with MetricsLog(config.output_dir, world, progress.logs, *sinks) as log:
+    with MetricsLog(config, world, progress) as log:
         results = Results(config, model, processor, log, datasets.get("eval"), progress)
         algorithm = None
         if states.resumed is None:

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog, merge
+from minivlmrl.run.resume import Progress
 from minivlmrl.scale.ranks import World
 
 from stages import ONE
+
+
+def open_log(folder, world=ONE, **progress):
+    return MetricsLog(RunConfig(output_dir=str(folder)), world, Progress(0, ["sft", "grpo"], "", **progress))
 
 
 def lines(folder, name="metrics.jsonl"):
@@ -33,7 +39,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
 
 
 def test_a_metric_that_is_no_number_is_null(tmp_path):
-    log = begin(MetricsLog(tmp_path, ONE), "grpo", 1)
+    log = begin(open_log(tmp_path), "grpo", 1)
     log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     assert log.end_stage() > 0
     assert lines(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
@@ -43,7 +49,7 @@ def test_a_metric_that_is_no_number_is_null(tmp_path):
 
 
 def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
-    log = begin(MetricsLog(tmp_path, ONE), "grpo", 7)
+    log = begin(open_log(tmp_path), "grpo", 7)
     log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
     [timing] = lines(tmp_path, "timings.jsonl")
     said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
@@ -51,32 +57,32 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
 
 
 def test_the_second_rank_writes_nothing(tmp_path, capsys):
-    log = begin(MetricsLog(tmp_path, World(1, 2, torch.device("cpu"))), "sft", 1)
+    log = begin(open_log(tmp_path, World(1, 2, torch.device("cpu"))), "sft", 1)
     log.step(0, {"loss": 1.0}, STEP)
     log.end_stage()
     assert log.written() == {} and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
 def test_a_folder_that_was_deleted_ends_the_run(tmp_path):
-    log = begin(MetricsLog(tmp_path, ONE), "sft", 1)
+    log = begin(open_log(tmp_path), "sft", 1)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"metrics\.jsonl: deleted while the run writes it"):
         log.step(0, {"loss": 1.0}, STEP)
 
 
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
-    log = begin(MetricsLog(tmp_path, ONE), "sft", 3)
+    log = begin(open_log(tmp_path), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)
     written = log.written()
     log.step(1, {"loss": 9.0}, STEP)  # lost: made again
-    log = begin(MetricsLog(tmp_path, ONE, written), "sft", 3, 1, seconds=100.0)
+    log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
     log.step(1, {"loss": 2.0}, STEP)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 1.0), (1, 2.0)]
     assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
 
 
 def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
-    log = MetricsLog(tmp_path, ONE)
+    log = open_log(tmp_path)
     log.evaluation("sft", 0, {"greedy": 0.5}, 100.0)  # before the first stage
     begin(log, "sft", 2, 1, seconds=1000.0)
     log.evaluation("sft", 1, {"greedy": 0.25, "iou greedy": 0.125}, 900.0)

@@ -1,6 +1,7 @@
 """Trackers get what metrics.jsonl and evaluations.jsonl say; a run without their packages names the extra."""
 
 import json
+import math
 import shutil
 import sys
 from importlib.machinery import PathFinder
@@ -11,11 +12,15 @@ import torch
 from runs import LETTERS, metrics
 
 from minivlmrl.run import trackers as file
-from minivlmrl.run.trackers import Trackers
+from minivlmrl.run.config import RunConfig
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.resume import Progress
 from minivlmrl.scale.ranks import World
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stages import ONE
 
 # what minivlmrl calls of wandb: writes it down in the folder of the run
 WANDB = """
@@ -85,18 +90,20 @@ def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
     assert found == expected(folder)
 
 
-def test_what_is_no_number_is_left_out_and_names_have_no_spaces():
+def test_what_is_no_number_is_left_out_and_names_have_no_spaces(tmp_path):
     said = []
-    trackers = Trackers(SimpleNamespace(report_to=[]), World(0, 1, torch.device("cpu")), SimpleNamespace(steps=4))
-    trackers.trackers = [(lambda *arguments: said.append(arguments), None)]
-    trackers.step({"reward": None, "loss": 1.5})
-    trackers.evaluation({"iou greedy": 0.5})
+    log = MetricsLog(RunConfig(output_dir=str(tmp_path)), ONE, Progress(0, ["sft"], "", steps=4))
+    log.trackers = [lambda *arguments: said.append(arguments)]
+    algorithm = SimpleNamespace(stage="sft", config=SimpleNamespace(max_steps=9), run=RunConfig())
+    log.stage(algorithm, None, 4)
+    log.step(4, {"reward": math.nan, "loss": 1.5}, SimpleNamespace(micro_batches=[], rollout=None))
+    log.evaluation("sft", 5, {"iou greedy": 0.5}, 0.0)
     assert said == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
 
 
 def test_the_second_rank_sends_nothing(tmp_path):
-    config = SimpleNamespace(report_to=["tensorboard"], output_dir=str(tmp_path))
-    assert Trackers(config, World(1, 2, torch.device("cpu")), SimpleNamespace(steps=0)).trackers == []
+    config = RunConfig(report_to=["tensorboard"], output_dir=str(tmp_path))
+    assert MetricsLog(config, World(1, 2, torch.device("cpu")), Progress(0, [], "")).trackers == []
     assert list(tmp_path.iterdir()) == []
 
 

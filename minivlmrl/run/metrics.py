@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl.run.alarms import Alarms, check_mismatch
+from minivlmrl.run.completions import CompletionsLog
+from minivlmrl.run.trackers import TRACKERS, curves
 from minivlmrl.scale.ranks import World
 
 METRICS, TIMINGS, EVALUATIONS, WARNINGS = "metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "warnings.jsonl"
@@ -20,33 +22,38 @@ FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
 
 
-class MetricsLog(AbstractContextManager):
-    """Writes one line per optimizer step or evaluation, on the first rank; `written` is what a resumed run had.
+class MetricsLog(ExitStack):
+    """Writes what happens in a run, on the first rank: lines of files, a bar, completions and trackers.
 
-    `completions`, a CompletionsLog, and `trackers` also get each step.
+    Its files begin with what a resumed run had written when its state was saved.
     """
 
-    def __init__(self, folder, world: World, written: dict[str, str] | None = None, completions=None, trackers=None):
-        self.world, self.completions, self.trackers = world, completions, trackers
-        self.files = {name: (Path(folder) / name).open("w+") for name in FILES if world.is_main}
-        self.bar = None
-        for name, file in self.files.items():
-            print((written or {}).get(name, ""), file=file, end="", flush=True)
+    def __init__(self, config, world: World, progress):
+        super().__init__()
+        self.world, self.steps, self.files, self.trackers, self.bar = world, progress.steps, {}, [], None
+        self.completions = CompletionsLog(config, world, progress)
+        if world.is_main:
+            for name in FILES:
+                self.files[name] = self.enter_context((Path(config.output_dir) / name).open("w+"))
+                print(progress.logs.get(name, ""), file=self.files[name], end="", flush=True)
+            names = dict.fromkeys(config.report_to)
+            self.trackers = [TRACKERS[name](config, self.steps, self) for name in names]
 
-    def __exit__(self, *_error):
-        """End the line of the bar: what ended the run is printed on a line of its own."""
-        if self.bar is not None:
-            self.bar.close()
-        for file in self.files.values():
-            file.close()
-        if self.trackers is not None:
-            self.trackers.close()
+    def write(self, name: str, line: dict):
+        """Add a line to a file."""
+        print(json.dumps(line), file=self.files[name], flush=True)
+
+    def track(self, values: dict[str, float]):
+        """Send values to the trackers, after this many steps of all stages."""
+        for log in self.trackers:
+            log(values, self.steps)
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
         self.algorithm, self.name = algorithm, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
-        self.bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
+        bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
+        self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin, self.last = time.perf_counter() - seconds, seconds
 
     @property
@@ -61,6 +68,7 @@ class MetricsLog(AbstractContextManager):
     def step(self, number: int, metrics: dict[str, float], step):
         """Record one optimizer step; warn of what is about to go wrong."""
         check_mismatch(self.algorithm.run, metrics)
+        self.steps += 1
         if not self.files:
             return
         for file in self.files.values():
@@ -68,12 +76,11 @@ class MetricsLog(AbstractContextManager):
                 raise ValueError(f"{file.name}: deleted while the run writes it; nothing of this run would be left")
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        print(json.dumps(line | finite), file=self.files[METRICS], flush=True)
-        if self.trackers is not None:
-            self.trackers.step(finite)
+        self.write(METRICS, line | finite)
+        self.track({name: value for name, value in finite.items() if value is not None})
         tokens, step_time = sum(len(batch.group.input_ids) for batch in step.micro_batches), seconds - self.last
         timing = {"seconds": seconds, "step_time": step_time, "tokens_per_second": tokens / step_time}
-        print(json.dumps(line | timing | peak_memory()), file=self.files[TIMINGS], flush=True)
+        self.write(TIMINGS, line | timing | peak_memory())
         self.last = seconds
         means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")][:3]
         shown = ["reward", *means, "completions/mean_length", "kl"] if means else ["loss", "rewards/accuracies"]
@@ -83,10 +90,9 @@ class MetricsLog(AbstractContextManager):
         if self.bar.disable:  # no terminal: a line a step
             said = (f"{name}={value}" for name, value in short.items())
             print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{step_time:.2f} s", flush=True)
-        if self.completions is not None:
-            self.completions.step(self.algorithm, step, number)
+        self.completions.step(self.algorithm, step, number)
         for warning in self.alarms.step(metrics, step.rollout):
-            print(json.dumps(line | {"warning": warning}), file=self.files[WARNINGS], flush=True)
+            self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
@@ -95,9 +101,8 @@ class MetricsLog(AbstractContextManager):
             self.begin += seconds
         if not self.files:
             return
-        print(json.dumps({"stage": stage, "step": done} | values), file=self.files[EVALUATIONS], flush=True)
-        if self.trackers is not None:
-            self.trackers.evaluation(values)
+        self.write(EVALUATIONS, {"stage": stage, "step": done} | values)
+        self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
         tqdm.write(f"evaluation, {stage} {done}: {shown} ({seconds:.1f} s)")
 
