@@ -80,7 +80,8 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
             step = next(steps)
             metrics = optimizer_step(algorithm, step, optimizer, number)
         except FloatingPointError as error:
-            raise states.diverged(f"{stage} step {number}: {error}") from error
+            cure = f"stopped before the update; try a lower {stage}.learning_rate"
+            raise ValueError(f"{stage} step {number}: {error}; {cure}") from error
         log.step(number, metrics, step)
         results.after_step(algorithm, number + 1)
         progress.advance(stage, batches.draws, log.seconds)

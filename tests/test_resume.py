@@ -348,7 +348,7 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, finished
     said = capsys.readouterr().out
     assert "states/000003 is damaged and not used" in said
     assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
-    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003.damaged"]
+    assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
 
 
 class Attack:
@@ -440,19 +440,13 @@ def test_auto_begins_where_there_is_no_state(recipe, finished, tmp_path):
     assert outcome(tmp_path) == outcome(finished)
 
 
-def test_a_restarted_rank_resumes_from_states_of_its_own_job_alone(recipe, finished, copy, monkeypatch, capsys):
-    """Another job's states are as safe from an attempt that was restarted as from the first one."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(ValueError, match="holds states of an earlier run, the newest 000003"):
-        resume(recipe, copy)
-    for attempt_number in "01":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt_number)
-        resume(recipe, copy, "--resume=never", "--state_steps=1")
-    assert capsys.readouterr().out.count("states/000003: 3 steps of grpo are done") == 1
-    assert outcome(copy) == outcome(finished)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
-    resume(recipe, copy, "--resume=never")
-    assert [path.name for path in (copy / "states").iterdir()] == ["job"]
+@pytest.mark.parametrize("option", ["--resume=never", "--overwrite", "--resume=null"])
+def test_restarts_need_auto(recipe, copy, monkeypatch, option):
+    """Else a restart would remove what the attempt before it has saved, or refuse to begin."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="resume: torchrun's --max-restarts needs --resume=auto"):
+        resume(recipe, copy, option)
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["000002", "000003"]
 
 
 def test_going_back_to_a_state_gives_up_the_later_ones(recipe, finished, copy):
@@ -497,17 +491,14 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
     assert RunConfig().state_minutes == 10
 
 
-def test_a_step_that_diverged_is_not_repeated_for_ever(recipe, copy, monkeypatch):
+def test_a_run_that_diverged_goes_on_from_a_state_with_a_lower_rate(recipe, copy, monkeypatch):
     options = ["--resume=auto", "--grpo.max_steps=5"]
     with monkeypatch.context() as patch:
         patch.setattr(train, "optimizer_step", Mock(side_effect=FloatingPointError("loss nan")))
-        with pytest.raises(ValueError, match=r"grpo step 3: loss nan; stopped before .* is as it was; try a lower"):
+        with pytest.raises(ValueError, match=r"grpo step 3: loss nan; stopped before the update; try a lower grpo.lea"):
             resume(recipe, copy, *options)
-    with pytest.raises(ValueError, match=r"same recipe would diverge again .*: loss nan; try a lower grpo.lea"):
-        resume(recipe, copy, *options)
     resume(recipe, copy, *options, "--grpo.learning_rate=1e-5")
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 5
-    assert not (copy / "states" / "diverged.json").exists()  # it was of states that may be gone
 
 
 def test_two_runs_do_not_write_into_one_folder(recipe, copy):

@@ -4,7 +4,6 @@ output_dir/states/000120/    after 120 optimizer steps of all stages
     *.safetensors            weights, moments and the algorithm's state_dict, see run/state_files.py
     run.json                 Progress
     complete.json            checksums of the other files; written last
-states/job                   the job of torchrun that began or resumed the run: its restarts go on by themselves
 
 A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a key, so no random
 generator is. While it is written its folder is called 000120.partial: under its own name it is complete or absent.
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic as clock
@@ -38,7 +36,7 @@ from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_t
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 
-RUN, COMPLETE, JOB, DIVERGED = "run.json", "complete.json", "job", "diverged.json"
+RUN, COMPLETE = "run.json", "complete.json"
 
 
 @dataclass
@@ -90,8 +88,7 @@ class States:
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
         self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
         self.saved, self.time = 0, clock()  # optimizer steps of the last state, and when it was saved
-        self.recipe = json.loads(json.dumps(asdict(config) | {"resume": None}))
-        data = {name: value for name, value in self.recipe["data"].items() if not name.startswith("eval_")}
+        data = {name: value for name, value in asdict(config.data).items() if not name.startswith("eval_")}
         file = config.data.train_file and Path(config.data.train_file)
         self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
@@ -110,25 +107,10 @@ class States:
         if stop:
             raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
 
-    def diverged(self, text: str) -> ValueError:
-        """Make the error of a step that is not finite, and note it: a run that resumes would come to it again."""
-        cure = f"try a lower {text.split()[0]}.learning_rate, from an earlier state or (--resume=never) anew"
-        if self.world.is_main and self.folder.is_dir():
-            (self.folder / DIVERGED).write_text(json.dumps([f"{text}; {cure}", self.recipe]))
-        return ValueError(f"{text}; stopped before the update, {self.config.output_dir} is as it was; {cure}")
-
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and read how far it is; without one begin anew."""
-        diverged = self.folder / DIVERGED
-        text, recipe = json.loads(diverged.read_text()) if diverged.is_file() else ("", None)
-        if self.world.gather_objects(recipe == self.recipe)[0] and self.config.resume in ("auto", None):
-            raise ValueError(f"resume: the same recipe would diverge again as it did: {text}")
         self.resumed, progress = self.choose() or (None, Progress(self.config.seed, self.config.stages, self.data))
         if self.world.is_main:
-            diverged.unlink(missing_ok=True)
-            if job := job_name():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / JOB).write_text(job)
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
         if self.resumed is None:
@@ -171,44 +153,35 @@ class States:
         return True
 
     def choose(self) -> tuple[Path, Progress] | None:
+        """Find and read the state that config.resume means, and remove those of the run that is given up by that."""
         resume = self.config.resume
         paths = self.world.gather_objects(self.paths())[0]  # a shared file system may show another host an older list
-        restarted = self.world.sum(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))[0] > 0  # not all ranks know
-        job, file = job_name(), self.folder / JOB
-        own_job = self.world.gather_objects(bool(job) and file.is_file() and file.read_text() == job)[0]
-        if (restarted and own_job and paths) or resume == "auto":
-            return self.newest(paths)
-        path = None if resume in (None, "never") else Path(resume)
-        if path and not path.is_dir():
-            raise ValueError(f"resume: {path}: no such folder; give 'auto', 'never' or the folder of a state")
-        own = path and path.resolve().parent == self.folder.resolve()
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and resume != "auto":
+            raise ValueError("resume: torchrun's --max-restarts needs --resume=auto, or a restart would begin anew")
+        if resume == "auto":
+            state = next(filter(None, map(self.read, reversed(paths))), None)
+            if paths and state is None:
+                raise ValueError(f"{self.folder}: all states are damaged; --resume=never removes them and begins anew")
+        elif resume in (None, "never"):
+            state = None
+        elif not Path(resume).is_dir():
+            raise ValueError(f"resume: {resume}: no such folder; give 'auto', 'never' or the folder of a state")
+        elif (state := self.read(Path(resume))) is None:
+            raise ValueError(f"resume: {resume} is damaged")
+        own = state is not None and state[0].resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
             cure = "--resume=auto goes on from there, --resume=never removes them and begins anew, another --output_dir"
             of = "of an earlier run, the newest"
             raise ValueError(f"{self.folder} holds states {of} {paths[-1].name}; {cure} leaves them alone")
-        state = path and self.read(path)
-        if path and state is None:
-            raise ValueError(f"resume: {path} is damaged")
         for other in paths if self.world.is_main else ():
-            if not own or int(other.name) > int(path.name):  # of the run that is given up
-                shutil.rmtree(_rename(other, "old.partial"))
+            if not own or int(other.name) > int(state[0].name):
+                shutil.rmtree(other)
         return state
 
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((path for path in found if re.fullmatch(r"\d{6,}", path.name)), key=lambda path: int(path.name))
-
-    def newest(self, paths: list[Path]) -> tuple[Path, Progress] | None:
-        """Read the newest state that is not damaged, and rename later ones; None: there are no states."""
-        damaged = []
-        while paths and (state := self.read(paths[-1])) is None:
-            damaged.append(paths.pop())
-        if damaged and not paths:
-            raise ValueError(f"{self.folder}: all states are damaged; --resume=never removes them and begins anew")
-        for path in damaged if self.world.is_main else ():
-            _rename(path, "damaged")
-        return state if paths else None
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
@@ -249,7 +222,7 @@ class States:
             partial.rename(path)
             flush_file(self.folder)
             for old in self.paths()[: -self.config.keep_states]:
-                shutil.rmtree(_rename(old, "old.partial"))
+                shutil.rmtree(old)
 
         try:
             self.world.together(write)
@@ -264,21 +237,6 @@ class States:
         return path
 
 
-def _rename(path: Path, suffix: str) -> Path:
-    """Take its name from a state, also before it is removed: no incomplete state ever has it."""
-    renamed = Path(f"{path}.{suffix}")
-    shutil.rmtree(renamed, ignore_errors=True)  # of an earlier state of this number
-    return path.rename(renamed)
-
-
 def _checksum(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "blake2b").hexdigest()
-
-
-def job_name() -> str:
-    """What all attempts of one torchrun have in common, and no other job; empty without torchrun."""
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return ""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # of --rdzv_id, or drawn by --standalone
-    return f"{socket.gethostname()} {os.getppid()}" if name in ("", "none") else name
