@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -239,9 +240,12 @@ def bfloat16_weights(put):
 
 @bug(GITHUB + "huggingface/trl/issues/5279")
 def text_positions_in_training(put):
-    def pack(prompts, *arguments):
-        as_text = [replace(p, position_ids=torch.arange(len(p.input_ids)).expand(3, -1)) for p in prompts]
-        return inner[grpo, "pack"](as_text, *arguments)
+    def as_text(input_ids, *_):
+        return torch.arange(len(input_ids)).expand(3, -1)
+
+    def pack(*arguments):
+        with patch("minivlmrl.batch.get_rope_index", as_text):
+            return inner[grpo, "pack"](*arguments)
 
     put(grpo, "pack", pack)
 

@@ -1,7 +1,7 @@
 TASK = """
 Each token gets a position on three axes: time, height, width. In the loop, for each image or video: append the (3, n)
 positions of the text before it to `pieces`, then those of its own tokens, and set `position`, where the next token
-goes, and `end`, up to which tokens have positions. Text counts up on all three axes together; _grid_positions gives
+goes, and `done`, up to which tokens have positions. Text counts up on all three axes together; _grid_positions gives
 the positions of a grid from 0.
 """
 
@@ -33,7 +33,7 @@ WRONG = {
         "pieces.append(grid + position)",
         "pieces.append(grid)",
     ),
-    "the text before an image takes positions too": ("position += begin - end", "position += 0"),
+    "the text before an image takes positions too": ("position += begin - done", "position += 0"),
     "the time of a video counts seconds times tokens_per_second; you counted its frames": (
         "pieces.append(grid + position)",
         "grid[0] = torch.arange(t).repeat_interleave(length // t)\npieces.append(grid + position)",

@@ -1,6 +1,6 @@
 TASK = """
 Inside the loop, for one prompt and its completions: add the ids of the run to `ids`, the (3, n) positions of the
-prompt, prompt.position_ids, and of its completions to `positions`, to `vision_index` where in the run the prompt's
+prompt, position_ids, and of its completions to `positions`, to `vision_index` where in the run the prompt's
 image tokens are, and move `start` to where the next prompt begins. The last token of a completion is predicted but
 predicts nothing: it is not in the run.
 """
@@ -17,12 +17,12 @@ WRONG = {
         "completion[1:]",
     ),
     "positions are not token counts: an image takes fewer, so look for the largest position": (
-        "int(prompt.position_ids.max()) + 1",
+        "int(position_ids.max()) + 1",
         "len(prompt.input_ids)",
     ),
     "a completion begins one past its prompt's largest position": (
-        "int(prompt.position_ids.max()) + 1",
-        "int(prompt.position_ids.max())",
+        "int(position_ids.max()) + 1",
+        "int(position_ids.max())",
     ),
     "all completions of a prompt begin at the same position; yours follow one another": (
         "for c in group for i in range(len(c) - 1)]",

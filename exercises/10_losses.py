@@ -1,7 +1,7 @@
 TASK = """
 Make the loss of per-token log-probabilities: the ratio to the policy that sampled (None: the present one), the term of
 `options.loss_type` for each token, with `beta` the KL to the reference (kl_term, corrected by correct_kl) times beta,
-and the average over what the mask leaves. LOSSES has the term of a loss_type and the name of its average in AVERAGES.
+and the average over what the mask leaves. AVERAGES has the average of each loss_type.
 Set `metrics`, the term's and "kl", and `loss`.
 """
 
@@ -29,35 +29,35 @@ WRONG = {
         "kl",
     ),
     "you divide by the tokens of the step for every loss_type: that is dapo's average": (
-        "AVERAGES[average](per_token_loss * mask, mask, counts)",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
         "(per_token_loss * mask).sum() / counts.tokens",
     ),
     "you divide by the counts of this batch; a step may have several, and counts are the step's": (
-        "AVERAGES[average](per_token_loss * mask, mask, counts)",
-        "AVERAGES[average](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
     ),
     "the ratio is not clipped": (
-        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "per_token_loss, metrics = clipped(ratio, advantages, options)",
         "per_token_loss, metrics = -ratio * advantages, {}",
     ),
     "you take the larger of the two terms; the smaller one is the cautious one": (
-        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "per_token_loss, metrics = clipped(ratio, advantages, options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
         "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), {}",
     ),
     "clipped without the min: a token that moved the wrong way can no longer come back": (
-        "per_token_loss, metrics = term(ratio, advantages, options)",
+        "per_token_loss, metrics = clipped(ratio, advantages, options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
         "per_token_loss, metrics = -clip * advantages, {}",
     ),
     "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
-        "AVERAGES[average](per_token_loss * mask, mask, counts)",
-        "AVERAGES[average](per_token_loss * mask, mask, counts) * (\n    counts.max_completion_length / mask.shape[1] "
-        'if average == "dr_grpo" else 1\n)',
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts) * (\n"
+        '    counts.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
     ),
     "this is the reward's direction: the loss is its negative": (
-        "loss = AVERAGES[average](per_token_loss",
-        "loss = AVERAGES[average](-per_token_loss",
+        "loss = AVERAGES[options.loss_type](per_token_loss",
+        "loss = AVERAGES[options.loss_type](-per_token_loss",
     ),
 }
 

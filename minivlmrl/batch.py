@@ -27,7 +27,7 @@ class GroupBatch:
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    vision_embeds: Tensor | None = None  # of all of them, see sampling/frozen_tower.py
+    vision_embeds: Tensor | None = None  # of all of them, if all prompts have theirs
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Split a flat (M,) tensor over completion tokens into one piece per completion."""
@@ -68,12 +68,11 @@ def pack(
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
     ids, positions, vision_index, start = [], [], [], 0
     for prompt, group in zip(prompts, completions, strict=True):
-        if prompt.position_ids is None:
-            grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
-            prompt.position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
-        next_position = int(prompt.position_ids.max()) + 1
+        grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
+        position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
+        next_position = int(position_ids.max()) + 1
         following = [next_position + i for c in group for i in range(len(c) - 1)]
-        positions += [prompt.position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
+        positions += [position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
         ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
         vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
         start += len(prompt.input_ids) + len(following)
@@ -98,7 +97,7 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    counts: object  # losses.Counts of the whole optimizer step
+    counts: object  # losses.Counts, of the whole optimizer step: what its loss divides by
     completion_index: Tensor | None = None  # (R,) which of this rank's completions of a rollout
     sampler_logps: Tensor | None = None  # (R, T) recorded while sampling
     old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since

@@ -15,12 +15,7 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 
 def load_image(file: str | Path | Image) -> Image:
-    """Read an image as RGB, upright by its EXIF orientation, its transparent parts white.
-
-    Args:
-        file: the path of an image file, or an image that is open; data/fetch.py opens URLs, data
-            URIs and bytes, and refuses files that would do harm.
-    """
+    """Read an image file (data/fetch.py: a URL) as RGB, upright by its EXIF orientation."""
     image = file if isinstance(file, Image) else PIL.Image.open(file)
     return to_rgb(PIL.ImageOps.exif_transpose(image))
 
@@ -41,10 +36,6 @@ def smart_resize(
     """Choose the height and width nearest to an image's, multiples of `factor`, area in bounds.
 
     Example: 1092 x 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
-
-    Args:
-        height, width, min_pixels, max_pixels: in pixels; the bounds are areas.
-        factor: patch_size * merge_size, 28 on the hub.
     Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
     """
     if max(height, width) > 200 * min(height, width):
@@ -100,9 +91,9 @@ def resize_frames(
     return look_up((grey_levels - mean) / std, resized)
 
 
-def look_up(table: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Replace grey levels (T, H, W, 3) by their values (T, 3, H, W) in a table (3, 256)."""
-    return np.stack([table[channel].take(pixels[..., channel]) for channel in range(3)], axis=1)
+def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Replace grey levels (T, H, W, 3) by each channel's `normalised` (3, 256): (T, 3, H, W)."""
+    return np.stack([normalised[c].take(pixels[..., c]) for c in range(3)], axis=1)
 
 
 @dataclass
@@ -141,14 +132,12 @@ class ImageProcessor:
         Returns:
             pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
         """
-        image = to_rgb(image)
-        size = image.height, image.width
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:
             size = options["resized_height"], options["resized_width"]
         else:
-            bounds |= options
-        return self.patches([image], *smart_resize(*size, self.factor, **bounds))
+            size, bounds = image.size[::-1], bounds | options
+        return self.patches([to_rgb(image)], *smart_resize(*size, self.factor, **bounds))
 
     def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""

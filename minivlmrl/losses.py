@@ -23,13 +23,13 @@ from torch import Tensor
 class PolicyLoss:
     """Options of grpo_loss; a recipe sets them in its section `grpo`."""
 
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"  # term and average, see LOSSES
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"  # the average, see AVERAGES
     importance_sampling_level: Literal["token", "sequence"] = "token"  # "sequence" is GSPO
     epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
     epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
     beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0: there is no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
-    use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which mends its gradient
+    use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
 
     def __post_init__(self):
         if self.epsilon_high < self.epsilon_low:
@@ -81,13 +81,12 @@ def grpo_loss(
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
     old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
     ratio = importance_ratio(per_token_logps - old, mask, options.importance_sampling_level)
-    term, average = LOSSES[options.loss_type]
-    per_token_loss, metrics = term(ratio, advantages, options)
+    per_token_loss, metrics = clipped(ratio, advantages, options)
     if options.beta:
         kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
         metrics["kl"] = kl = correct_kl(kl, ratio, options)
         per_token_loss = per_token_loss + options.beta * kl
-    loss = AVERAGES[average](per_token_loss * mask, mask, counts)
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
@@ -133,13 +132,11 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: PolicyLoss) -> Tensor:
     return kl * (ratio.detach() if options.kl_estimator == "k2" else ratio)  # k2 already has it
 
 
-AVERAGES = {  # (per-token losses, 0 outside the mask; mask; Counts) -> scalar
+AVERAGES = {  # loss_type: (per-token losses, 0 outside the mask; mask; Counts) -> scalar
     "grpo": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.sequences,  # rows
     "dapo": lambda x, mask, n: x.sum() / n.tokens,  # all tokens of the step weigh the same
     "dr_grpo": lambda x, mask, n: x.sum() / (n.sequences * max_length(n)),  # no length bias
 }
-# loss_type: (term, average)
-LOSSES = {"grpo": (clipped, "grpo"), "dapo": (clipped, "dapo"), "dr_grpo": (clipped, "dr_grpo")}
 
 
 def max_length(counts: Counts) -> int:

@@ -33,33 +33,30 @@ def get_rope_index(
         image_grid_thw: (images and videos, 3) int64 in order: patches in time, height, width.
         second_per_grid_ts: (images and videos,) float32, seconds between time steps; None: 1 s.
     Returns:
-        position_ids (3, N) int64.
-    Raises:
-        ValueError: the placeholders in input_ids are not those that the grids need.
+        position_ids (3, N) int64 (ValueError: other placeholders than the grids need).
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
         transformers 4.49 to 4.51 and vLLM. Later transformers differ for videos, see docs/exact.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    pieces, end, position = [], 0, 0  # `end` of what has positions; `position` of the next token
+    pieces, done, position = [], 0, 0  # ids[:done] have theirs; `position` is the next token's
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
-        begin = next((i for i in range(end, len(ids)) if ids[i] in placeholders), len(ids))
+        begin = next((i for i in range(done, len(ids)) if ids[i] in placeholders), len(ids))
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             needed = f"the {length} image or video tokens that grid {(t, h, w)} needs at {begin}"
             raise ValueError(f"input_ids lack {needed}")
-        pieces.append(torch.arange(position, position + begin - end).expand(3, -1))  # text
-        position += begin - end
+        pieces.append(torch.arange(position, position + begin - done).expand(3, -1))  # text
+        position += begin - done
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
         pieces.append(grid + position)
         position += int(grid.max()) + 1
-        end = begin + length
-    if any(token in placeholders for token in ids[end:]):
-        count = f"{len(image_grid_thw)} grids"
-        raise ValueError(f"input_ids have an image or video token that none of the {count} needs")
-    pieces.append(torch.arange(position, position + len(ids) - end).expand(3, -1))
+        done = begin + length
+    if any(token in placeholders for token in ids[done:]):
+        raise ValueError("input_ids have an image or video token that none of the grids needs")
+    pieces.append(torch.arange(position, position + len(ids) - done).expand(3, -1))
     return torch.cat(pieces, dim=1)
 
 
@@ -82,8 +79,8 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
         cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
     inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
-    axes = (position_ids[..., None] * inv_freq).split(config.mrope_section, dim=-1)
-    angles = torch.cat([of[axis] for axis, of in enumerate(axes)], dim=-1)  # (N, D/2)
+    sections = (position_ids[..., None] * inv_freq).split(config.mrope_section, dim=-1)
+    angles = torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1)  # (N, D/2)
     return tuple(x.to(dtype) for x in _cos_sin(angles))
 
 

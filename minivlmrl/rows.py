@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.chat import ENDS, IMAGE, VIDEO, content_parts, part_kind, render
 from minivlmrl.image import ImageProcessor
 
-SOURCES = ("image", "image_url", "video", "video_url")  # keys of a part that say what it shows
+PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}  # others are options
 
 
 @dataclass
@@ -25,7 +25,6 @@ class Prompt:
     pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
-    position_ids: Tensor | None = None  # (3, P) int64, filled in by the first pack()
     vision_embeds: Tensor | None = None  # (merged tokens, hidden_size), if a frozen tower saw them
 
 
@@ -38,17 +37,11 @@ class Processor:
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     answer: str = "tags"  # where a completion says its answer, see rewards.find_answer
-    carried: dict[str, bytes] = field(default_factory=dict, repr=False)  # files that a save keeps
-
-    @property
-    def special(self) -> dict[str, int]:
-        """Ids of the control tokens."""
-        return self.tokenizer.special_tokens
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a completion."""
-        return tuple(self.special[end] for end in ENDS)
+        return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
 
     def __call__(
         self, messages: list[dict], images: Sequence = (), videos: Sequence = ()
@@ -63,23 +56,21 @@ class Processor:
         layout = render if self.template is None else self.template.render
         pieces = layout(messages, add_vision_id=self.add_vision_id)
         pixel_values, grids, seconds = [], [], []
-        for item, options in shown_parts(pieces, messages, images, videos):
+        for item, options in shown_parts(messages, images, videos):
+            seconds_per_grid = 0.0
             if isinstance(item, PIL.Image.Image):
                 patches, grid = self.image_processor(item, **options)
-                seconds.append(0.0)
             else:
                 patches, grid, seconds_per_grid = item.patches(self.image_processor, **options)
-                seconds.append(seconds_per_grid)
             pixel_values.append(patches)
             grids.append(grid)
+            seconds.append(seconds_per_grid)
         lengths = map(self.image_processor.num_tokens, grids)
         ids = []
         for piece in pieces:
             tokens = self.tokenizer.encode(piece)
-            is_placeholder = (
-                piece is IMAGE or piece is VIDEO
-            )  # by identity: text may spell the same
-            ids += tokens * next(lengths) if is_placeholder else tokens
+            placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
+            ids += tokens * next(lengths) if placeholder else tokens
         none = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs one
         return Prompt(
             input_ids=torch.tensor(ids),
@@ -95,31 +86,26 @@ class Processor:
 
 
 def shown_parts(
-    pieces: list[str], messages: list[dict], images: Sequence, videos: Sequence
+    messages: list[dict], images: Sequence, videos: Sequence
 ) -> Iterator[tuple[object, dict[str, int]]]:
-    """Yield what each image or video part of a laid out prompt shows, and the options it has."""
+    """Yield what each image or video part of a prompt shows, and the options it has."""
     parts = [part for message in messages for part in content_parts(message) or ()]
-    parts = [(part_kind(part), part) for part in parts if part_kind(part) != "text"]
-    kinds = [kind for kind, _ in parts]
+    parts = [part for part in parts if part_kind(part) != "text"]
+    kinds = [part_kind(part) for part in parts]
     for kind, given in (("image", images), ("video", videos)):
         if kinds.count(kind) != len(given):
             count = f"{kinds.count(kind)} {kind} placeholder(s) but {len(given)} {kind}(s)"
             cure = f"put one where each {kind} belongs and name as many {kind}s"
             raise ValueError(f"the prompt has {count} came with it; {cure}")
-    placeholders = [piece for piece in pieces if piece is IMAGE or piece is VIDEO]
-    laid_out = ["image" if piece is IMAGE else "video" for piece in placeholders]
-    if laid_out != kinds:
-        raise ValueError(f"the chat template shows {laid_out}, the messages have {kinds}")
     waiting = {"image": iter(images), "video": iter(videos)}
-    for kind, part in parts:  # one is decoded at a time
-        names = part.keys() - {"type", "text", *SOURCES}
-        options = {name: part[name] for name in names if part[name] is not None}
+    for kind, part in zip(kinds, parts, strict=True):  # one is decoded at a time
+        options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(waiting[kind]), options
 
 
 @dataclass
 class Row:
-    """One example. An answer is text, or turns that begin and end with the assistant's."""
+    """One example; data/turns.py turns its answers into tokens."""
 
     messages: list[dict]  # the prompt, see chat.render
     images: list[PIL.Image.Image]  # one for each image part of the prompt, in order

@@ -48,9 +48,8 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
-# the two families' variants, by config.mlp and config.norm
-MLPS = {"swiglu": MLP, "quick_gelu": QuickGELUMLP}
-NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
+MLPS = {"swiglu": MLP, "quick_gelu": QuickGELUMLP}  # by config.mlp
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
 EPS = 1e-6  # of the tower's norms
 
 
@@ -127,10 +126,9 @@ class VisionTransformer(nn.Module):
         Returns:
             (M, out_hidden_size), images and videos in order, merged tokens in raster order.
         """
-        x = self.patch_embed(pixel_values)  # (P, E)
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        layout = lay_out(grids, self.config, x.device)
-        x = gather_rows(x, layout.order)
+        layout = lay_out(grids, self.config, pixel_values.device)
+        x = gather_rows(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
             whole_frame = i in self.config.fullatt_block_indexes
             x = block(x, layout.cos, layout.sin, layout.frames if whole_frame else layout.windows)

@@ -75,14 +75,6 @@ def test_a_mean_over_no_token_is_zero():
     assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
 
 
-def test_the_next_pack_takes_the_positions_of_the_first():
-    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
-    first = pack([prompt], [[]], tiny.config())
-    assert torch.equal(first.position_ids, prompt.position_ids)
-    prompt.position_ids = prompt.position_ids + 100
-    assert torch.equal(pack([prompt], [[]], tiny.config()).position_ids, first.position_ids + 100)
-
-
 def test_a_batch_without_completions():
     """A prefill: no row to pad, nothing to score."""
     batch = pack([tiny.prompt(torch.Generator(), [])], [[]], tiny.config())

@@ -202,7 +202,7 @@ def test_a_key_that_is_none_is_as_good_as_missing():
 def test_a_part_that_shows_nothing_known(part):
     """It is refused where the conversation is laid out."""
     assert part_kind(part) is None
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="a part is not text, image or video"):
         render([{"role": "user", "content": [part]}])
 
 

@@ -220,7 +220,7 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
         assert pieces == ["<|note|>", "note?", "<|im_end|>"]
         assert [type(piece) for piece in pieces] == [Control, str, Control]
         ids = processor([{"role": "user", "content": "hi"}]).input_ids.tolist()
-        assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.special["<|im_end|>"]]
+        assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.tokenizer.special_tokens["<|im_end|>"]]
 
 
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
@@ -466,7 +466,7 @@ def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path
     (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
     (copy / "LICENSE").unlink()
     (copy / "LICENSE").symlink_to("../blobs/1234")
-    assert load_processor(copy).carried["LICENSE"] == b"key"
+    assert load_processor(copy).tokenizer.files["LICENSE"] == b"key"
 
 
 def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):

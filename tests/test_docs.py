@@ -213,7 +213,7 @@ STAGES = [kind for name, kind in typing.get_type_hints(RunConfig).items() if nam
 FUNCTIONS = [losses.grpo_loss, policy_losses.policy_loss, policy_losses.rollout_importance_ratio]
 FUNCTIONS += [preference_losses.dpo_loss, preference_losses.kto_loss, preference_losses.reward_loss]
 FUNCTIONS += [sft_loss.sft_loss, ppo_loss.ppo_loss]
-TABLES = [losses.LOSSES, losses.AVERAGES, policy_losses.AVERAGES, policy_losses.CORRECTION_MODES]
+TABLES = [losses.AVERAGES, policy_losses.AVERAGES, policy_losses.CORRECTION_MODES]
 TABLES += [preference_losses.DPO_LOSSES]
 SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
 

@@ -234,7 +234,7 @@ def test_the_end_token():
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     prompt = Shapes(1, "faq")[0].prompt(processor)
-    ended = torch.tensor([*processor.tokenizer.encode("red square"), processor.special["<|im_end|>"]])
+    ended = torch.tensor([*processor.tokenizer.encode("red square"), processor.tokenizer.special_tokens["<|im_end|>"]])
     batch = pack([prompt], [[ended, ended[:1]]], model.config)
     assert batch.completion_ids.tolist() == [*ended.tolist(), ended[0].item()]
     assert batch.completion_mask.tolist() == [[1] * len(ended), [1] + [0] * (len(ended) - 1)]

@@ -50,7 +50,9 @@ def test_a_list_of_frames_is_a_video(folder):
     assert len(row.videos) == 1 and row.videos[0].fps == 4 and not row.images
     tensors = prompt(row)
     assert tensors.image_grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
-    assert (tensors.input_ids == PROCESSOR.special["<|video_pad|>"]).sum() == tensors.image_grid_thw.prod() / 4
+    assert (
+        tensors.input_ids == PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]
+    ).sum() == tensors.image_grid_thw.prod() / 4
 
 
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
@@ -80,7 +82,7 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
     tensors = prompt(read(folder, {"images": ["red.png", "blue.png"], "videos": [FRAMES], "problem": problem}))
     assert tensors.image_grid_thw[:, 0].tolist() == [1, 2, 1]
     assert tensors.second_per_grid_ts.tolist() == [0, 1, 0]
-    pads = [PROCESSOR.special[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    pads = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     runs = [kind for kind in tensors.input_ids.tolist() if kind in pads]
     tokens = (tensors.image_grid_thw.prod(1) // 4).tolist()
     assert runs == [pads[0]] * tokens[0] + [pads[1]] * tokens[1] + [pads[0]] * tokens[2]

@@ -23,7 +23,7 @@ from minivlmrl.algorithms.policy_losses import (
     top_entropy_threshold,
 )
 from minivlmrl.grpo import GRPOConfig
-from minivlmrl.losses import LOSSES, Counts, PolicyLoss, grpo_loss
+from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, grpo_loss
 
 from policy_by_hand import OFF_POLICY, loss_of, policy
 
@@ -55,7 +55,7 @@ def test_an_option_is_declared_once():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("loss_type, level, estimator", product(LOSSES, ("token", "sequence"), ("k1", "k2", "k3")))
+@pytest.mark.parametrize("loss_type, level, estimator", product(AVERAGES, ("token", "sequence"), ("k1", "k2", "k3")))
 def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, level, estimator, seed):
     """Value, gradient and metrics, with and without old log-probabilities, KL and counts of a larger step."""
     for old, beta, counts in product((True, False), (0.0, 0.1), (Counts(4, 20, 9), Counts(12, 50.0, 9))):

@@ -61,7 +61,7 @@ def asked(*parts):
     return [user(list(parts))]
 
 
-PAD = PROCESSOR.special["<|image_pad|>"]
+PAD = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
 
 
 def picture(size, seed=0):
@@ -126,9 +126,9 @@ def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
     prompt = PROCESSOR(asked(IMAGE_PART, text("and"), IMAGE_PART), images)
     assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [1, 8, 10]]
     ids = prompt.input_ids.tolist()
-    first = ids.index(PROCESSOR.special["<|vision_start|>"]) + 1
+    first = ids.index(PROCESSOR.tokenizer.special_tokens["<|vision_start|>"]) + 1
     assert ids[first : first + 6] == [PAD] * 6
-    assert ids[first + 6] == PROCESSOR.special["<|vision_end|>"]
+    assert ids[first + 6] == PROCESSOR.tokenizer.special_tokens["<|vision_end|>"]
     assert ids.count(PAD) == 6 + 20
     assert prompt.pixel_values.shape == (24 + 80, 1176)
     assert prompt.second_per_grid_ts.tolist() == [0.0, 0.0]
@@ -142,7 +142,7 @@ def test_a_video_beside_an_image():
     assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [2, 24, 24]]
     assert prompt.second_per_grid_ts.tolist() == [0.0, 1.0]
     assert prompt.pixel_values.shape == (24 + 1152, 1176)
-    assert prompt.input_ids.tolist().count(PROCESSOR.special["<|video_pad|>"]) == 288
+    assert prompt.input_ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]) == 288
 
 
 def test_images_are_numbered_if_the_processor_says_so():
@@ -182,7 +182,7 @@ def test_a_text_that_is_nothing_but_an_image_token_is_plain_text():
 @pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
 def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
     ids, trained = encode_completion(PROCESSOR, [], words)
-    assert ids[-1] == PROCESSOR.special["<|im_end|>"]
+    assert ids[-1] == PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
     assert (ids.dtype, trained.dtype) == (torch.int64, torch.bool)
     assert ids.shape == trained.shape and trained.all()
     assert PROCESSOR.decode(ids) == unicodedata.normalize("NFC", words)
@@ -200,7 +200,7 @@ def test_ids_and_mask_of_several_turns():
     """By hand: what is trained is encoded for itself, each control token is one id."""
     turns = [assistant("red"), *asked(text("Is"), text(" it?")), assistant("no, blue")]
     ids, trained = encode_completion(PROCESSOR, [], turns)
-    end, start = PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|im_start|>"]
+    end, start = PROCESSOR.tokenizer.special_tokens["<|im_end|>"], PROCESSOR.tokenizer.special_tokens["<|im_start|>"]
     encode = PROCESSOR.tokenizer.encode
     between = [*encode("\n"), start, *encode("user\nIs it?"), end, *encode("\n"), start, *encode("assistant\n")]
     expected = [(*encode("red"), end), tuple(between), (*encode("no, blue"), end)]
@@ -212,8 +212,8 @@ def test_ids_and_mask_of_several_turns():
 
 def test_a_control_token_that_an_answer_spells_is_text():
     ids, _ = encode_completion(PROCESSOR, [], [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")])
-    assert ids.tolist().count(PROCESSOR.special["<|im_end|>"]) == 3
-    assert ids.tolist().count(PROCESSOR.special["<|im_start|>"]) == 2
+    assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_end|>"]) == 3
+    assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_start|>"]) == 2
 
 
 def test_an_image_in_a_completion_is_refused():
@@ -254,7 +254,11 @@ def test_the_mask_of_several_turns_equals_transformers(oracle):
     assert result["input_ids"] == [*prompt.tolist(), *ids.tolist(), *PROCESSOR.tokenizer.encode("\n")]
     mask = result["assistant_masks"]
     assert mask[: len(prompt)] == [0] * len(prompt)
-    ends = [i for i, token in enumerate(result["input_ids"]) if token == PROCESSOR.special["<|im_end|>"] and mask[i]]
+    ends = [
+        i
+        for i, token in enumerate(result["input_ids"])
+        if token == PROCESSOR.tokenizer.special_tokens["<|im_end|>"] and mask[i]
+    ]
     assert len(ends) == 2
     for end in ends:
         assert mask[end + 1] == 1
@@ -269,14 +273,14 @@ def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     processor = Processor(tokenizer, ImageProcessor())
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
         ids, trained = encode_completion(processor, [], turns)
-        last = [*tokenizer.encode("\nred"), processor.special["<|im_end|>"]]
+        last = [*tokenizer.encode("\nred"), processor.tokenizer.special_tokens["<|im_end|>"]]
         assert ids.tolist()[-len(last) :] == last
         assert trained[-len(last) :].all() and not trained[: -len(last)][-1:].any()
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
 def test_decode_drops_one_stop_token_at_the_end(stop):
-    ids = [*PROCESSOR.tokenizer.encode("red"), PROCESSOR.special[stop]]
+    ids = [*PROCESSOR.tokenizer.encode("red"), PROCESSOR.tokenizer.special_tokens[stop]]
     assert PROCESSOR.decode(torch.tensor(ids)) == "red"
     assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
     assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
@@ -289,14 +293,17 @@ def test_decode_keeps_a_completion_that_was_cut():
 
 def test_a_control_token_inside_a_completion_is_shown():
     """What a policy writes in front of its answer must not be hidden from the rewards."""
-    ids = [PROCESSOR.special["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
+    ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
 
 
 def test_both_stop_tokens():
-    assert PROCESSOR.stop_token_ids == (PROCESSOR.special["<|im_end|>"], PROCESSOR.special["<|endoftext|>"])
+    assert PROCESSOR.stop_token_ids == (
+        PROCESSOR.tokenizer.special_tokens["<|im_end|>"],
+        PROCESSOR.tokenizer.special_tokens["<|endoftext|>"],
+    )
 
 
 def test_every_control_token_has_its_id():
-    assert list(PROCESSOR.special) == list(SPECIAL_TOKENS)
-    assert len(set(PROCESSOR.special.values())) == len(SPECIAL_TOKENS)
+    assert list(PROCESSOR.tokenizer.special_tokens) == list(SPECIAL_TOKENS)
+    assert len(set(PROCESSOR.tokenizer.special_tokens.values())) == len(SPECIAL_TOKENS)

@@ -170,7 +170,7 @@ def peak_of_loading(folder: Path, overrides: list[str], world) -> tuple[int, int
 def test_a_rank_never_has_much_more_than_its_part_of_the_model(folder):
     """300 million weights of float32 in two files: under 0.65 of their bytes, beside what Python and torch take."""
     processor = load_processor(folder / "untied")
-    ids = {f"{kind}_token_id": processor.special[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+    ids = {f"{kind}_token_id": processor.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     (folder / "large.json").write_text(json.dumps(LARGE))
     model = Qwen2_5_VL(ModelConfig.from_dict(LARGE | ids))  # as torch draws them: quick
     size = sum(p.nbytes for p in model.parameters())

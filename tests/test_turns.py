@@ -3,8 +3,7 @@
 import pytest
 from talk import assistant
 
-from minivlmrl.chat import render
-from minivlmrl.data.turns import render_completion
+from minivlmrl.data.turns import check_messages, render_completion
 
 IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 
@@ -14,7 +13,7 @@ IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 )
 def test_a_message_needs_role_and_content(message):
     with pytest.raises(ValueError, match="message 1 needs a role, and content"):
-        render([{"role": "system", "content": "x"}, message])
+        check_messages([{"role": "system", "content": "x"}, message])
 
 
 @pytest.mark.parametrize(
@@ -23,23 +22,23 @@ def test_a_message_needs_role_and_content(message):
 )
 def test_a_part_that_is_neither_text_nor_image_nor_video_is_refused(part):
     with pytest.raises(ValueError, match="has a part of type"):
-        render([{"role": "user", "content": [part]}])
+        check_messages([{"role": "user", "content": [part]}])
 
 
 def test_the_number_in_an_error_is_the_callers():
     with pytest.raises(ValueError, match="message 0 has a part of type 'audio'"):
-        render([{"role": "user", "content": [{"type": "audio"}]}])
+        check_messages([{"role": "user", "content": [{"type": "audio"}]}])
 
 
 def test_tool_calls_are_refused_instead_of_left_out():
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(ValueError, match=r"message 1 has tool_calls; .* chat_template\.jinja"):
-        render([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
+        check_messages([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
 
 
 def test_content_none_is_refused():
     with pytest.raises(ValueError, match="message"):
-        render([{"role": "user", "content": None}])
+        check_messages([{"role": "user", "content": None}])
 
 
 @pytest.mark.parametrize(

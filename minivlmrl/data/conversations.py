@@ -1,9 +1,9 @@
 """The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers to it."""
 
-from minivlmrl.chat import check_messages, content_parts, part_kind, render
+from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING
 from minivlmrl.data.media import MARK, Media, place_media
-from minivlmrl.data.turns import as_turns, check_ends, text_of
+from minivlmrl.data.turns import as_turns, check_ends, check_messages, text_of
 
 ROLES = dict.fromkeys(("system", "user", "assistant", "tool"))
 PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split

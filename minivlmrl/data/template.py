@@ -15,8 +15,8 @@ import jinja2
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.chat import IMAGE, VIDEO, Control, check_messages, join_text, part_kind
-from minivlmrl.data.turns import check_ends, join_flagged, text_of
+from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
+from minivlmrl.data.turns import check_ends, check_messages, join_flagged, text_of
 from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
@@ -94,7 +94,12 @@ class ChatTemplate:
                 template that writes no <|image_pad|> gets the parts of a message joined as text.
         """
         checked = self._checked(messages, add_vision_id)
-        return join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
+        pieces = join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
+        shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
+        kinds = [part_kind(part) for message in messages for part in content_parts(message) or ()]
+        if shown != (kinds := [kind for kind in kinds if kind != "text"]):
+            raise self._error(f"it shows {shown}, the messages have {kinds}")
+        return pieces
 
     def render_completion(
         self, messages: list[dict], turns: list[dict], *, add_vision_id=False

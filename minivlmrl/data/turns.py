@@ -5,8 +5,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from minivlmrl.chat import ENDS, check_messages, join_text, layout_turn, part_kind
+from minivlmrl.chat import ENDS, content_parts, join_text, layout_turn, part_kind
 from minivlmrl.rows import Processor
+
+MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
 def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
@@ -75,3 +77,27 @@ def check_ends(turns: list[dict]):
             if kind != "text":
                 where = f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's first turn"
                 raise ValueError(f"there is {where}; {kind}s belong into the prompt")
+
+
+def check_messages(messages: list[dict], tool_calls=False):
+    """Refuse a message that cannot be laid out; `tool_calls`: the template has a place for them."""
+    for number, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        content, calls = fields.get("content"), fields.get("tool_calls")
+        has_content = isinstance(content, str | list) or (content is None and calls)
+        if not has_content or not isinstance(fields.get("role"), str):
+            needed = "a role, and content that is text or a list of parts"
+            raise ValueError(f"message {number} needs {needed}: {message!r:.80}")
+        length = 0
+        for part in content_parts(message) or ():
+            kind = part_kind(part)
+            if kind is None:
+                shown = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+                wrong = f"a part of type {shown!r}, not text, image or video"
+                raise ValueError(f"message {number} has {wrong}: {part!r:.80}")
+            length += len(part["text"]) if kind == "text" else 0
+        if length > MAX_TEXT:
+            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
+        if calls and not tool_calls:
+            cure = "put a template that lays them out into the model's folder"
+            raise ValueError(f"message {number} has tool_calls; {cure} as chat_template.jinja")

@@ -25,6 +25,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
+        self.files: dict[str, bytes] = {}  # of the folder that it is from; a save writes them again
         backend.encode_special_tokens = True  # text that spells one is encoded as text
         backend.no_truncation()  # a file may come with the settings of a training run
         backend.no_padding()

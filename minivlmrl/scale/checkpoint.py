@@ -164,8 +164,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
     if out := [f for f in files if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"]:
         raise ValueError(f"{out[0]}: a link to {out[0].resolve()}; checkpoints copy it, so put the file itself there")
-    carried = {file.name: file.read_bytes() for file in files}  # now: the folder may be gone at the next save
-    return Processor(tokenizer, images, template or family.template, carried=carried)
+    tokenizer.files = {file.name: file.read_bytes() for file in files}  # now: the folder may be gone at the next save
+    return Processor(tokenizer, images, template or family.template)
 
 
 def save_model(
@@ -229,17 +229,18 @@ def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Ite
 
 def _write_processor(folder: Path, processor: Processor):
     write_json(folder / "preprocessor_config.json", write_image_processor(processor.image_processor))
-    for name, content in processor.carried.items():
+    carried = processor.tokenizer.files
+    for name, content in carried.items():
         (folder / name).write_bytes(content)
-    template, end_of_text = processor.template, processor.special["<|endoftext|>"]
+    template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
         # that file is not carried, for its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    if template is None and "chat_template.jinja" not in processor.carried:
+    if template is None and "chat_template.jinja" not in carried:
         (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")
-    if "tokenizer.json" not in processor.carried:
+    if "tokenizer.json" not in carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}
     ours = {"tokenizer_config.json": TOKENIZER_CONFIG, "generation_config.json": generation}
-    for name in ours.keys() - processor.carried.keys():
+    for name in ours.keys() - carried.keys():
         write_json(folder / name, ours[name])

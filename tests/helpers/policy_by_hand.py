@@ -7,7 +7,7 @@ import torch
 from by_hand import tensor
 
 from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
-from minivlmrl.losses import LOSSES, Counts, PolicyLoss, counts_of, grpo_loss
+from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, counts_of, grpo_loss
 
 OPTIONS, BOOK, INPUTS = ({field.name for field in fields(c)} for c in (FamilyLoss, PolicyLoss, PolicyInputs))
 BOOKS_INPUTS = {"old_per_token_logps", "ref_per_token_logps"}
@@ -27,7 +27,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     found = policy_loss(PolicyInputs(per_token_logps, **inputs), advantages, mask, FamilyLoss(**options), counts)
     plain = inputs.keys() - {"entropies"} <= BOOKS_INPUTS and options.keys() <= BOOK
     plain = plain and options.get("importance_sampling_level") != "sequence_token"
-    if plain and options.get("loss_type", "dapo") in LOSSES:
+    if plain and options.get("loss_type", "dapo") in AVERAGES:
         tensors = {name: inputs[name] for name in BOOKS_INPUTS & inputs.keys()}
         loss, metrics = grpo_loss(per_token_logps, advantages, mask, PolicyLoss(**options), **tensors, counts=counts)
         assert torch.equal(loss, found[0]) and metrics == found[1]

@@ -54,7 +54,7 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     counts = losses.Counts(B * accumulation, ITEMS * share, MAX_LENGTH)
     family = policy_losses.FamilyLoss(**options)
     common = {field.name: getattr(family, field.name) for field in fields(losses.PolicyLoss)}
-    in_book = family.loss_type in losses.LOSSES and family.importance_sampling_level in LEVELS
+    in_book = family.loss_type in losses.AVERAGES and family.importance_sampling_level in LEVELS
     if in_book and family == policy_losses.FamilyLoss(**common) and "importance_sampling_ratio" not in batch:
         tensors = {name: value for name, value in batch.items() if name != "entropies"}
         return losses.grpo_loss(**tensors, options=losses.PolicyLoss(**common), counts=counts)

@@ -46,7 +46,7 @@ def test_the_book_answers_where_it_can(options, monkeypatch):
             module, name, lambda *a, name=name, answer=answer, **k: (asked.append(name), answer(*a, **k))[1]
         )
     our_loss(policy_batch(0), **options)
-    assert asked == ["grpo_loss" if options.get("loss_type") in losses.LOSSES else "policy_loss"]
+    assert asked == ["grpo_loss" if options.get("loss_type") in losses.AVERAGES else "policy_loss"]
     our_loss(policy_batch(0) | {"importance_sampling_ratio": torch.ones(B, 1)}, **options)
     assert asked[1] == "policy_loss"
 
