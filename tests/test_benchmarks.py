@@ -134,11 +134,3 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stages}
     assert stages == {name for name in ALGORITHMS if " " not in name}
     assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes
-
-
-def test_log_cost():
-    """It has no --json: the shares are printed."""
-    short = ["--num_threads=1", "--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "log_cost.py"), *short]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "completions.jsonl: " in result.stdout and "page.html: " in result.stdout

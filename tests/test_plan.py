@@ -8,7 +8,6 @@ import pytest
 import torch
 from hub_configs import real_config
 
-from benchmarks.what_fits import BFLOAT16, LORA
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
 from minivlmrl.adapters.dropout import dropout
@@ -44,6 +43,8 @@ from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 import tiny
 from stages import STAGES
 
+BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
+LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
 WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
 CONFIGS = {
