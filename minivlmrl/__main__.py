@@ -22,7 +22,7 @@ TOOLS = {  # name: (module:function, what it does)
     "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
     "check": ("minivlmrl.tools.check:main", "say what will go wrong with a recipe, before any training"),
     "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
-    "replay": ("minivlmrl.audit.replay:main", "train a step of a run again, show a group of it, write it for audit"),
+    "replay": ("minivlmrl.audit.replay:main", "train a step of a run again, and show a group of it"),
     "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
 }
 

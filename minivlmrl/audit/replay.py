@@ -2,8 +2,7 @@
 
 RUN is the folder of a run, or a recipe. The nearest state before the step is read, or the run begins anew; the steps in
 between are trained, and nothing is written in RUN. Draws depend on keys alone, so what completions.jsonl and
-metrics.jsonl say of the step is compared to the last bit. With --out STEP all that the step computed is written down,
-for `python -m minivlmrl audit STEP`.
+metrics.jsonl say of the step is compared to the last bit.
 """
 
 import argparse
@@ -12,18 +11,12 @@ import math
 from pathlib import Path
 
 import torch
-from torch.nn.functional import pad
 
 from minivlmrl import train
-from minivlmrl.adapters.lora import adapters
-from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.audit import dump
-from minivlmrl.batch import MicroBatch, pack
+from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
-from minivlmrl.generate import stop_tokens
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.losses import PolicyLoss
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import groups
 from minivlmrl.run.config import load_config
@@ -40,7 +33,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stage", help="by default the last one")
     parser.add_argument("--step", type=int, default=0, help="of the stage, from 0, as in metrics.jsonl")
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
-    parser.add_argument("--out", metavar="STEP", help="a folder for the step, which `audit` reads; of grpo")
     options, overrides = parser.parse_known_args(arguments)
     folder, number = Path(options.run), options.step
     if folder.is_dir() and [word for word in overrides if not word.startswith("--num_threads=")]:
@@ -48,14 +40,9 @@ def main(arguments: list[str]) -> int:
     recipe, own = (folder / "config.yaml", [f"--output_dir={folder}"]) if folder.is_dir() else (folder, [])
     config = load_config(recipe, [*own, *overrides])
     stage = options.stage or ["none", *config.stages][-1]
-    if options.out and (find_algorithm(stage, config) is not GRPOStage or config.uses_fsdp):
-        raise ValueError(f"--out: {stage} of this run is not the book's GRPO on whole weights, which it can write down")
     algorithm, optimizer, step, rows = go_to(config, stage, number)
     show(algorithm, step, rows, options.prompt)
-    if options.out:
-        metrics = write_step(Path(options.out), algorithm, step, optimizer, number)
-    else:
-        metrics = train.optimizer_step(algorithm, step, optimizer, number)
+    metrics = train.optimizer_step(algorithm, step, optimizer, number)
     ranks.shutdown()
     same = compare(folder, algorithm, step, number, metrics)
     other = "something else: another CPU, number of threads or ranks, or version of torch?"
@@ -84,7 +71,7 @@ def go_to(config, stage: str, number: int) -> tuple:
     for index in range(progress.stage, wanted + 1):
         algorithm = algorithms[config.stages[index]](config, model, processor, world)
         batches = Batches(datasets[algorithm.stage], algorithm, progress.draws)
-        optimizer = build_optimizer(algorithm.trained, algorithm.config)
+        optimizer = build_optimizer(algorithm.trained, algorithm.config, config.optimizer)
         if not states.restore(algorithm, optimizer):
             algorithm.begin(batches, datasets.get("eval"))
         steps = algorithm.steps(batches)
@@ -122,91 +109,6 @@ def show(algorithm, step, rows, index: int):
     for number, (line, own) in enumerate(zip(table, ids, strict=True)):
         cells = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in line.values())
         print(f"{number:<10}", *(f"{cell:>10}" for cell in cells), f"\n    {decode(own)!r}")
-
-
-def write_step(folder: Path, algorithm: GRPOStage, step, optimizer, number: int) -> dict[str, float]:
-    """Train a step of GRPO, and write what it computes as audit/dump.py reads it; returns the step's metrics."""
-    config, model, parts, tensors = algorithm.config, algorithm.policy, [], {}
-    about = settings(algorithm, step)
-    if not adapters(model):  # the audit knows gradients of whole weights
-        about["model"] = "checkpoint"
-        algorithm.save(folder)
-        if number % (config.steps_per_generation * config.num_iterations) == 0:
-            about["old_model"] = about["model"]  # it has just sampled
-    plain_logps, plain_loss = algorithm.logps, algorithm.loss
-
-    def logps(group):
-        values, entropies = plain_logps(group)
-        parts[-1]["per_token_logps"] = group.pad(values.detach())
-        values.register_hook(lambda slope, part=parts[-1]: part.update(logps_gradient=group.pad(slope)))
-        return values, entropies
-
-    def loss(batch: MicroBatch):
-        parts.append(row_tensors(batch, step.rollout, config.num_generations, len(parts)))
-        value, metrics = plain_loss(batch)
-        parts[-1]["loss"] = value.detach().view(1)
-        return value, metrics
-
-    def before_update(*_):
-        for name, p in weights.items():
-            kinds = {"before": p, "clipped": p.grad, **optimizer.state.get(p, {})}
-            tensors.update({f"{kind}.{name}": x.detach().clone() for kind, x in kinds.items() if x is not None})
-
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in weights.items():  # the last micro-batch leaves what is not clipped yet
-        parameter.register_post_accumulate_grad_hook(lambda p, to=f"grad.{name}": tensors.update({to: p.grad.clone()}))
-    algorithm.logps, algorithm.loss = logps, loss
-    optimizer.register_step_pre_hook(before_update)
-    metrics = train.optimizer_step(algorithm, step, optimizer, number)
-    tensors |= {f"after.{name}": p.detach() for name, p in weights.items()}
-    tensors["grad_norm"] = torch.tensor([metrics["grad_norm"]])
-    about["optimizer"] |= {"learning_rate": metrics["learning_rate"], "step": number + 1}
-    tensors |= dump.join(parts)
-    if config.steps_per_generation == 1:  # else the advantages of the other steps are not known any more
-        tensors["rewards"] = step.rollout.rewards
-        tensors["group"] = torch.arange(len(tensors["rewards"])) // config.num_generations
-        tensors["rollout_advantages"] = torch.zeros(len(tensors["rewards"]))  # of completions that were left out
-        tensors["rollout_advantages"][tensors["row"]] = tensors["advantages"].cpu()
-    dump.write(folder, about, tensors)
-    return metrics
-
-
-def settings(algorithm: GRPOStage, step) -> dict:
-    """Collect step.json."""
-    run, config, counts = algorithm.run, algorithm.config, step.micro_batches[0].counts
-    names = "num_generations", "scale_rewards", "weight_decay", "max_grad_norm", *PolicyLoss.__dataclass_fields__
-    own = {name: getattr(config, name) for name in names}
-    about = {"kind": "grpo", "loss": {name: own.pop(name) for name in PolicyLoss.__dataclass_fields__}}
-    about["optimizer"] = {"name": config.optimizer, "betas": [config.adam_beta1, config.adam_beta2], "eps": 1e-8}
-    about["optimizer"] |= {name: own.pop(name) for name in ("weight_decay", "max_grad_norm")}
-    about |= {"temperature": run.sampling.temperature, "reward_weights": list(run.rewards.values()), **own}
-    about |= {"rollout_tokens": counts.tokens, "step_rows": counts.sequences, "dtype": run.model.dtype}
-    if not run.sampling.stop_strings:
-        given, vocab_size = algorithm.processor.stop_token_ids, algorithm.policy.config.vocab_size
-        about["stop_token_ids"] = stop_tokens(run.sampling, given, vocab_size)
-    about["some"] = not all(parameter.requires_grad for parameter in algorithm.policy.parameters())
-    return about | {"max_completion_length": counts.max_completion_length}
-
-
-def row_tensors(batch: MicroBatch, rollout, num_generations: int, index: int) -> dict[str, torch.Tensor]:
-    """Lay the completions of a micro-batch out as rows: prompts padded on the left, completions on the right."""
-    prompts = [rollout.prompts[row // num_generations] for row in batch.completion_index.tolist()]
-    width = max(len(prompt.input_ids) for prompt in prompts)
-    left = torch.stack([pad(prompt.input_ids, (width - len(prompt.input_ids), 0), value=-1) for prompt in prompts])
-    right = batch.group.pad(batch.group.completion_ids).cpu().masked_fill(batch.group.completion_mask.cpu() == 0, -1)
-    ids = torch.cat([left, right], 1)
-    given = {name: value for name, value in vars(batch).items() if name in dump.BY_ROW and value is not None}
-    return given | {
-        "input_ids": ids,
-        "attention_mask": (ids >= 0).long(),
-        "prompt_mask": pad((left >= 0).long(), (0, right.shape[1])),
-        "completion_mask": batch.loss_mask,
-        "row": batch.completion_index,
-        "micro_batch": torch.full((len(ids),), index),
-        "pixel_values": torch.cat([prompt.pixel_values for prompt in prompts]),
-        "image_grid_thw": torch.cat([prompt.image_grid_thw for prompt in prompts]),
-        "num_images": torch.tensor([len(prompt.image_grid_thw) for prompt in prompts]),
-    }
 
 
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:

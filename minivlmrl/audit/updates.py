@@ -12,6 +12,7 @@ from minivlmrl.audit.stages import Answer
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import plain_per_token_logps
 from minivlmrl.rows import Prompt
+from minivlmrl.scale.checkpoint import load_model
 
 NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")  # in memory -> the hub's
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
@@ -19,8 +20,6 @@ THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
     """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and that model."""
-    from minivlmrl.scale.checkpoint import load_model
-
     dtype, given = getattr(torch, change.get("dtype", "float64")), d.about.get("temperature", 1.0)
     other = {"none": 1.0, "twice": given**2, "inverse": 1 / given}
     model, n = load_model(folder, dtype).requires_grad_(grad), len(d["input_ids"])
