@@ -177,7 +177,6 @@ BOUNDS = [
     ("grpo.top_entropy_quantile", 1.1, 0.1, "in (0, 1]"),
     ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
     ("grpo.multi_objective_aggregation", "sum", "normalize_then_sum", "'sum_then_normalize' or 'normalize_then_sum'"),
-    ("reference.num_shared_layers", -1, 0, "0 or more"),
     ("reference.ref_model_mixup_alpha", 1.1, 1.0, "in [0, 1]"),
     ("reference.ref_model_mixup_alpha", -0.1, 0.0, "in [0, 1]"),
     ("reference.ref_model_sync_steps", 0, 1, "1 or more"),

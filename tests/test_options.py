@@ -46,7 +46,6 @@ REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
     "ref_model_mixup_alpha": (0.1, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
     "ref_model_sync_steps": (2, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
-    "num_shared_layers": (1, []),
 }
 REFERENCED = {"dpo": DPO, "kto": KTO, "grpo": [*GRPO, "--grpo.beta=0.5"], "ppo": PPO_KL}
 OPTIONS = [  # field, another value, base

@@ -309,12 +309,6 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
         (["--stages=dpo", "--dpo.use_weighting=true", "--dpo.loss_type=aot"], "dpo.loss_type aot sorts"),
         (["--stages=dpo", "--reference.sync_ref_model=true", "--dpo.reference_free=true"], "sync_ref_model needs"),
         (
-            ["--stages=dpo", "--reference.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
-            r"reference\.num_shared_layers needs a reference model",
-        ),
-        (["--stages=dpo", "--reference.num_shared_layers=3"], "num_shared_layers is 3, the model has 2 layers"),
-        (["--stages=grpo", "--reference.num_shared_layers=3", "--grpo.beta=1"], "num_shared_layers is 3, the model"),
-        (
             ["--grpo.importance_sampling_level=word"],
             r"grpo\.importance_sampling_level is 'word', it must be 'token', 'seq",
         ),
@@ -325,7 +319,7 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
             ["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
             r"grpo\.soft_punish_cache is added to the sum",
         ),
-        (["--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs a reference model; the weight"),
+        (["--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs a reference model; the weight"),
         (["--stages=ppo", "--ppo.kl_coef=0", "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs"),
         (
             ["--stages=dpo", "--dpo.reference_free=true", "--dpo.precompute_ref_log_probs=true"],
