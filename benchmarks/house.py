@@ -25,11 +25,11 @@ SHELF_LINES = {
     "data": 2239,
     "reward_functions": 682,
     "tasks": 175,
-    "sampling": 671,
+    "sampling": 481,
     "scale": 626,
-    "audit": 1109,
-    "adapters": 674,
-    "tools": 732,
+    "audit": 1010,
+    "adapters": 625,
+    "tools": 723,
     "kernels": 1215,
 }
 
