@@ -3,11 +3,11 @@
 import json
 import random
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from bugs import FAULTS
 from runs import LETTERS
 
 from minivlmrl import train
@@ -18,87 +18,6 @@ from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes, answer
 from minivlmrl.tools import check
 
-
-@dataclass
-class Fault:
-    """What is changed of a healthy recipe and its rows, and what is said of it."""
-
-    sentence: str
-    cure: str
-    overrides: list[str] = field(default_factory=list)
-    change: dict = field(default_factory=dict)  # columns of each row
-
-
-CUT = ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"]
-BEFORE = {
-    "a temperature near 0": Fault(
-        "sampling.temperature is 0.01", "take 1.0", ["--sampling.temperature=0.01"]
-    ),
-    "a large learning rate": Fault(
-        "grpo.learning_rate is 1e+06: over 0.01", "lower it", ["--grpo.learning_rate=1e6"]
-    ),
-    "max_new_tokens too small": Fault(
-        "100% of 24 completions are cut", "raise it, or ask for shorter answers", CUT
-    ),
-    "no prompt is of the right difficulty": Fault(
-        "groups earn the same for all 3 completions", "take easier or harder prompts", ["--rewards={accuracy: 1}"]
-    ),
-    "answers are looked for where there are none": Fault(
-        "have no answer where data.answer (tags) looks", "set data.answer", ["--rewards={accuracy: 1}"]
-    ),
-    "rows without pictures": Fault(
-        "no row has an image or video", "name the column image or images", change={"image": None}
-    ),
-    "a template without the form that a reward asks for": Fault(
-        "no prompt does, and no completion", "say it in data.prompt_template", ["--rewards={format: 1, accuracy: 1}"]
-    ),
-    "all rows have one solution": Fault(
-        "always writing '<think>hm</think><answer>cat</answer>' earns 1.00", "balance them", change={"solution": "cat"}
-    ),
-    "demonstrations that rewards contradict": Fault(
-        "demonstrations earn 0.00 of reward accuracy", "are the labels shuffled", ["--stages=[sft, grpo]"],
-        {"completion": "<think>hm</think><answer>dog</answer>"},
-    ),
-    "demonstrations without the tags in which answers are looked for": Fault(
-        "demonstrations earn 0.00 of reward accuracy", "set data.answer: whole", ["--stages=[sft, grpo]"],
-        {"completion": "dog"},
-    ),
-    "a reward that always says 1": Fault(
-        "reward one.py:one says 1 of every text that was tried", "look at what it reads", ["--rewards={one.py:one: 1}"]
-    ),
-    "a reward that likes what is no answer": Fault(
-        "reward one.py:words gives 1.00 to the same word again", "ask for the answer itself",
-        ["--rewards={one.py:words: 1}"],
-    ),
-    "a reward that needs no picture": Fault(
-        "with grey pictures the completions earn", "check that the right images", ["--rewards={one.py:length: 1}"]
-    ),
-}  # fmt: skip
-DURING = {
-    "a temperature near 0": Fault(
-        "draws the same text again", "take 1.0", ["--sampling.temperature=0.001", "--sampling.top_k=1"]
-    ),
-    "a large learning rate": Fault("are zero", "lower grpo.learning_rate", ["--grpo.learning_rate=1e6"]),
-    "max_new_tokens too small": Fault("cut at sampling.max_new_tokens (1)", "raise it", CUT),
-    "rows without pictures": Fault(
-        "no row had an image that the model saw", "check the image column", change={"image": None}
-    ),
-    "a template without the form that a reward asks for": Fault(
-        "no completion has the form that reward format asks for", "say the form in data.prompt_template",
-        ["--rewards={letters: 1, format: 1}"],
-    ),
-    "a reward that always says 1": Fault(
-        "reward one.py:one says 1", "look at completions.jsonl", ["--rewards={one.py:one: 1}"]
-    ),
-}  # fmt: skip
-ENDS = {
-    "sampler and trainer disagree": Fault(
-        "nats about a token", "rollout.max_logp_mismatch", ["--rollout.max_logp_mismatch=1e-12"]
-    ),
-    "a reward that is no number": Fault(
-        "reward one.py:nothing returned nan", "or None for 'cannot judge'", ["--rewards={one.py:nothing: 1}"]
-    ),
-}  # fmt: skip
 OWN_REWARDS = """
 def nothing(completions, **columns):
     return [float("nan")] * len(completions)
@@ -112,6 +31,11 @@ def words(completions, solution, **columns):
 def length(completions, **columns):
     return [float(len(c)) for c in completions]
 """
+
+
+def which(kind):
+    """Names of the faults of which something is said there."""
+    return [name for name, fault in FAULTS.items() if getattr(fault, kind)]
 
 
 @pytest.fixture
@@ -129,39 +53,39 @@ def plant(own, rows, tmp_path, monkeypatch):
     return plant
 
 
-@pytest.mark.parametrize("fault", BEFORE)
-def test_check_names_it_before_a_run(fault, home, plant, capsys):
-    fault = BEFORE[fault]
+@pytest.mark.parametrize("name", which("check"))
+def test_check_names_it_before_a_run(name, home, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
     assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
-    [said] = [line for line in capsys.readouterr().out.splitlines() if fault.sentence in line]
-    assert fault.cure in said
+    [said] = [line for line in capsys.readouterr().out.splitlines() if sentence in line]
+    assert cure in said
 
 
 def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant, capsys):
-    fault = BEFORE["a template without the form that a reward asks for"]
+    fault = FAULTS["a template without the form that a reward asks for"]
     rows = {"completion": "<think>hm</think><answer>cat</answer>"}
     check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
     out = capsys.readouterr().out
-    assert "no completions were drawn" in out and fault.sentence not in out
+    assert "no completions were drawn" in out and fault.check[0] not in out
 
 
-@pytest.mark.parametrize("fault", DURING)
+@pytest.mark.parametrize("name", which("run"))
 @pytest.mark.usefixtures("plain", "lively")
-def test_a_run_names_it(fault, run, plant, capsys):
-    fault = DURING[fault]
+def test_a_run_names_it(name, run, plant, capsys):
+    fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
     folder = run(*plant(fault.change), *options, *fault.overrides)
-    [said] = [line for line in capsys.readouterr().err.splitlines() if fault.sentence in line]
-    assert said.startswith("step ") and fault.cure in said
+    [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
+    assert said.startswith("step ") and cure in said
     written = [json.loads(line) for line in (folder / "warnings.jsonl").read_text().splitlines()]
     assert said in [f"step {line['step']}: {line['warning']}" for line in written]
 
 
-@pytest.mark.parametrize("fault", ENDS)
+@pytest.mark.parametrize("name", which("error"))
 @pytest.mark.usefixtures("plain", "lively")
-def test_it_ends_a_run(fault, run, plant):
-    fault = ENDS[fault]
-    with pytest.raises(ValueError, match=f"{re.escape(fault.sentence)}.*{re.escape(fault.cure)}"):
+def test_it_ends_a_run(name, run, plant):
+    fault = FAULTS[name]
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, fault.error))):
         run(*plant(fault.change), LETTERS, *fault.overrides)
 
 

@@ -1,0 +1,644 @@
+"""One table of what goes wrong, and of what finds it.
+
+BUGS are mistakes in code. `ours` puts one into this package: test_museum.py sees the numbers of a run change, and
+benchmarks/museum.py says what it costs. `trl` puts it into the installed TRL: test_trl_steps.py sees the audit name it.
+FAULTS are mistakes in a recipe or its rows: test_planted_faults.py sees what is said of them before and in a run.
+"""
+
+import copy
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
+from unittest.mock import patch
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from minivlmrl import advantages, generate, grpo, losses, train
+from minivlmrl.algorithms import grpo_stage, sft
+from minivlmrl.algorithms.reference import Reference
+from minivlmrl.sampling import sample
+
+GITHUB = "https://github.com/"
+SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
+TWICE = ["--grpo.num_iterations=2"]
+GRPO, SFT = grpo_stage.GRPOStage, sft.SFT
+MODULE = "trl.trainer.grpo_trainer"  # by name: TRL is imported where a bug is put into it
+OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2}  # the second step is off-policy
+KL = {"beta": 0.5, **OFF}
+
+
+@dataclass
+class InTRL:
+    """How a bug is put into TRL, the options that let it show, and what the audit says of the last step."""
+
+    stage: str
+    cause: str  # is in the names of the first set of causes, or its sentences
+    patch: Callable  # (put, trainer), before the trainer is made; or see `late`
+    options: dict = field(default_factory=dict)
+    kind: str = "grpo"
+    late: bool = False  # the trainer is made already
+    at: int = 0  # the step that is audited
+
+
+@dataclass
+class Bug:
+    """A mistake, and where it was made or what it contradicts."""
+
+    source: str
+    ours: Callable | None = None  # (put), which is setattr or monkeypatch.setattr
+    options: list[str] = field(default_factory=list)  # of a run of ours that shows it
+    trl: InTRL | None = None
+
+
+def around(owner, name: str, change: Callable) -> Callable:
+    """A patch: instead of a function, change(function, *its arguments) is called. Owner None: the trainer."""
+
+    def put_in(put, trainer=None):
+        own = trainer if owner is None else resolve_name(owner) if isinstance(owner, str) else owner
+        function = getattr(own, name)
+        put(own, name, lambda *arguments, **options: change(function, *arguments, **options))
+
+    return put_in
+
+
+def before_loss(change: Callable, owner=GRPO) -> Callable:
+    """Do something with the algorithm and its micro-batch before each loss."""
+    return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
+
+
+def scaled_loss(factor: float) -> Callable:
+    def scale(loss, self, batch):
+        value, metrics = loss(self, batch)
+        return value * factor, metrics
+
+    return around(GRPO, "loss", scale)
+
+
+def sampled(**options) -> Callable:
+    """Sample with other options than log-probabilities are computed with; evaluations have a sampler of their own."""
+
+    class Other(sample.RunSampler):
+        def chooser(self, *given):
+            other = replace(self.sampling, **options)
+            return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
+
+    return lambda put: put(grpo_stage, "RunSampler", Other)
+
+
+def other_prompts(change: Callable) -> Callable:
+    """Train on other prompts than those that were sampled from."""
+    return around(grpo, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
+
+
+def next_pictures(prompts):
+    following = [*prompts[1:], prompts[0]]
+    return [replace(p, pixel_values=other.pixel_values) for p, other in zip(prompts, following, strict=True)]
+
+
+def without_picture(shown):
+    return replace(shown, pixel_values=0 * shown.pixel_values)
+
+
+def text_positions(pack, *arguments):
+    def as_text(input_ids, *_):
+        return torch.arange(len(input_ids)).expand(3, -1)
+
+    with patch("minivlmrl.batch.get_rope_index", as_text):
+        return pack(*arguments)
+
+
+def without_end(self, batch):
+    batch.loss_mask = batch.loss_mask * (batch.loss_mask.flip(1).cumsum(1).flip(1) > 1)
+
+
+def interleaved(group_advantages, rewards, G, scale):
+    mixed = group_advantages(rewards.view(-1, G).T.reshape(-1), G, scale)
+    return mixed.view(G, -1).T.reshape(-1)
+
+
+def clip_part(self, batch):
+    clip_grad_norm_(self.policy.parameters(), self.run.optimizer.max_grad_norm)
+
+
+def k1_in_the_loss(put):
+    put(losses, "kl_term", lambda logps, ref, kind: logps - ref)
+    put(losses, "correct_kl", lambda kl, ratio, options: kl)
+
+
+def follow(after_step, self, steps):
+    self.model.load_state_dict(self.policy.state_dict())
+
+
+def round_weights(after_step, self, steps):
+    after_step(self, steps)
+    for parameter in self.policy.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+
+
+def wrong_positions(prefill, model, batch, prompt_index, *rest):
+    logits, decoding, _ = prefill(model, batch, prompt_index, *rest)
+    return logits, decoding, torch.tensor(batch.layout.prompt_lengths)[prompt_index]
+
+
+# Patches of TRL. Most replace a piece of a method's source by what once was there, or is elsewhere.
+
+
+def edit(trainer: str, method: str, old: str, new: str) -> Callable:
+    def put_in(put, _):
+        owner = resolve_name(f"trl:{trainer}")
+        function = inspect.unwrap(getattr(owner, method))
+        source = textwrap.dedent(inspect.getsource(function)).replace("super()", f"super({trainer}, self)")
+        assert old in source, f"{method} has no {old!r}"
+        source = source[source.index("def ") :].replace(old, new)
+        scope = dict(function.__globals__)
+        exec(source, scope)
+        put(owner, method, scope[method])
+
+    return put_in
+
+
+def loss(cause: str, old: str, new: str, options: dict = {}, at: int = 0) -> InTRL:  # noqa: B006
+    return InTRL("loss", cause, edit("GRPOTrainer", "_compute_loss", old, new), options, at=at)
+
+
+def score(stage: str, cause: str, old: str, new: str, options: dict = {}) -> InTRL:  # noqa: B006
+    return InTRL(stage, cause, edit("GRPOTrainer", "_generate_and_score_completions", old, new), options)
+
+
+def dpo(cause: str, old: str, new: str) -> InTRL:
+    return InTRL("loss", cause, edit("DPOTrainer", "_compute_loss", old, new), kind="dpo")
+
+
+def forward(change: Callable) -> Callable:
+    """change(trainer, model, options) -> the model and options that log-probabilities come from."""
+
+    def call(function, self, model, *arguments, **options):
+        model, options = change(self, model, options)
+        return function(self, model, *arguments, **options)
+
+    return around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", call)
+
+
+def text_in_reference(self, model, options):
+    """Embeddings are those of the placeholders."""
+    names = "pixel_values", "image_grid_thw", "mm_token_type_ids", "num_images"
+    return model, options | dict.fromkeys(names) if model is self.ref_model else options
+
+
+def rolled_pictures(self, model, options):
+    """pixel_values.repeat where repeat_interleave was meant; each row has one picture, all of one size."""
+    patches = options["pixel_values"]
+    return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
+
+
+def drop(training_step, model, *arguments, **options):
+    model.zero_grad()
+    return training_step(model, *arguments, **options)
+
+
+def clip_parts(training_step, model, *arguments):
+    before = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = training_step(model, *arguments)
+    clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
+    for name, p in model.named_parameters():
+        if before[name] is not None:
+            p.grad = before[name] if p.grad is None else p.grad + before[name]
+    return loss
+
+
+def norm_alone(clip, model):
+    return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def all_names(names, self, model):
+    return [name for name, _ in model.named_parameters()]
+
+
+def forget(put, trainer):
+    class Forget(resolve_name("transformers:TrainerCallback")):
+        def on_pre_optimizer_step(self, *_, **__):
+            for values in trainer.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq", "step"):
+                    values[name].zero_()
+
+    trainer.callback_handler.callbacks.append(Forget())  # after those that look
+
+
+def two_steps(create_scheduler, *arguments, **options):
+    scheduler = create_scheduler(*arguments, **options)
+    step = scheduler.step
+    scheduler.step = lambda *a, **k: (step(), step())[1]
+    return scheduler
+
+
+def freeze_layer(put, trainer):
+    for name, p in trainer.model.named_parameters():
+        p.requires_grad_("layers.0." not in name)
+
+
+def unlabel_end(collate, examples):
+    """The end token is the padding token, so the collator ignores it."""
+    batch = collate(examples)
+    for labels in batch["labels"]:
+        labels[(labels != -100).nonzero()[-1]] = -100
+    return batch
+
+
+def missing(completions, **_):
+    """No judgement of two completions."""
+    return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
+
+
+MASK = "loss_mask = completion_mask"
+MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
+SCALE, ADVANTAGES = "(std_rewards + 1e-4)", 'advantages = inputs["advantages"]'
+PARTS = "self.current_gradient_accumulation_steps"
+SUM = "loss = (per_token_loss * mask).sum()"
+LOG_RATIO = "log_ratio = per_token_logps - old_per_token_logps"
+SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
+DELTA = "delta_score = chosen_scores - rejected_scores"
+CLIPS = {"max_grad_norm": 0.01}
+
+BUGS = {
+    "std_with_n": Bug(
+        GITHUB + "unslothai/unsloth-zoo/pull/832",
+        around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
+        trl=InTRL("advantages", "ddof 0", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
+            x.std(dim, correction=0, keepdim=keepdim)))),
+    ),
+    "interleaved_groups": Bug(
+        GITHUB + "StarsfieldAI/R1-V/issues/67", around(grpo, "group_advantages", interleaved),
+    ),
+    "grouped_by_text": Bug(  # all questions are equal, only the pictures differ
+        GITHUB + "NVIDIA-NeMo/RL/pull/3882",
+        around(grpo, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
+    ),
+    "pictures_of_others": Bug(
+        GITHUB + "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
+        trl=InTRL("logps", "picture of another row", forward(rolled_pictures)),
+    ),
+    "no_picture_in_training": Bug(
+        GITHUB + "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
+    ),
+    "no_picture_in_reference": Bug(
+        GITHUB + "unslothai/unsloth/pull/11031",
+        around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_picture(group), T)),
+        trl=InTRL("logps of reference", "picture ignored", forward(text_in_reference), {"beta": 0.1}),
+    ),
+    "rewards_see_other_rows": Bug(
+        GITHUB + "StarsfieldAI/R1-V/issues/146",
+        around(GRPO, "columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest)),
+    ),
+    "gradient_of_zero": Bug(
+        GITHUB + "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
+        around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
+        trl=loss("gradient of the ratio is 0", "per_token_logps.detach() if old", "per_token_logps if old"),
+    ),
+    "divided_twice": Bug(
+        GITHUB + "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
+        loss("divided once more by the 2 micro-batches",
+             SUM + " / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
+    ),
+    "not_divided": Bug(
+        GITHUB + "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
+        loss("not divided by the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
+    ),
+    "mean_of_means": Bug(  # of the tokens of each micro-batch, in our sft
+        "https://arxiv.org/abs/2604.23747",
+        around(sft, "sft_loss", lambda function, logps, mask, kind, counts: function(logps, mask, kind) / 8),
+        ["--sft.micro_batch_size=4"],
+        loss("mean of means", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
+    ),
+    "dropped_gradients": Bug(
+        GITHUB + "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
+        InTRL("gradients", "only the last micro-batch", around(None, "training_step", drop), late=True),
+    ),
+    "clipped_before_accumulation": Bug(
+        GITHUB + "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
+        InTRL("gradients", "clipped before accumulation", around(None, "training_step", clip_parts), CLIPS, late=True),
+    ),
+    "never_clipped": Bug(
+        GITHUB + "NVIDIA/OpenSeq2Seq/pull/192",
+        around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
+        trl=InTRL("clip", "not clipped", around(None, "_clip_grad_norm", norm_alone), CLIPS, late=True),
+    ),
+    "temperature_left_out": Bug(  # samples at 0.7, scores at 1
+        GITHUB + "huggingface/trl/pull/3029", sampled(temperature=0.7),
+        trl=InTRL("logps", "temperature left out", around(
+            MODULE, "add_fused_lm_head", lambda function, model, temperature=1.0, **options: function(model, **options)
+        ), {"temperature": 0.6}),
+    ),
+    "nearly_greedy": Bug(  # the temperature of the model's own generation_config
+        GITHUB + "huggingface/trl/issues/5783", sampled(temperature=0.1),
+    ),
+    "end_token_masked": Bug(
+        GITHUB + "huggingface/trl/pull/7039", before_loss(without_end),
+        trl=score("mask", "mask: no end", MASK,
+                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
+    ),
+    "end_token_masked_in_sft": Bug(
+        GITHUB + "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end, SFT),
+        trl=InTRL("mask", "mask: no end", around(None, "data_collator", unlabel_end), kind="sft", late=True),
+    ),
+    "labels_shifted_twice": Bug(  # in sft, and the last of a row is the first of the next
+        GITHUB + "huggingface/transformers/pull/47395",
+        around(sft, "per_token_logps", lambda logps, model, group: logps(
+            model, replace(group, completion_ids=group.completion_ids.roll(-1)))),
+    ),
+    "padding_counted": Bug(
+        GITHUB + "modelscope/ms-swift/issues/3069",
+        before_loss(lambda self, batch: setattr(batch, "loss_mask", torch.ones_like(batch.loss_mask))),
+        trl=score("mask", "mask: padding", MASK,
+                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
+    ),
+    "old_ignored": Bug(
+        GITHUB + "huggingface/trl/issues/2769",
+        before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
+        loss("old ignored", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
+    ),
+    "ratio_of_sums": Bug(
+        GITHUB + "walkinglabs/hands-on-modern-rl/issues/75",
+        around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
+        loss("ratio by sequence_sum", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
+             {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
+    ),
+    "k1_in_the_loss": Bug(  # its gradient is zero in expectation
+        GITHUB + "NVIDIA-NeMo/RL/pull/2506", k1_in_the_loss,
+    ),
+    "kl_without_gradient": Bug(
+        GITHUB + "X-GenGroup/Flow-Factory/issues/122",
+        around(losses, "correct_kl", lambda _, kl, ratio, options: kl.detach()),
+    ),
+    "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "after_step", follow)),
+    "stale_sampler": Bug(  # all completions are the first policy's
+        GITHUB + "huggingface/trl/issues/3679",
+        around(grpo_stage, "RunSampler", lambda sampler, model, *rest: sampler(copy.deepcopy(model), *rest)),
+    ),
+    "one_seed": Bug(  # the completions of a group are equal
+        GITHUB + "NVIDIA-NeMo/RL/pull/171",
+        around(sample, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
+    ),
+    "schedule_by_micro_batch": Bug(  # four times too fast
+        GITHUB + "huggingface/accelerate/issues/963",
+        around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
+        trl=InTRL("schedule", "steps twice", around(None, "create_scheduler", two_steps),
+                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
+    ),
+    "bfloat16_weights": Bug(GITHUB + "NVIDIA-NeMo/Automodel/pull/3444", around(GRPO, "after_step", round_weights)),
+    "text_positions_in_training": Bug(
+        GITHUB + "huggingface/trl/issues/5279",
+        around(grpo, "pack", text_positions),
+        trl=InTRL("logps", "text positions", forward(lambda _, model, options: (
+            model, options | {"mm_token_type_ids": None}))),
+    ),
+    "wrong_positions_in_decoding": Bug(
+        GITHUB + "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
+    ),
+    # in TRL alone: advantages
+    "epsilon_1e_6": Bug(
+        GITHUB + "unslothai/unsloth-zoo/pull/832",
+        trl=score("advantages", "epsilon 1e-06", SCALE, "(std_rewards + 1e-6)"),
+    ),
+    "reward_weights_ignored": Bug(
+        GITHUB + "om-ai-lab/VLM-R1",
+        trl=score("advantages", "reward weights ignored", "self.reward_weights.to(device)", "torch.ones(2)",
+                  {"reward_weights": [1.0, 0.3]}),
+    ),
+    "batch_std": Bug(
+        GITHUB + "huggingface/trl/issues/3708",
+        trl=score("advantages", "scaled by batch", "nanstd(rewards.view(-1, num_generations), dim=1)",
+                  "nanstd(rewards).expand(len(rewards) // num_generations)"),
+    ),
+    "no_reward_is_0": Bug(
+        "TRL up to 1.5",
+        trl=score("advantages", "missing is 0", "rewards[unscorable_mask] = torch.nan", "pass",
+                  {"rewards": (missing,)}),
+    ),
+    "variance_for_deviation": Bug(
+        "DeepSeekMath eq. 21",
+        trl=score("advantages", "variance for deviation", SCALE, "(std_rewards ** 2 + 1e-4)"),
+    ),
+    "baseline_of_the_batch": Bug(
+        GITHUB + "OpenRLHF/OpenRLHF",
+        trl=score("advantages", "centred on batch", MEANS, "torch.nanmean(rewards).expand_as(rewards)"),
+    ),
+    "means_tiled": Bug(
+        GITHUB + "StarsfieldAI/R1-V/pull/54",
+        trl=score("advantages", "means of groups tiled", MEANS, "mean_grouped_rewards.repeat(num_generations)"),
+    ),
+    "groups_of_half_the_size": Bug(
+        GITHUB + "StarsfieldAI/R1-V/pull/49",
+        trl=score("advantages", "groups: halves", "num_generations = self.num_generations if",
+                  "num_generations = self.num_generations // 2 if"),
+    ),
+    "shuffled_without_advantages": Bug(
+        GITHUB + "Deep-Agent/R1-V/pull/54",
+        trl=InTRL("rows", "rows not shuffled", around(MODULE, "shuffle_sequence_dict", lambda shuffle, rows: (
+            shuffle(rows) | {"advantages": rows["advantages"]}))),
+    ),
+    "truncated_completions_kept": Bug(
+        GITHUB + "huggingface/trl/pull/2881",
+        trl=score("mask", "truncated counted", "if self.mask_truncated_completions:", "if False:",
+                  {"mask_truncated_completions": True, "max_completion_length": 3}),
+    ),
+    # the loss of GRPO
+    "mean_of_a_row": Bug(
+        GITHUB + "huggingface/trl/issues/2995",
+        trl=loss("averaged as grpo", SUM + " / normalizer\n",
+                 f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n"),
+    ),
+    "padding_in_the_mean": Bug(
+        GITHUB + "verl-project/verl",
+        trl=loss("divided by padded length", SUM + " / normalizer\n",
+                 f"loss = (per_token_loss * mask).mean() / {PARTS}\n"),
+    ),
+    "window_of_the_rollout": Bug(
+        GITHUB + "huggingface/trl/pull/6024",
+        trl=loss("2 steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
+                 {"steps_per_generation": 4, "rows": 8}),
+    ),
+    "dr_grpo_by_the_longest": Bug(
+        GITHUB + "sail-sg/understand-r1-zero",
+        trl=loss("all of it is", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
+                 {"loss_type": "dr_grpo", "max_completion_length": 30}),
+    ),
+    "advantages_whitened": Bug(
+        GITHUB + "hiyouga/EasyR1",
+        trl=loss("advantages whitened", ADVANTAGES,
+                 f"{ADVANTAGES}\n    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)"),
+    ),
+    "entropy_punished": Bug(
+        "sign of a bonus",
+        trl=loss("entropy with the wrong sign", "loss = loss - apply_coef", "loss = loss + apply_coef",
+                 {"entropy_coef": 0.1}),
+    ),
+    "kl_reversed": Bug(
+        GITHUB + "volcengine/verl",
+        trl=loss("KL reversed",
+                 "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
+                 "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
+                 {**KL, "use_bias_correction_kl": False}, at=1),
+    ),
+    "kl_subtracted": Bug(
+        GITHUB + "huggingface/trl",
+        trl=loss("KL with the wrong sign", "+ self.beta * per_token_kl", "- self.beta * per_token_kl", KL, at=1),
+    ),
+    "kl_without_ratio": Bug(
+        "TRL up to 1.9",
+        trl=loss("KL corrected the other way", "per_token_kl * coef_1", "per_token_kl", KL, at=1),
+    ),
+    "beta_twice": Bug(
+        "DeepSeekMath eq. 4",
+        trl=loss("beta twice", "self.beta * per_token_kl", "self.beta * self.beta * per_token_kl",
+                 {"beta": 0.3, **OFF, "use_bias_correction_kl": False}, at=1),
+    ),
+    "clip_on_the_wrong_side": Bug(
+        "PPO eq. 7", trl=loss("clip on the wrong side", "-torch.min(per", "-torch.max(per", OFF, at=1),
+    ),
+    "no_clip_below": Bug(
+        "PPO eq. 7",
+        trl=loss("no clip below", "torch.clamp(coef_1, 1 - self.epsilon_low, 1 + ",
+                 "torch.clamp(coef_1, max=1 + ", OFF, at=1),
+    ),
+    "one_clip_for_both_sides": Bug(
+        "https://arxiv.org/abs/2503.14476",
+        trl=loss("epsilon_high ignored", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
+                 {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1),
+    ),
+    "ratio_inverted": Bug(
+        "PPO eq. 6",
+        trl=loss("ratio inverted", LOG_RATIO, "log_ratio = old_per_token_logps - per_token_logps", OFF, at=1),
+    ),
+    # what is trained, and how
+    "reference_by_policy": Bug(  # as with an adapter that is not disabled
+        GITHUB + "huggingface/trl",
+        trl=InTRL("logps of reference", "weights of the policy",
+                  forward(lambda trainer, model, options: (trainer.model, options)),
+                  {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1),
+    ),
+    "tower_frozen": Bug(
+        GITHUB + "om-ai-lab/VLM-R1/issues/52",
+        trl=InTRL("gradients", "no gradient: the vision tower",
+                  lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True),
+    ),
+    "layer_frozen": Bug("requires_grad", trl=InTRL("gradients", "some parameters", freeze_layer, late=True)),
+    "norms_decay": Bug(
+        GITHUB + "karpathy/minGPT",
+        trl=InTRL("update", "decay on norms",
+                  around("transformers:Trainer", "get_decay_parameter_names", all_names), {"weight_decay": 0.1}),
+    ),
+    "state_lost": Bug(
+        "https://arxiv.org/abs/2604.23747",
+        trl=InTRL("update", "state lost", forget, {"rows": 4}, late=True, at=1),
+    ),
+    # the losses of DPO and SFT
+    "dpo_without_reference": Bug(
+        "DPO eq. 7", trl=dpo("no reference", "ref_logps.chunk(2, dim=0)", "(ref_logps * 0).chunk(2, dim=0)"),
+    ),
+    "dpo_exchanged": Bug(
+        "DPO eq. 7",
+        trl=dpo("chosen and rejected exchanged", DELTA, "delta_score = rejected_scores - chosen_scores"),
+    ),
+    "dpo_means": Bug(
+        GITHUB + "huggingface/trl",
+        trl=dpo("mean log-probabilities", DELTA,
+                "a, b = shift_completion_mask.sum(1).chunk(2)\n"
+                "    delta_score = chosen_scores / a - rejected_scores / b"),
+    ),
+    "dpo_hinge": Bug(
+        "SLiC, arXiv 2305.10425",
+        trl=dpo("loss hinge", "-F.logsigmoid(self.beta * delta_score)", "torch.relu(1 - self.beta * delta_score)"),
+    ),
+    "dpo_without_beta": Bug("DPO eq. 7", trl=dpo("beta 1", "self.beta * delta_score", "delta_score")),
+    "sft_mean_of_rows": Bug(
+        "https://arxiv.org/abs/2604.23747",
+        trl=InTRL("loss", "mean of rows", edit(
+            "SFTTrainer", "compute_loss",
+            "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
+            "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"), kind="sft"),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Fault:
+    """What is changed of a healthy recipe and its rows; and the sentence and cure of what is said of it."""
+
+    overrides: list[str] = field(default_factory=list)
+    change: dict = field(default_factory=dict)  # columns of each row
+    check: tuple[str, str] | None = None  # before a run
+    run: tuple[str, str] | None = None  # while it goes on
+    error: tuple[str, str] | None = None  # that ends it
+
+
+FAULTS = {
+    "a temperature near 0": Fault(
+        ["--sampling.temperature=0.001", "--sampling.top_k=1"],
+        check=("sampling.temperature is 0.001", "take 1.0"),
+        run=("draws the same text again", "take 1.0"),
+    ),
+    "a large learning rate": Fault(
+        ["--grpo.learning_rate=1e6"],
+        check=("grpo.learning_rate is 1e+06: over 0.01", "lower it"),
+        run=("are zero", "lower grpo.learning_rate"),
+    ),
+    "max_new_tokens too small": Fault(
+        ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
+        check=("100% of 24 completions are cut", "raise it, or ask for shorter answers"),
+        run=("cut at sampling.max_new_tokens (1)", "raise it"),
+    ),
+    "rows without pictures": Fault(
+        change={"image": None},
+        check=("no row has an image or video", "name the column image or images"),
+        run=("no row had an image that the model saw", "check the image column"),
+    ),
+    "a template without the form that a reward asks for": Fault(
+        ["--rewards={format: 1, accuracy: 1}"],
+        check=("no prompt does, and no completion", "say it in data.prompt_template"),
+        run=("no completion has the form that reward format asks for", "say the form in data.prompt_template"),
+    ),
+    "a reward that always says 1": Fault(
+        ["--rewards={one.py:one: 1}"],
+        check=("reward one.py:one says 1 of every text that was tried", "look at what it reads"),
+        run=("reward one.py:one says 1", "look at completions.jsonl"),
+    ),
+    "no prompt is of the right difficulty": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("groups earn the same for all 3 completions", "take easier or harder prompts"),
+    ),
+    "answers are looked for where there are none": Fault(
+        ["--rewards={accuracy: 1}"],
+        check=("have no answer where data.answer (tags) looks", "set data.answer"),
+    ),
+    "all rows have one solution": Fault(
+        change={"solution": "cat"},
+        check=("always writing '<think>hm</think><answer>cat</answer>' earns 1.00", "balance them"),
+    ),
+    "demonstrations that rewards contradict": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
+        check=("demonstrations earn 0.00 of reward accuracy", "are the labels shuffled"),
+    ),
+    "demonstrations without the tags in which answers are looked for": Fault(
+        ["--stages=[sft, grpo]"], {"completion": "dog"},
+        check=("demonstrations earn 0.00 of reward accuracy", "set data.answer: whole"),
+    ),
+    "a reward that likes what is no answer": Fault(
+        ["--rewards={one.py:words: 1}"],
+        check=("reward one.py:words gives 1.00 to the same word again", "ask for the answer itself"),
+    ),
+    "a reward that needs no picture": Fault(
+        ["--rewards={one.py:length: 1}"],
+        check=("with grey pictures the completions earn", "check that the right images"),
+    ),
+    "sampler and trainer disagree": Fault(
+        ["--rollout.max_logp_mismatch=1e-12"], error=("nats about a token", "rollout.max_logp_mismatch"),
+    ),
+    "a reward that is no number": Fault(
+        ["--rewards={one.py:nothing: 1}"],
+        error=("reward one.py:nothing returned nan", "or None for 'cannot judge'"),
+    ),
+}  # fmt: skip
