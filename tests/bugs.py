@@ -160,12 +160,12 @@ def edit(trainer: str, method: str, old: str, new: str) -> Callable:
     return put_in
 
 
-def loss(cause: str, old: str, new: str, options: dict = {}, at: int = 0) -> InTRL:  # noqa: B006
-    return InTRL("loss", cause, edit("GRPOTrainer", "_compute_loss", old, new), options, at=at)
+def loss(cause: str, old: str, new: str, options: dict | None = None, at: int = 0) -> InTRL:
+    return InTRL("loss", cause, edit("GRPOTrainer", "_compute_loss", old, new), options or {}, at=at)
 
 
-def score(stage: str, cause: str, old: str, new: str, options: dict = {}) -> InTRL:  # noqa: B006
-    return InTRL(stage, cause, edit("GRPOTrainer", "_generate_and_score_completions", old, new), options)
+def score(stage: str, cause: str, old: str, new: str, options: dict | None = None) -> InTRL:
+    return InTRL(stage, cause, edit("GRPOTrainer", "_generate_and_score_completions", old, new), options or {})
 
 
 def dpo(cause: str, old: str, new: str) -> InTRL:
