@@ -21,13 +21,12 @@ def run(tmp_path, script, *arguments):
     return result.stdout, json.loads((tmp_path / "out.json").read_text())
 
 
-def test_group_forward(tmp_path):
-    table, numbers = run(tmp_path, "group_forward.py", "--quick", "--repeats", "1")
-    assert "ratio" in table
-    [cell] = numbers["cells"]
-    assert (cell["prompt_tokens"], cell["num_generations"], cell["completion_tokens"]) == (64, 4, 16)
-    assert cell["group_ms"] > 0 and cell["repeated_ms"] > 0
-    assert numbers["float64_max_difference"]["gradients / largest"] < 1e-12
+def test_group_layout(tmp_path):
+    _, numbers = run(tmp_path, "cpu.py", "group", "--toy", "--repeats", "1")
+    difference, cell = numbers["rows"]
+    assert difference["float64 max difference"] < 1e-12
+    assert (cell["prompt tokens"], cell["G"], cell["completion tokens"]) == (64, 4, 16)
+    assert cell["group"] > 0 and cell["repeated"] > 0
 
 
 @pytest.mark.slow
@@ -81,22 +80,21 @@ def test_localisation(tmp_path):
 
 
 def test_vision_windows(tmp_path):
-    table, numbers = run(tmp_path, "vision_windows.py", "--quick", "--heads", "1", "--depth", "1", "--repeats", "1")
-    assert len(table.splitlines()) == 6
-    assert list(numbers["milliseconds"]) == ["batched", "split", "slices", "in place"]
-    assert all(spent > 0 for spent in numbers["milliseconds"].values())
-    assert numbers["float64_max_difference"] < 1e-12
+    _, numbers = run(tmp_path, "cpu.py", "windows", "--toy", "--repeats", "1")
+    difference, *rows = numbers["rows"]
+    assert difference["float64 max difference"] < 1e-12
+    assert [row["way"] for row in rows] == ["batched", "split", "slices", "in place"]
+    assert all(row["milliseconds"] > 0 for row in rows)
 
 
 @pytest.mark.slow
 def test_cpu_logprobs(tmp_path):
     """Each way in a process of its own; a peer that is not installed is named and left out."""
-    table, numbers = run(tmp_path, "cpu_logprobs.py", "--quick", "--ways", "ours", "Liger, without entropy")
-    ways = numbers["ways"]
-    assert list(ways) == ["naive", "ours", "naive, without entropy", "Liger, without entropy"]
-    assert ways["ours"]["error"] < 1e-5 and ways["ours"]["seconds"] > 0
-    assert "missing" in ways["Liger, without entropy"] or ways["Liger, without entropy"]["error"] < 1e-5
-    assert "peak MiB" in table
+    table, numbers = run(tmp_path, "cpu.py", "logprobs", "--toy", "--repeats", "1")
+    ways = {row["way"]: row for row in numbers["rows"]}
+    assert {"naive", "ours", "naive, without entropy", "ours, without entropy"} <= ways.keys()
+    assert all("missing" in row or (row["error"] < 1e-5 and row["milliseconds"] > 0) for row in ways.values())
+    assert "missing" not in ways["ours"] and "peak MiB" in table
 
 
 def test_gpu_kernels_at_toy_size(tmp_path):
