@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-RENAMED = {"freeze_vision_tower": "write model.freeze: [vision, merger], which holds for all stages"}
-
 
 class Loader(yaml.SafeLoader):
     """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes the last."""
@@ -64,8 +62,7 @@ def _build(cls, values: Any, prefix: str, json: bool):
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
-            cure = f"valid keys here: {', '.join(sorted(fields))}"
-            raise ValueError(f"unknown key {prefix}{name}; {RENAMED.get(name, cure)}")
+            raise ValueError(f"unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}")
     for name, field in fields.items():
         if name in values:
             found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)

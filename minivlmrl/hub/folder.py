@@ -119,15 +119,13 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten")
     try:
-        if replaced.is_dir() and not folder.exists():
-            replaced.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         yield new
         for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
             flush_file(path)
-        shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
