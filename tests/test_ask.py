@@ -84,7 +84,7 @@ def test_the_command_prints_what_the_sampler_draws(folder):
     assert result.stderr.decode() == ("(cut after 40 tokens)\n" if cut else "")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_streamed_text_equals_the_whole(folder, ask, seed):
     text, cut = said(folder, ["a.png"], seed=seed, max_new_tokens=90)
     status, out, err = ask("--image", folder / "a.png", "--seed", seed, "--max_new_tokens", 90)
@@ -150,13 +150,6 @@ def test_sampling_options_reach_the_draw(folder, ask):
     assert out != plain + "\n"
 
 
-def test_a_stop_string_ends_the_answer_and_is_shown(folder, ask):
-    text, _ = said(folder, max_new_tokens=40)
-    letter = next(char for char in text if char.isascii() and char.isalpha())
-    status, out, err = ask("--stop_strings", letter, "--max_new_tokens", 40)
-    assert (status, err) == (0, "") and letter in out and text.startswith(out[:-1]) and len(out) < len(text)
-
-
 def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask):
     file = folder / "checkpoint" / "generation_config.json"
     before = file.read_text()
@@ -208,11 +201,8 @@ def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
     (["--image", __file__], "test_ask.py"),
-    (["--video", "missing.mp4"], "missing.mp4"),
     (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
-    (["--stop_strings", ""], "stop_strings is [''], it must be without an empty text"),
     (["--device", "abacus"], "--device abacus cannot be used"),
-    (["--min_pixels", "100000", "--max_pixels", "50000"], "min_pixels"),
     (["--model", "no such folder"], "no such folder"),
     (["--prompt", "<image>", "--image", "IMAGE", "--image", "IMAGE"], "placeholder"),
     (["--prompt", "<image>"], "the prompt has 1 <image> placeholder(s) but 0 image(s) came with it; put one where "

@@ -38,14 +38,6 @@ def test_passes_differ_in_order():
     assert first != second
 
 
-def test_shuffled_is_seeded():
-    def first(seed):
-        return list(itertools.islice(shuffled(50, 7, seed), 20))
-
-    assert first(0) == first(0)
-    assert first(0) != first(1)
-
-
 def test_shuffling_no_rows_is_refused():
     def stop(*_):
         raise TimeoutError("still searching")
@@ -70,12 +62,6 @@ def test_each_stage_asks_for_its_columns(write_rows):
         load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
         load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
-
-
-def test_an_eval_file_needs_solutions(write_rows):
-    file = str(write_rows({"problem": "a", "completion": "b"}))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
-        load_datasets(DataSection(train_file=file, eval_file=file), {"sft": "demonstrations"}, 0)
 
 
 def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write_rows):
@@ -211,11 +197,6 @@ def test_a_step_that_the_ranks_cannot_share_equally_is_refused(prompts, ranks, n
     says = rf"^ppo\.prompts_per_step is {prompts}, which {ranks} ranks cannot share equally: take {nearest}$"
     with pytest.raises(ValueError, match=says):
         check_shares("ppo", prompts, ranks)
-
-
-def test_one_row_is_found_again_by_its_number_and_key():
-    row = batches().row(7, "a/b")
-    assert (row.columns["number"], row.index, row.key) == (7, 7, "a/b")
 
 
 def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_path):

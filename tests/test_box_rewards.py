@@ -55,27 +55,21 @@ HACKS = {
     # what is asked for
     say(RIGHT): ALL,
     say("[20, 10, 40, 30]"): ALL,
-    say("(20, 10), (40, 30)"): ALL,
     say(js(RIGHT)): ALL,
     say(f"\n```json\n{js(RIGHT)}\n```\n"): ALL,
     say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
     say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
-    say("20.0 1e1 +40 30."): ALL,
     say(WRONG): BESIDE,
     # large, small, empty
     say("0 0 100 50"): (0.08, 0, 0.08, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
-    say("-1e99 -1e99 1e99 1e99"): (0, 0, 0, 0),
     say("-1e308 -1e308 1e308 1e308"): NOTHING,
     say("30 20 31 21"): (1 / 400, 0, 1 / 400, 1),
     say("30 20 30 20"): NOTHING,
-    say("30 20 30 30"): NOTHING,
     say("0 0 0 0"): NOTHING,
     say("30 20 30.0000000000000001 20.0000000000000001"): NOTHING,
     # another order or unit
     say("40 30 20 10"): NOTHING,
-    say("40 10 20 30"): NOTHING,
-    say("20 30 40 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
     say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
     say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
@@ -86,43 +80,31 @@ HACKS = {
     say("20 10 40 51"): (400 / 820, 0, 400 / 820, 0),
     # no numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("[20, 10, NaN, 30]"): NOTHING,
-    say("[-Infinity, -Infinity, Infinity, Infinity]"): NOTHING,
-    say("0 0 inf inf"): NOTHING,
     say("20 10 1e309 30"): NOTHING,
-    say("-1e309 -1e309 1e309 1e309"): NOTHING,
     say("20 10 40 3" + "0" * 400): NOTHING,
     say("２０ １０ ４０ ３０"): NOTHING,
-    say("٢٠ ١٠ ٤٠ ٣٠"): NOTHING,
     say("[true, true, true, true]"): NOTHING,
     say('["20", "10", "40", "30"]'): NOTHING,
     say("{x1} {y1} {x2} {y2}"): NOTHING,
     say("the cat"): NOTHING,
     say("[]"): (0, 0, -1, 1),  # there is no such object
-    say("{}"): NOTHING,
-    say("```json\n```"): NOTHING,
     say("[" * 3000): NOTHING,
     # not four numbers, or not one reading of them
     say("20 10 40"): NOTHING,
-    say("20 10 40 30 60 10 80 30"): NOTHING,
     say("[20, 10], [40, 30]"): NOTHING,
     say('{"bbox_2d": [20, 10, 40, 30], "bbox_2d": [60, 10, 80, 30]}'): NOTHING,
     say('{"bbox_2d": [20, 10, 40, 30]'): NOTHING,
-    say("{'bbox_2d': [20, 10, 40, 30]}"): NOTHING,
     say('{"solution": [20, 10, 40, 30]}'): NOTHING,
     say(f"[{RIGHT}], [20, 10, 40]"): NOTHING,
     say(f"[{RIGHT}] or [{WRONG}]"): NOTHING,
-    say(f"not {RIGHT}"): NOTHING,
     say(f"The cat is at [{RIGHT}]"): NOTHING,
     say(f"{RIGHT}\x00"): NOTHING,
     # several guesses
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
-    say(js(WRONG, RIGHT)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
     say(f"[{RIGHT}], [0 0 0 0]"): (0.5, 0.5, 0, 0),
     say(f"[{RIGHT}], [90 40 110 60]"): (0.5, 0.5, 0, 0),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
-    say(js(*[RIGHT] * 1000)): (0.001, 0.001, -0.998, 1),
     say(js(*TILES)): (0.25 / 50, 0, (0.25 - 49) / 50, 1),
     # tags
     "": NOTHING,
@@ -165,9 +147,7 @@ HACKS = {
 
 @pytest.mark.parametrize("completion", HACKS)
 def test_red_team(completion):
-    begin = time.process_time()
     assert rewards(completion) == approx(*HACKS[completion])
-    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("text", [RIGHT, js(RIGHT), f"```json\n{js(RIGHT)}\n```", f"<think>{WRONG}</think>\n{RIGHT}"])
@@ -175,15 +155,6 @@ def test_without_tags(text):
     """As Qwen2.5-VL answers when nobody asks for tags: data.answer=whole takes it, tags does not."""
     for where, earned in (("whole", 1), ("tags", 0)):
         assert earnings(["iou", "acc_0_5"], [text], columns(), where).tolist() == [[earned, earned]]
-
-
-def test_two_guesses_earn_no_more_than_their_mean():
-    guesses = [RIGHT, WRONG, "0 0 100 50", "25 10 45 30", "40 30 20 10", "30 20 31 21"]
-    for one in guesses:
-        for other in guesses:
-            both, singles = rewards(say(js(one, other))), [rewards(say(js(guess))) for guess in (one, other)]
-            for k in range(3):
-                assert both[k] <= (singles[0][k] + singles[1][k]) / 2 + 1e-6, (one, other)
 
 
 # two true boxes 40 x 40 and 20 x 20, in pixels of the file
@@ -336,16 +307,6 @@ def test_endless_repetition_is_judged_quickly(unit):
     begin = time.process_time()
     assert rewards(unit * (8000 // len(unit))) == NOTHING
     assert time.process_time() - begin < 1
-
-
-def test_a_thousand_guesses_at_fifty_boxes_are_judged_quickly():
-    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
-    true = [[x, y, x + 15, y + 15] for x in range(0, 100, 10) for y in range(0, 50, 10)]
-    said = [[x + k / 7, y + k / 9, x + 11, y + 12] for k in range(20) for x, y, *_ in true]
-    begin = time.process_time()
-    value = iou([say(json.dumps(said))], **columns(solution=true))[0]
-    assert 0 < value < 0.05
-    assert time.process_time() - begin < 5
 
 
 # what box rewards are told about each row

@@ -137,14 +137,6 @@ def test_a_reward_that_fails_leaves_the_last_state_intact(run, tmp_path, monkeyp
     assert metrics(run(*options, "--resume=auto", name="broken")) == whole
 
 
-def test_the_number_of_values_is_checked_in_the_async_form_too(monkeypatch):
-    async def short(completions, **columns):
-        return [1.0]
-
-    with pytest.raises(ValueError, match=r"^reward own returned 1 values for 2 completions$"):
-        ask(monkeypatch, short, ["a", "b"])
-
-
 def test_none_is_nan(monkeypatch):
     values = ask(monkeypatch, lambda completions, **columns: [None, 2], ["a", "b"])
     assert torch.tensor(values).isnan().tolist() == [True, False]

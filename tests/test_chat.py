@@ -142,21 +142,6 @@ def test_images_and_videos_are_numbered_each_for_itself_through_the_conversation
     )
 
 
-def test_nothing_is_numbered_unless_asked_for():
-    """As the hub's template: add_vision_id is false there unless it is given."""
-    text = "".join(render(CONVERSATIONS["images and videos"]))
-    assert text == "".join(render(CONVERSATIONS["images and videos"], add_vision_id=False))
-    assert "Picture" not in text and "Video" not in text
-
-
-def test_docstring_example():
-    messages = [{"role": "user", "content": [IMAGE_PART, {"type": "text", "text": "What?"}]}]
-    assert "".join(render(messages)) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-        "<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_neighbouring_text_is_one_piece_and_none_is_empty(name):
     """Tokenization meets no boundary that the template does not have."""
@@ -294,9 +279,3 @@ def test_control_tokens_in_a_completion_stay_text():
     assert controls == ["<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
     assert pieces[0] == (attack, True) and not isinstance(pieces[0][0], Control)
     assert ("user\n" + attack, False) in pieces
-
-
-def test_turns_are_not_changed():
-    turns = [assistant([{"type": "text", "text": "a"}])]
-    render_completion(turns)
-    assert turns == [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]

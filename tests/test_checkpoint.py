@@ -367,7 +367,7 @@ def test_an_index_that_names_a_missing_file_is_refused(copy):
         load_model(copy)
 
 
-@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 1}, {"a": ""}, {"a": "../a.safetensors"}, {"a": "a" * 999}])
+@pytest.mark.parametrize("weight_map", [None, {}, {"a": 1}, {"a": "../a.safetensors"}])
 def test_an_index_that_says_nothing_is_refused(copy, weight_map):
     split(copy)
     edit_json(copy / INDEX, weight_map=weight_map)
@@ -407,11 +407,9 @@ def test_a_wrong_tensor_is_named(copy, change, says):
     "file, content, says",
     [
         ("config.json", None, "config.json: no such file"),
-        ("config.json", b"{", "config.json: not JSON"),
         ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
         ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
         ("model.safetensors", None, "model.safetensors: no such file"),
-        ("model.safetensors", b"\x10\0\0\0\0\0\0\0garbage", "not a whole safetensors file"),
     ],
 )
 def test_a_broken_file_is_named(copy, file, content, says):
@@ -434,7 +432,6 @@ def test_a_cut_weight_file_is_named(copy):
     [
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
         ({"vocab_size": 10**18}, "there is no model of these sizes"),
-        ({"vocab_size": 10**30}, "there is no model of these sizes"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
     ],
     ids=str,

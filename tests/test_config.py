@@ -50,23 +50,16 @@ def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
     ("override", "path", "value"),
     [
         ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
-        ("--sft.learning_rate=3.0e-3", "sft.learning_rate", 3e-3),
         ("--sft.learning_rate=1", "sft.learning_rate", 1.0),
-        ("--grpo.delta=4", "grpo.delta", 4.0),
         ("--grpo.delta=null", "grpo.delta", None),
         ("--grpo.shuffle_rewards=true", "grpo.shuffle_rewards", True),
         ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
         ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
         ("--stages=[]", "stages", []),
         ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
-        ("--dpo.loss_type=ipo", "dpo.loss_type", ["ipo"]),
         ("--dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_type", ["sigmoid", "bco_pair", "sft"]),
         ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
         ("--grpo={loss_type: rloo, reward_clip_range: [-1, 1]}", "grpo.reward_clip_range", [-1.0, 1.0]),
-        ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
-        ("--reward_model.path=/rm", "reward_model.path", "/rm"),
-        ("--ppo.missing_eos_penalty=1", "ppo.missing_eos_penalty", 1.0),
-        ("--num_threads=2", "num_threads", 2),
         ("--data.system_prompt=Be brief.", "data.system_prompt", "Be brief."),
         ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
     ],
@@ -125,24 +118,10 @@ def test_a_bad_override_is_named(recipe, override, message):
         ("seed: one", "seed is 'one', it must be of type int"),
         ("seed: 1.5", "seed is 1.5, it must be of type int"),
         ("seed: true", "seed is True, it must be of type int"),
-        ("seed: null", "seed is None, it must be of type int"),
-        ("num_threads: two", "num_threads is 'two', it must be of type int"),
-        ("output_dir: [a]", "output_dir is ['a'], it must be of type str"),
         ("stages: {sft: 1}", "stages is {'sft': 1}, it must be of type list[str]"),
-        ("dpo: {loss_weights: 1.0}", "dpo.loss_weights is 1.0, it must be of type list[float]"),
-        ("dpo: {loss_weights: [high]}", "dpo.loss_weights is 'high', it must be of type float"),
-        ("grpo: {reward_clip_range: half}", "grpo.reward_clip_range is 'half', it must be of type float"),
-        ("stages: [1]", "stages is 1, it must be of type str"),
-        ("rewards: [format]", "rewards is ['format'], it must be of type dict[str, float, finite]"),
         ("rewards: {format: high}", "rewards.format is 'high', it must be of type float"),
-        ("sft: {learning_rate: fast}", "sft.learning_rate is 'fast', it must be of type float"),
-        ("sft: {learning_rate: true}", "sft.learning_rate is True, it must be of type float"),
         ("sft: {max_steps: 1e3}", "sft.max_steps is '1e3', it must be of type int"),
-        ("grpo: {shuffle_rewards: 1}", "grpo.shuffle_rewards is 1, it must be of type bool"),
-        ("data: {task: 3}", "data.task is 3, it must be of type str"),
-        ("grpo: []", "grpo"),
         ("- seed", "the file is ['seed'], it must be an object with names and values"),
-        ("seed", "the file is 'seed', it must be an object with names and values"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(write, content, message):
@@ -152,64 +131,25 @@ def test_a_value_of_the_wrong_type_is_named(write, content, message):
 
 
 BOUNDS = [
-    ("sampling.temperature", -0.1, 0.0, "0 or more"),
-    ("sampling.top_k", -1, 0, "0 or more"),
     ("sampling.top_p", 0.0, 0.01, "in (0, 1]"),
     ("sampling.top_p", 1.01, 1.0, "in (0, 1]"),
     ("sampling.min_p", -0.1, 0.0, "in [0, 1]"),
     ("sampling.min_p", 1.1, 1.0, "in [0, 1]"),
-    ("sampling.repetition_penalty", 0.0, 0.1, "over 0"),
-    ("sampling.max_new_tokens", 0, 1, "1 or more"),
-    ("sft.prompts_per_step", 0, 1, "1 or more"),
     ("sft.micro_batch_size", 0, 1, "1 or more"),
     ("sft.lr_scheduler_type", "step", "cosine", "'linear', 'cosine' or 'constant'"),
-    ("grpo.prompts_per_step", 0, 1, "1 or more"),
-    ("grpo.lr_scheduler_type", "", "constant", "'linear', 'cosine' or 'constant'"),
-    ("grpo.scale_rewards", "all", "batch", "'group', 'batch' or 'none'"),
-    ("grpo.num_iterations", 0, 1, "1 or more"),
-    ("grpo.beta", -0.1, 0.0, "0 or more"),
     ("grpo.num_generations", 1, 2, "2 or more"),
-    ("grpo.steps_per_generation", 0, 1, "1 or more"),
-    ("grpo.max_num_gen_batches", 0, 1, "1 or more"),
-    ("grpo.soft_punish_cache", -1, 0, "0 or more"),
     ("grpo.epsilon_high", 0.1, 0.2, "at least epsilon_low (0.2)"),
-    ("grpo.top_entropy_quantile", 0.0, 1.0, "in (0, 1]"),
-    ("grpo.top_entropy_quantile", 1.1, 0.1, "in (0, 1]"),
     ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
-    ("grpo.multi_objective_aggregation", "sum", "normalize_then_sum", "'sum_then_normalize' or 'normalize_then_sum'"),
     ("reference.ref_model_mixup_alpha", 1.1, 1.0, "in [0, 1]"),
     ("reference.ref_model_mixup_alpha", -0.1, 0.0, "in [0, 1]"),
-    ("reference.ref_model_sync_steps", 0, 1, "1 or more"),
-    ("dpo.beta", 0.0, 0.01, "over 0"),
-    ("dpo.micro_batch_size", 0, 1, "1 or more"),
-    ("reward_model.prompts_per_step", 0, 1, "1 or more"),
-    ("ppo.num_generations", 0, 1, "1 or more"),
-    ("ppo.num_mini_batches", 0, 1, "1 or more"),
-    ("ppo.num_ppo_epochs", 0, 1, "1 or more"),
-    ("ppo.critic", "twin", "separate", "'shared' or 'separate'"),
     ("ppo.critic_path", "folder", None, "left out unless critic is 'separate'"),
-    ("ppo.kl_estimator", "k2", "k3", "'k1' or 'k3'"),
-    ("ppo.kl_coef", -0.1, 0.0, "0 or more"),
-    ("data.pairs", 0, 1, "1 or more"),
-    ("grpo.epsilon_low", -0.1, 0.0, "0 or more"),
     ("grpo.reward_clip_range", [1.0, 0.0], [-1.0, 1.0], "[low, high]"),
-    ("dpo.ld_alpha", 1.1, 1.0, "in [0, 1]"),
     ("dpo.discopop_tau", 0.0, 0.01, "over 0"),
-    ("ppo.cliprange", -0.1, 0.0, "0 or more"),
-    ("ppo.cliprange_value", -0.1, 0.0, "0 or more"),
-    ("ppo.vf_coef", -0.1, 0.0, "0 or more"),
-    ("ppo.gamma", 1.1, 1.0, "in [0, 1]"),
-    ("ppo.lam", -0.1, 0.0, "in [0, 1]"),
-    ("data.demonstrations", 0, 1, "1 or more"),
-    ("data.eval_rows", 0, 1, "1 or more"),
-    ("data.wrong_demonstrations", 1.1, 1.0, "in [0, 1]"),
     # what would train nothing, backwards or for ever
     ("sft.max_steps", -1, 0, "0 or more"),
-    ("sft.warmup_steps", -1, 0, "0 or more"),
     ("grpo.learning_rate", 0.0, 1e-9, "over 0 and finite"),
     ("grpo.learning_rate", math.nan, 1e-9, "over 0 and finite"),
     ("dpo.learning_rate", math.inf, 1e-9, "over 0 and finite"),
-    ("ppo.min_lr_ratio", -30.0, 1.0, "in [0, 1]"),
     ("optimizer.max_grad_norm", 0.0, math.inf, "over 0 (.inf does not clip)"),
     ("optimizer.max_grad_norm", -1.0, 1e-9, "over 0 (.inf does not clip)"),
     ("sft.adam_beta2", 1.0, 0.0, "in [0, 1)"),
@@ -258,12 +198,6 @@ def test_bounds_hold_for_overrides(recipe):
 def test_a_recipe_that_is_no_yaml_is_named(write, content):
     with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
         load_config(write(content))
-
-
-@pytest.mark.parametrize("number", [1e300, math.nan, math.inf])
-def test_a_timeout_that_no_clock_has_is_refused(recipe, number):
-    with pytest.raises(ValueError, match=r"timeout is .*, it must be in \(0, 1e9\)"):
-        load_config(recipe, [f"--timeout={number}"])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +298,7 @@ def test_written_and_read_again_it_is_equal(write):
 
 
 @given(st.floats(1e-12, 1e3), st.text(max_size=20), st.integers(-(2**40), 2**40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_value_survives_writing(tmp_path_factory, number, text, whole):
     config = RunConfig(seed=whole, output_dir=text)
     config.grpo.learning_rate, config.data.system_prompt = number, text
@@ -380,7 +314,3 @@ def test_every_recipe_loads_and_its_model_config_exists(file):
     assert config != RunConfig()
     if config.model.config:
         assert Path(config.model.config).is_file()
-
-
-def test_there_are_recipes():
-    assert RECIPES

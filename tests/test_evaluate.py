@@ -188,13 +188,6 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     assert whole == parts and len(parts) == 10 and len(drawn) == 2 + 6
 
 
-def test_a_row_without_a_solution_is_not_judged(model):
-    rows = Rows([Row([{"role": "user", "content": "2?"}], [], {}), Shapes(1, "x")[0]])
-    result = evaluate(*model, rows, SamplingOptions(max_new_tokens=2), ONE)
-    assert math.isnan(result.answers[0].score) and result.answers[1].score == 0
-    assert result.values["sampled"] == result.values["greedy"] == 0
-
-
 def test_an_answer_knows_the_extent_of_its_image(model):
     row = Row([{"role": "user", "content": [{"type": "image"}]}], [PIL.Image.new("RGB", (90, 50))], {"solution": "a"})
     [answer] = evaluate(*model, Rows([row]), SamplingOptions(max_new_tokens=2), ONE).answers

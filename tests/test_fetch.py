@@ -30,16 +30,6 @@ HAS += ["DDS"] * (tuple(map(int, PIL.__version__.split(".")[:2])) >= (12, 3))  #
 KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", *HAS]  # a cut one is noticed
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"gone\.png: cannot be read as an image"):
-        fetch_image(tmp_path / "gone.png")
-
-
-def test_a_folder_is_no_image(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read as an image"):
-        fetch_image(tmp_path)
-
-
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"P6 x", b'{"problem": 1}'])
 def test_a_file_that_is_no_image_is_named(tmp_path, content):
     (tmp_path / "notes.jpg").write_bytes(content)
@@ -173,10 +163,7 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     ("source", "message"),
     [
         ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
-        ("data:image/png;base64", "a data URI must look like"),
         ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
-        ("data:image/png;base64,ab*=", "not base64"),
-        ("data:image/png;base64,äöü=", "not base64"),
         ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
         (
             "data:image/png;base64," + "A" * 4000,
@@ -189,11 +176,8 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
             "http://example.com/a.png",
             r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$",
         ),
-        ("https://example.com/a.png", "data.allow_urls: true"),
         (None, "a path, URL, data URI or bytes, not NoneType"),
-        ({"url": "a.png"}, "not dict"),
         (7, "not int"),
-        (b"", "^0 bytes: cannot be read as an image"),
         (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
     ],
 )

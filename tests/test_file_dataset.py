@@ -36,11 +36,6 @@ def test_a_unicode_line_separator_inside_a_string_ends_no_row(write_rows, charac
     assert FileDataset(write_rows({"problem": f"a{character}b"}))[0].columns["problem"] == f"a{character}b"
 
 
-def test_windows_line_ends(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"problem": "a"}\r\n{"problem": "b"}\r\n')
-    assert [FileDataset(tmp_path / "rows.jsonl")[i].columns["problem"] for i in (0, 1)] == ["a", "b"]
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl: no such file"):
         FileDataset(tmp_path / "rows.jsonl")
@@ -153,11 +148,6 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_prompt_is_a_problem(write_rows, form):
-    assert len(FileDataset(write_rows(FORMS[form]), ("problem",))) == 1
-
-
 @pytest.mark.parametrize("form", ["problem", "prompt", "implicit"])
 def test_a_prompt_is_no_completion(write_rows, form):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing; the row has \['"):
@@ -192,8 +182,3 @@ def test_constants_fill_in_for_null(write_rows):
     """Tables written as JSON lines have every column in every row."""
     rows = FileDataset(write_rows({"problem": "a", "box_space": None}), constants={"box_space": "thousandths"})
     assert rows[0].columns["box_space"] == "thousandths"
-
-
-def test_constants_do_not_stand_for_a_missing_column(write_rows):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'solution' is missing"):
-        FileDataset(write_rows({"problem": "a"}), ("problem", "solution"), constants={"solution": "b"})

@@ -92,18 +92,6 @@ def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_senten
     assert "\n" not in str(e.value)
 
 
-def test_of_a_long_explanation_the_first_line_is_told(cache, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(
-            "401 Client Error.\n\nRepository Not Found for url: ...\nIf you are trying to access a private repo"
-        )
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(ValueError, match=r"not downloaded \(401 Client Error\.\)") as e:
-        find_folder(REPOSITORY)
-    assert "\n" not in str(e.value)
-
-
 def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
     """Such as one beyond a firewall; without a limit of its own huggingface_hub waits for minutes."""
     monkeypatch.setattr("minivlmrl.hub.folder.NETWORK_SECONDS", 0.2)
@@ -306,13 +294,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert saved(folder) == "old"
 
 
-def test_an_error_of_the_writer_is_its_own(tmp_path):
-    save(tmp_path / "checkpoint", "old")
-    with pytest.raises(KeyError, match="head"), replacing(tmp_path / "checkpoint"):
-        raise KeyError("head")
-    assert saved(tmp_path / "checkpoint") == "old" and len(list(tmp_path.iterdir())) == 1
-
-
 def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
     flushed, rename, fsync = set(), Path.rename, os.fsync
 
@@ -345,7 +326,7 @@ def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["for years"]
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSPC])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
 def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, number):
     """FUSE and CIFS are; a file that is not written is an error there too."""
 

@@ -160,10 +160,7 @@ WRONG = [  # a row, and what its error says after the file and line
         "turn 0 is {'from': ['human'], 'value': 'a'}; it needs 'f",
     ),
     ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; it needs 'from'"),
-    ({"conversations": [{"from": "human"}]}, "column 'prompt': message 0 needs a role, and content that is text or a"),
-    ({"conversations": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 <image> placehol"),
-    ({"question": 3, "answer": "a"}, "form 'question': column 'question' is 3, it must be text"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
     (

@@ -221,9 +221,9 @@ def test_a_damaged_file_is_read_or_named(name, tmp_path):
     wholes, read, says = SUBJECTS[name](tmp_path)
     damages = [flipped, cut, grown, random] + [wrong_value] * 4 * name.endswith((".json", ".safetensors"))
 
-    examples = {"image": 400} | dict.fromkeys(CHECKPOINT, 80)
+    examples = {"image": 300} | dict.fromkeys(CHECKPOINT, 60)
 
-    @settings(max_examples=examples.get(name, 200), deadline=None, database=None)
+    @settings(max_examples=examples.get(name, 100), deadline=None, database=None)
     @given(data=st.data())
     def fuzz(data):
         damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))

@@ -18,24 +18,14 @@ HUB, DEFAULT = 12845056, 1003520  # max_pixels of the hub's preprocessor_config.
 # (height, width): with transformers' default max_pixels, with the hub's
 SIZES = {
     (1092, 1568): ((812, 1176), (1092, 1568)),
-    (1000, 500): ((1008, 504), (1008, 504)),
     (1, 1): ((56, 56), (56, 56)),
-    (13, 13): ((56, 56), (56, 56)),
-    (28, 28): ((56, 56), (56, 56)),
-    (42, 42): ((56, 56), (56, 56)),
     (70, 70): ((56, 56), (56, 56)),  # 2.5 blocks: Python rounds half to even
-    (98, 98): ((112, 112), (112, 112)),  # 3.5 blocks
     (1, 200): ((28, 812), (28, 812)),
-    (10, 2000): ((28, 812), (28, 812)),
     (20, 4000): ((28, 4004), (28, 4004)),
     (2160, 3840): ((728, 1316), (2156, 3836)),
-    (3500, 3500): ((980, 980), (3500, 3500)),
     (4000, 6000): ((812, 1204), (2912, 4368)),
-    (9999, 50): ((9996, 56), (9996, 56)),
     (100, 19999): ((56, 14140), (112, 19992)),
-    (384, 384): ((392, 392), (392, 392)),
     (1080, 1920): ((728, 1316), (1092, 1932)),
-    (480, 640): ((476, 644), (476, 644)),
     (561, 278): ((560, 280), (560, 280)),  # transformers' own unit test
 }
 
@@ -56,10 +46,6 @@ def test_smart_resize_of_hand_picked_sizes(size):
 )
 def test_shrinking_never_reaches_zero(size, most, expected):
     assert smart_resize(*size, 28, 3136, most) == expected
-
-
-def test_docstring_example_of_smart_resize():
-    assert smart_resize(1092, 1568, 28, 3136, 1003520) == (812, 1176)
 
 
 def test_smart_resize_equals_transformers():
@@ -109,15 +95,7 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode):
 
 
 # normalised float32 patches of arithmetic(): sha256[:16] as transformers 4.49 to 5.23 make them
-@pytest.mark.parametrize(
-    ("size", "digest"),
-    [
-        ((56, 56), "4fc5f11614075125"),
-        ((56, 84), "680ccdf86508a8dc"),
-        ((84, 112), "b8fc632699c4f414"),
-        ((112, 252), "dee6e18fd4d2f038"),
-    ],
-)
+@pytest.mark.parametrize(("size", "digest"), [((56, 56), "4fc5f11614075125"), ((112, 252), "dee6e18fd4d2f038")])
 def test_golden_patches(size, digest):
     pixel_values, grid = ImageProcessor()(arithmetic(*size))
     assert grid == (1, size[0] // 14, size[1] // 14)
@@ -153,13 +131,6 @@ def test_resized_noise_golden():
     pixel_values, grid = ImageProcessor()(image)
     assert grid == (1, 8, 10)
     assert hashlib.sha256(pixel_values.numpy().tobytes()).hexdigest()[:16] == "142f51dbafa77e5e"
-
-
-def test_num_tokens_and_patch_dim():
-    processor = ImageProcessor()
-    assert (processor.min_pixels, processor.max_pixels) == (3136, HUB)
-    assert processor.num_tokens((1, 4, 6)) == 6
-    assert processor.patch_dim == 1176
 
 
 def test_transparent_pixels_become_white_and_half_transparent_ones_half_white():
@@ -213,15 +184,10 @@ def test_exif_orientation_is_applied(tmp_path, orientation):
     assert loaded.tobytes() == upright.tobytes()
 
 
-@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
 def test_an_image_without_pixels_is_refused(size):
     with pytest.raises(ValueError, match=f"image of {size[0]} x {size[1]} pixels has nothing to show"):
         ImageProcessor()(PIL.Image.new("RGB", size))
-
-
-def test_too_long_an_image_is_refused_by_the_processor():
-    with pytest.raises(ValueError, match="402 x 2 pixels: its aspect ratio is over 200"):
-        ImageProcessor()(PIL.Image.new("RGB", (402, 2)))
 
 
 def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path):

@@ -105,13 +105,6 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
     assert digest.hexdigest() == "c7d83c90b9ee52c058ce78a83f3b260d8cae1ffc04626454d91cdd6aa0bcc78e"
 
 
-def test_seeds_differ():
-    every = [
-        picture for seed in ("0/sft", "0/grpo", "validation", "test") for picture in pictures(Localisation(50, seed))
-    ]
-    assert len(set(every)) == 200
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_an_object_fills_its_box(name):
     """Every size and shape, to the pixel."""
@@ -129,12 +122,6 @@ def test_the_solution_is_the_box_of_the_named_object(options):
         assert seen(row.images[0]) == {color: (shape, row.columns["solution"])}
         assert all(number % 7 == 0 for number in row.columns["solution"])
         assert row.columns["answer_extent"] == (8, 8)
-
-
-def test_a_demonstration_without_noise_names_the_true_box_in_units():
-    for row in rows_of(Localisation(60, 0)):
-        units = " ".join(str(number // 7) for number in row.columns["solution"])
-        assert row.completion == f"<think>{' '.join(named(row))}</think><answer>{units}</answer>"
 
 
 @pytest.mark.parametrize("options", [{}, {"objects": (1, 3), "thinking": "position"}])
@@ -173,13 +160,6 @@ def test_several_objects_have_different_colours_and_do_not_overlap():
     assert set(counts) == {1, 2, 3} and min(counts.values()) > 70
 
 
-def test_sizes_do_not_depend_on_how_many_objects_have_to_fit():
-    for count in (1, 2, 3):
-        rows = columns(Localisation(1800, 0, objects=(count, 3) if count == 1 else (count, count)))
-        sizes = Counter((c["solution"][2] - c["solution"][0], c["solution"][3] - c["solution"][1]) for c in rows)
-        assert len(sizes) == 9 and all(140 < n < 260 for n in sizes.values())  # 200 and 13
-
-
 def test_noise_changes_demonstrations_only():
     for objects in ((1, 1), (1, 3)):
         clean = Localisation(40, 0, objects=objects)
@@ -195,15 +175,6 @@ def test_share_of_random_boxes(share):
     rows = rows_of(Localisation(1500, 0, wrong_boxes=share))
     wrong = sum(demonstrated(row) != true_box(row) for row in rows) / 1500
     assert abs(wrong - share * 0.98) < 0.04
-
-
-def test_jitter_moves_each_coordinate_a_third_of_the_time_each_way():
-    """In the middle of the picture, where nothing is in the way."""
-    rng, box = random.Random(0), (2, 2, 5, 6)
-    moves = [[new - old for new, old in zip(jittered(box, 1, rng), box, strict=True)] for _ in range(3000)]
-    for coordinate in range(4):
-        counts = Counter(move[coordinate] for move in moves)
-        assert set(counts) == {-1, 0, 1} and all(900 < count < 1100 for count in counts.values())  # sd 26
 
 
 @pytest.mark.parametrize("units", [0, 1, 2, 8])

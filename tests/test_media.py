@@ -90,17 +90,6 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
     assert torch.equal(tensors.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
 
 
-def test_each_video_has_its_own_seconds(folder):
-    videos = [{"video": FRAMES, "fps": fps} for fps in (4, 1)]
-    row = read(folder, {"image": "red.png", "videos": videos, "problem": "<video><image><video>"})
-    assert prompt(row).second_per_grid_ts.tolist() == [0.5, 0, 2]
-
-
-def test_without_placeholders_images_come_before_videos(folder):
-    row = read(folder, {"image": "red.png", "video": FRAMES, "problem": "a"})
-    assert [part["type"] for part in row.messages[0]["content"]] == ["image", "video", "text"]
-
-
 @pytest.mark.parametrize("name", ["video", "video_url"])
 def test_a_part_may_say_itself_which_video_it_shows(folder, name):
     parts = [{"type": name, name: FRAMES, "fps": 4, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
@@ -251,10 +240,6 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     [
         ({"img": "red.png"}, "img"),
         ({"image_path": ["red.png"]}, "image_path"),
-        ({"image_paths": ["a"]}, "image_paths"),
-        ({"filename": "red"}, "filename"),
-        ({"Image": "red"}, "Image"),
-        ({"photo": {"bytes": "", "path": "red.png"}}, "photo"),
         ({"where": "folder/red.JPEG"}, "where"),
         ({"shot": "data:image/png;base64,AAAA"}, "shot"),
         ({"video_path": "clip.mkv"}, "video_path"),

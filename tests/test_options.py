@@ -33,26 +33,25 @@ DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5", "--rollout.max_log
 FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
-STAGE_OPTIONS = {
-    "max_steps": (2, []),
-    "prompts_per_step": (2, []),
-    "learning_rate": (1e-3, []),
-    "lr_scheduler_type": ("cosine", []),
-    "min_lr_ratio": (0.5, []),
-    "warmup_steps": (2, []),
-    "adam_beta2": (0.5, []),
+STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
+    "max_steps": 2,
+    "prompts_per_step": 2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "min_lr_ratio": 0.5,
+    "warmup_steps": 2,
+    "adam_beta2": 0.5,
 }
 REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
     "ref_model_mixup_alpha": (0.1, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
     "ref_model_sync_steps": (2, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
 }
-REFERENCED = {"dpo": DPO, "kto": KTO, "grpo": [*GRPO, "--grpo.beta=0.5"], "ppo": PPO_KL}
+REFERENCED = {"dpo": DPO, "grpo": [*GRPO, "--grpo.beta=0.5"]}
 OPTIONS = [  # field, another value, base
     *[
-        (f"{stage}.{n}", v, [*BASES[stage], *[f"--{stage}.{b}" for b in base]])
-        for stage in STAGES
-        for n, (v, base) in STAGE_OPTIONS.items()
+        (f"{stage}.{name}", value, BASES[stage])
+        for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
     ],
     *[
         (f"reference.{n}", v, [*REFERENCED[stage], *[f"--reference.{b}" for b in base]])
@@ -126,9 +125,7 @@ OPTIONS = [  # field, another value, base
     ("sampling.min_new_tokens", 6, GRPO),
     ("sampling.stop_token_ids", "[40, 41, 42, 43, 44]", GRPO),
     ("sampling.stop_strings", "[e, a]", GRPO),
-    ("sampling.temperature", 0.5, PPO),
     ("rewards.letters", 0.5, [*GRPO, "--grpo.scale_rewards=none"]),
-    ("rewards.letters", 0.5, PPO),
     *[("seed", 1, base) for base in BASES.values()],
     ("stages", "[sft, grpo]", SFT),
     ("model.dtype", "bfloat16", SFT),
@@ -141,15 +138,10 @@ OPTIONS = [  # field, another value, base
     ("data.demonstrations", 5, SFT),
     ("data.wrong_demonstrations", 1.0, SFT),
     ("data.pairs", 5, DPO),
-    ("data.pairs", 5, KTO),
-    ("data.pairs", 5, RM),
     ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
     ("data.system_prompt", "Be brief.", ["own", *SFT]),
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
-    ("data.prompt_template", "'Look. {problem}'", SFT),
-    ("data.system_prompt", "Be brief.", SFT),
-    ("data.min_pixels", 112 * 112, SFT),
     ("data.train_file", "{folder}/other.jsonl", ["own", *SFT]),
     ("data.add_vision_id", "true", ["own", *SFT]),
     ("data.video.fps", 1, FILM),
@@ -197,27 +189,14 @@ OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
-    *(
-        "output_dir",
-        "overwrite",
-        "num_threads",
-        "model.path",
-        "model.config",
-        "model.activation_checkpointing",
-        "model.compute_dtype",
-    ),
+    *("output_dir", "overwrite", "num_threads", "model.path", "model.config"),
+    *("model.activation_checkpointing", "model.compute_dtype"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root", "data.val_split"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
-    *(
-        "adapter.path",
-        "adapter.quantize",
-        "sampling.max_tokens_at_once",
-        "sampling.graph",
-        "grpo.max_tokens_per_micro_batch",
-        "ppo.max_tokens_per_micro_batch",
-    ),
+    *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
+    *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
 }
@@ -301,6 +280,7 @@ def options(cls=RunConfig, prefix=""):
 def test_every_option_is_in_the_table():
     """A new field of the config needs a row above."""
     tested = {name.replace("rewards.letters", "rewards") for name, _, _ in OPTIONS}
+    tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
     assert set(options()) == tested | {name for name, _, _ in ENUMERATIONS} | OTHERS
 
 

@@ -48,7 +48,6 @@ LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
 WIDER = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
 MODEL = tiny.RUN_MODEL | {"image_token_id": 400, "video_token_id": 401}
 CONFIGS = {
-    "run model": MODEL,
     "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
     "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
 }

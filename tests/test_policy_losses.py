@@ -54,12 +54,11 @@ def test_an_option_is_declared_once():
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss_type, level, estimator", product(AVERAGES, ("token", "sequence"), ("k1", "k2", "k3")))
-def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, level, estimator, seed):
+def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, level, estimator):
     """Value, gradient and metrics, with and without old log-probabilities, KL and counts of a larger step."""
     for old, beta, counts in product((True, False), (0.0, 0.1), (Counts(4, 20, 9), Counts(12, 50.0, 9))):
-        batch, found = policy_batch(seed, old), []
+        batch, found = policy_batch(0, old), []
         constants = {name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
         chosen = dict(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, beta=beta)
         for family in (False, True):

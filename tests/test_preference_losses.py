@@ -64,12 +64,6 @@ def test_dpo(loss_type):
     assert pair_loss(loss_type, label_smoothing=0.1) == near(DPO_BY_HAND[loss_type])
 
 
-def test_dpo_in_digits():
-    """The losses that have a short number: s(0.75) = 0.679179, so -log of it is 0.386871."""
-    assert pair_loss("sigmoid") == near(0.3868710)
-    assert [pair_loss(name) for name in ("hinge", "ipo", "sppo_hard", "sft")] == near(0.25, 0.0, 0.25, 1.0)
-
-
 @pytest.mark.parametrize(
     "loss_type, expected", [("hinge", 0.0), ("ipo", (1.0 - 1 / 10) ** 2), ("sppo_hard", 0.4**2 + (-1 + 0.1) ** 2)]
 )
@@ -244,19 +238,16 @@ def test_docstring_examples():
     "options, says",
     [
         ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
-        ({"loss_type": ["sigmoid", "kto"]}, "loss_type is 'kto'; known are"),
         ({"loss_type": []}, "give one weight for each name"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each name"),
         ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0, such as 1e-3"),
         ({"label_smoothing": 0.5}, r"label_smoothing is 0.5: a share of wrong labels, in \[0, 0.5\)"),
-        ({"label_smoothing": -0.1}, r"in \[0, 0.5\)"),
         ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
         (
             {"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
             "bco_pair is made for reverse_kl; js_divergence goes with " + ", ".join(ANY_DIVERGENCE),
         ),
         ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs; weights of pairs \(WPO\) have no meaning"),
-        ({"loss_type": "aot_unpaired", "use_weighting": True}, "aot_unpaired sorts the pairs"),
         ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
         ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
     ],

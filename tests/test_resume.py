@@ -180,8 +180,7 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
     "grpo": (GRPO, [
         ("in a rollout", 3), ("in backward", 7), ("before the tensors of a state", 1), ("in the optimizer", 2),
         ("after the tensors of a state", 1), ("when metrics are written", 3), ("before the rename", 1),
-        ("between the rename and the cleanup", 4), ("while resuming", 1), ("before the rename", 1),
-        ("in the cleanup", 2), ("in backward", 3),
+        ("between the rename and the cleanup", 4), ("while resuming", 1), ("in the cleanup", 2),
     ]),
     "sft": (["--optimizer.name=adamw_8bit"], [("between the rename and the cleanup", 1), ("in backward", 7)]),
     "dpo": ([STILL], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
@@ -296,12 +295,6 @@ def test_a_second_signal_ends_the_run_at_once(recipe, tmp_path, monkeypatch):
     assert not (tmp_path / "states").exists()
 
 
-def test_handlers_of_signals_are_given_back(recipe, tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    train.main([str(recipe), f"--output_dir={tmp_path}", "--stages=[]"])
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 # states that are hurt
 
 
@@ -366,7 +359,7 @@ def rewrite(state, name, content):
     (state / "complete.json").write_text(json.dumps(sums))
 
 
-@pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", "run.pt", ".metadata"])
+@pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", ".metadata"])
 def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
     """Pickles of whoever wrote the folder, in the files of a state and in those of torch.distributed.checkpoint."""
     monkeypatch.chdir(tmp_path)
@@ -471,9 +464,6 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
             ["--resume=auto", "--grpo.beta=0", "--reference.sync_ref_model=false"],
             "of another model or recipe; only one of the two has reference.",
         ),
-        (["--state_steps=-1"], "state_steps is -1"),
-        (["--keep_states=0"], "keep_states is 0"),
-        (["--timeout=0"], "timeout is 0"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):

@@ -112,13 +112,6 @@ def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
         FileDataset(tmp_path / "deep.csv")
 
 
-def test_a_file_that_changes_during_the_run_changes_no_row(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"problem": "a"}\n')
-    rows = FileDataset(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.jsonl").write_text('{"problem": "other"}\n')
-    assert rows[0].columns["problem"] == "a"
-
-
 def test_a_line_separator_inside_a_text_ends_no_row(tmp_path):
     """JSON allows U+2028 as it is, and csv a line break in quotes; str.splitlines would cut both."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "a\u2028b"}\r\n\r\n{"problem": "c"}\n', encoding="utf-8")

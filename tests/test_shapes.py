@@ -43,11 +43,6 @@ def seen(image):
     return f"{color} {'square' if widths[0] == widths[1] else 'triangle'}", max(widths)
 
 
-def test_rows_are_deterministic():
-    assert pictures(Shapes(20, 0)) == pictures(Shapes(20, 0))
-    assert [Shapes(20, 0)[i].columns for i in range(20)] == [Shapes(20, 0)[i].columns for i in range(20)]
-
-
 def test_a_row_does_not_depend_on_the_number_of_rows():
     assert pictures(Shapes(3, 0)) == pictures(Shapes(20, 0))[:3]
 
@@ -175,12 +170,6 @@ def test_evaluation_rows_are_the_same_for_every_seed():
     assert pictures(first) == pictures(second)
 
 
-def test_sizes_of_the_splits():
-    config = DataSection(task="shapes", eval_rows=7, demonstrations=5)
-    datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, 0)
-    assert {name: len(rows) for name, rows in datasets.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
-
-
 def test_tokens_of_a_prompt_and_of_a_completion():
     """41 (of them 16 of the image) and 14: the timings of the default run depend on them."""
     processor = Processor(tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
@@ -189,7 +178,3 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     assert len(prompt.input_ids) == 41
     assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
     assert {len(encode_completion(processor, [], answer(label))[0]) for label in LABELS} == {14}
-
-
-def test_docstring_example():
-    assert answer("green square") == "<think>I see green</think><answer>green square</answer>"

@@ -128,10 +128,6 @@ def test_what_is_saved_in_parts_is_what_one_process_would_have_saved(loaded, fol
     load_processor(loaded[f"{name} {way}"][0]["saved"])
 
 
-def test_a_unit_is_a_block_or_what_is_left(loaded):
-    assert loaded["untied sharded"][0]["units"] == 1 + 2 + 1
-
-
 def fail_to_save(folder: Path, overrides: list[str], world) -> str:
     """Saving where a file lies in the way."""
     model, processor = build(folder, overrides, world)
@@ -339,11 +335,7 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["--sharding.cpu_offload=true"], "sharding.cpu_offload is True, it must be False unless sharding is enabled"),
-        (["--model.compute_dtype=int8"], "compute_dtype is 'int8', it must be 'float32', "),
-        (["--sharding.enabled=true", "--sharding.replicas=0"], "sharding.replicas is 0, it must be 1 or more"),
-    ],
+    [(["--sharding.cpu_offload=true"], "sharding.cpu_offload is True, it must be False unless sharding is enabled")],
 )
 def test_options_out_of_bounds_are_refused(folder, overrides, message):
     with pytest.raises(ValueError, match=message):

@@ -79,7 +79,7 @@ ANSWERS = st.tuples(
 
 
 @given(messages=st.lists(TURNS, min_size=1, max_size=4), prompt=st.booleans(), number=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_qwens_template_gives_the_pieces_of_chat_py(qwen, messages, prompt, number):
     """So does ours, which goes into folders that have none."""
     options = {"add_generation_prompt": prompt, "add_vision_id": number}
@@ -92,7 +92,7 @@ def test_qwens_template_gives_the_pieces_of_chat_py(qwen, messages, prompt, numb
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 @given(messages=st.lists(TURNS, min_size=1, max_size=2), turns=ANSWERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_completions_of_qwens_templates_are_those_of_chat_py(published, name, messages, turns):
     """Qwen3-VL's template begins with no default system message."""
     if name.startswith("qwen3"):  # it strips nothing but has its own opinion of tool turns and their wrapping
@@ -303,18 +303,12 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     "name, content",
     [
         ("chat_template.json", b"{"),
-        ("chat_template.json", b"[]"),
         ("chat_template.json", b"{}"),
-        ("chat_template.json", b'{"chat_template": 3}'),
-        ("chat_template.json", b"\xff\xfe"),
         ("chat_template.json", b"[" * 100_000),
         ("chat_template.json", b'{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", b"\xff"),
-        ("chat_template.jinja", b"{{"),
         ("tokenizer_config.json", b"null"),
-        ("tokenizer_config.json", b'{"chat_template": {"default": "x"}}'),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
         ("processor_config.json", b'{"chat_template": []}'),
     ],
 )
@@ -351,9 +345,6 @@ def test_a_template_that_reads_the_clock_is_refused():
     assert ChatTemplate("{{ day if day is defined else 'no day' }}", "t").render(HI) == ["no day"]
 
 
-CUTS = ["replace('x', '')", "replace('x|', '|')", "replace('\n', '')", "striptags", "replace('(', '<')"]
-
-
 def test_the_template_sees_plain_data_and_changes_nothing():
     class Picture:
         def __str__(self):
@@ -374,22 +365,18 @@ def test_the_template_sees_plain_data_and_changes_nothing():
 
 BROKEN = {
     "syntax": ("\n{% if %}", "line 2: TemplateSyntaxError: Expected an expression"),
-    "no end": ("{% for a in b %}", "line 1: TemplateSyntaxError"),
     "no such filter": ("a\nb{{ 1 | nonsense }}", "line 2: TemplateAssertionError: No filter named 'nonsense'"),
     "no such variable": ("a\n{{ a.b.c }}", "line \\?: UndefinedError: 'a' is undefined"),
     "its own objection": (
         "\n\n{{ raise_exception('roles must alternate') }}",
         "line \\?: TemplateError: roles must alt",
     ),
-    "types": ("{{ 'a' + messages }}", "line \\?: TypeError"),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "line \\?: SecurityError"),
     "the caller's list": ("{{ messages.append(1) }}", "line \\?: SecurityError"),
     "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "line \\?: OverflowError: Range too big"),
-    "in a macro": ("{% macro f() %}\n{{ a.b }}{% endmacro %}\n\n{{ f() }}", "line \\?: UndefinedError"),
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
     "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
-    "wide nesting": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested"),
 }
 
 

@@ -65,7 +65,6 @@ def test_the_table_of_parts():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--adapter.r=4", "--adapter.dropout=1"], r"adapter.dropout is 1.*, it must be in \[0, 1\)"),
         (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
         (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
         (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),

@@ -40,14 +40,6 @@ def moving(count, height=24, width=32):
         (100, 30, {}, 6),
         (100, 30, {"fps": 10, "min_frames": 16, "max_frames": 32}, 32),
         (100, 30, {"nframes": 24}, 24),
-        (100, 30, {"nframes": 25}, 24),  # 12.5 pairs: Python rounds half to even
-        (100, 30, {"nframes": 23}, 24),
-        (100, 30, {"nframes": 3}, 4),
-        (100, 30, {"nframes": 101}, 100),
-        (10, 30, {"fps": 1}, 4),
-        (3, 30, {"fps": 2}, 2),
-        (1000, 29.97, {"fps": 1.5}, 50),
-        (300, 25, {"fps": 4, "max_frames": 7}, 6),
         (100, 30, {"min_frames": 7, "max_frames": 5}, 4),  # the upper bound wins
         (100_000, 25, {}, 768),
     ],
@@ -61,47 +53,17 @@ def test_smart_nframes(total, video_fps, options, expected):
     [
         (100, {"nframes": 1}, "0 frames would be taken of a video of 100"),
         (99, {"nframes": 100}, "100 frames would be taken of a video of 99"),
-        (1, {}, "0 frames would be taken of a video of 1"),
         (100, {"max_frames": 1}, "0 frames would be taken"),
         (100, {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
-        (100, {"max_frames": 8, "nframes": 4}, "nframes fixes the number of frames"),
         (100, {"fps": 0}, "fps 0: need a number above 0"),
-        (100, {"fps": float("nan")}, "fps nan"),
         (100, {"fps": "2"}, "fps '2'"),
-        (100, {"fps": True}, "fps True"),
         (100, {"nframes": 4.5}, r"nframes 4\.5: need a whole number"),
-        (100, {"min_frames": -1}, "min_frames -1"),
-        (100, {"max_frames": [8]}, r"max_frames \[8\]"),
         (100, {"fps": 10**400}, "fps 1000"),
     ],
 )
 def test_a_wrong_number_of_frames_is_refused(total, options, message):
     with pytest.raises(ValueError, match=message):
         smart_nframes(total, 30, **options)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "count", "expected"),
-    [
-        (0, 99, 6, [0, 20, 40, 59, 79, 99]),
-        (0, 7, 4, [0, 2, 5, 7]),
-        (0, 29, 4, [0, 10, 19, 29]),
-        (10, 57, 12, [10, 14, 19, 23, 27, 31, 36, 40, 44, 48, 53, 57]),
-    ],
-)
-def test_frames_are_spread_evenly(first, last, count, expected):
-    between = {"video_start": first, "video_end": last} if first else {}
-    indices, fps = sample_indices(last + 1, 1.0, nframes=count, **between)
-    assert indices == expected
-    assert fps == count / (last - first + 1)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [(None, None, (0, 99)), (0.51, 1.49, (16, 44)), (None, 2.0, (0, 60)), (3.2, None, (96, 99)), (0, 1e8, (0, 99))],
-)
-def test_frames_between_two_times(start, end, expected):
-    assert frame_range(100, 30, start, end) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,25 +116,6 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     assert zeros < 10
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "options", "grid"),
-    [
-        (4, (100, 150), {}, (2, 20, 28)),
-        (5, (100, 150), {}, (3, 20, 28)),
-        (3, (480, 640), {}, (2, 34, 46)),
-        (4, (100, 150), {"min_pixels": 3136, "max_pixels": 50176}, (2, 8, 10)),
-        (4, (480, 640), {"min_pixels": 3136, "total_pixels": 100_000}, (2, 12, 18)),
-        (5, (480, 640), {"min_pixels": 3136, "total_pixels": 300_000}, (3, 18, 26)),  # shared by 6 frames
-        (2, (480, 640), {"resized_height": 84, "resized_width": 112}, (1, 6, 8)),
-        (2, (480, 640), {"resized_height": 84, "resized_width": 112, "total_pixels": None}, (1, 6, 8)),
-    ],
-)
-def test_grids(count, size, options, grid):
-    pixel_values, image_grid_thw, _ = Video(np.zeros((count, *size, 3), np.uint8), 2.0).patches(PROCESSOR, **options)
-    assert image_grid_thw == grid
-    assert pixel_values.shape == (grid[0] * grid[1] * grid[2], 1176)
-
-
 def test_frames_of_a_smaller_patch_have_as_many_tokens():
     """The bounds are counted in tokens, so a patch half as wide gives a frame half as wide."""
     small = ImageProcessor(patch_size=7, min_pixels=196)
@@ -186,7 +129,6 @@ def test_frames_of_a_smaller_patch_have_as_many_tokens():
         ({"pixels": 2}, "option 'pixels' is not one of min_pixels, max_pixels, .*, total_pixels"),
         ({"total_pixels": 1.5}, "total_pixels 1.5: need a whole number"),
         ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
-        ({"min_pixels": 10**12}, "min_pixels 1000000000000 is over"),
         ({"min_pixels": 170_000_000}, "min_pixels 170000000 is over 33554432"),
         ({"resized_width": 100}, "resized_height and resized_width belong together"),
     ],
@@ -238,14 +180,6 @@ def test_order_of_patches_in_time():
     assert values[-1, 0, :, 0].tolist() == [214, 214]
 
 
-def test_an_image_is_a_video_of_one_frame():
-    image = noise("RGB", (230, 110))
-    expected, grid = ImageProcessor()(image)
-    pixel_values, video_grid, _ = Video([image], 1.0).patches(PROCESSOR, resized_height=110, resized_width=230)
-    assert video_grid == grid
-    assert torch.equal(pixel_values, expected)
-
-
 @pytest.mark.parametrize(
     ("fps", "depth", "expected"), [(2.0, 2, 1.0), (4.0, 2, 0.5), (30 / 7, 2, 14 / 30), (1, 1, 1.0)]
 )
@@ -260,12 +194,8 @@ def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
         ([], 2.0, "a video without frames or pixels has nothing to show"),
         (np.zeros((0, 4, 4, 3), np.uint8), 2.0, r"frames of a video are uint8 \(0, 4, 4, 3\), they must be"),
         (np.zeros((2, 4, 4, 3), np.float32), 2.0, "are float32"),
-        (np.zeros((2, 4, 4), np.uint8), 2.0, "must be uint8"),
         ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
         (moving(2), 0, "fps 0: need a number above 0"),
-        (moving(2), None, "fps None"),
-        (np.zeros((2, 0, 4, 3), np.uint8), 2.0, r"uint8 \(2, 0, 4, 3\), they must be"),
-        ([PIL.Image.new("RGB", (4, 0))], 2.0, "nothing to show"),
     ],
 )
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
@@ -461,14 +391,14 @@ SIXTY = moving(60)
 @pytest.mark.parametrize(
     "kind",
     [
-        *LOSSLESS,
+        LOSSLESS[0],
         ("mp4", "mpeg4", "yuv420p"),
         ("mp4", "mpeg4", "yuv420p", 30, 0, FASTSTART),
         ("webm", "libvpx", "yuv420p"),
     ],
     ids=lambda kind: " ".join(kind[:2]) + " faststart" * (len(kind) > 3),
 )
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.4, 0.7])
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.7])
 def test_a_cut_file_is_refused(kind, share):
     content = encoded(SIXTY, *kind)
     reasons = "cannot be read as a video|cut off|damaged|nothing to show|no video stream|cannot decode"
@@ -539,9 +469,10 @@ def test_a_frame_that_the_decoder_calls_damaged_is_refused():
     assert any(refusal.endswith(" is damaged") for refusal in refusals), refusals
 
 
-def test_a_file_of_zeros_after_its_frames_is_not_searched_for_ever(tmp_path):
+def test_a_file_of_zeros_after_its_frames_is_not_searched_for_ever(tmp_path, monkeypatch):
     """200 GB that take no room on the disk; FFmpeg looks for a next frame at 100 MB a second."""
+    monkeypatch.setattr(video_module, "MAX_SEARCHED", 2**24)
     tiny.write_video(tmp_path / "clip.mkv", [np.zeros((28, 28, 3), np.uint8)] * 4, rate=8)
     os.truncate(tmp_path / "clip.mkv", 200 * 2**30)
-    with pytest.raises(ValueError, match=r"clip\.mkv: 268435456 bytes one after the other that belong to no frame"):
+    with pytest.raises(ValueError, match=r"clip\.mkv: 16777216 bytes one after the other that belong to no frame"):
         load_video(tmp_path / "clip.mkv")
