@@ -140,6 +140,7 @@ BOUNDS = [
     ("grpo.num_generations", 1, 2, "2 or more"),
     ("grpo.epsilon_high", 0.1, 0.2, "at least epsilon_low (0.2)"),
     ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
+    ("reference.num_shared_layers", -1, 0, "0 or more"),
     ("reference.ref_model_mixup_alpha", 1.1, 1.0, "in [0, 1]"),
     ("reference.ref_model_mixup_alpha", -0.1, 0.0, "in [0, 1]"),
     ("ppo.critic_path", "folder", None, "left out unless critic is 'separate'"),

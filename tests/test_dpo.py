@@ -10,6 +10,7 @@ import torch
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import FLIPS, Rows
@@ -26,6 +27,17 @@ def test_it_is_measured_against_the_reference_of_its_step(stage):
             policy = first.group.pad(per_token_logps(run.model, first.group)[0])
         torch.testing.assert_close(first.ref_per_token_logps, policy, rtol=1e-12, atol=1e-12)
         assert run.update()["loss"] == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_a_shared_reference_is_as_good_as_a_copy(stage):
+    """Nothing but memory is saved: with all weights below frozen by hand a full copy gives the same steps."""
+    shared = stage("dpo", "--reference.num_shared_layers=1")
+    copied = stage("dpo")
+    for p, q in zip(copied.model.parameters(), shared.model.parameters(), strict=True):
+        p.requires_grad_(q.requires_grad)
+    copied.optimizer = build_optimizer(copied.model, copied.config, copied.algorithm.run.optimizer)
+    for one, other in zip(shared.go(3), copied.go(3), strict=True):
+        assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("options", [[], ["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"]])
@@ -131,7 +143,7 @@ def test_no_reference_is_kept_where_none_is_asked(stage, options):
     "options, says",
     [
         ([PRECOMPUTE, "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs .*which dpo leaves"),
-        (["--dpo.reference_free=true", "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs"),
+        (["--dpo.reference_free=true", "--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs"),
         ([PRECOMPUTE, "--dpo.reference_free=true"], "with reference_free there is no reference to score"),
     ],
 )

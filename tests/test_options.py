@@ -46,6 +46,7 @@ REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
     "ref_model_mixup_alpha": (0.1, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
     "ref_model_sync_steps": (2, ["ref_model_sync_steps=1", "sync_ref_model=true"]),
+    "num_shared_layers": (1, []),
 }
 REFERENCED = {"dpo": DPO, "grpo": [*GRPO, "--grpo.beta=0.5"]}
 OPTIONS = [  # field, another value, base

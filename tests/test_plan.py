@@ -228,9 +228,10 @@ def test_what_an_option_saves():
         assert shared[name] == alone[name] / 4
     assert "reference" not in alone
     run = run_config()
-    run.grpo.beta = 0.1
-    with_one = plan(run, "grpo", costs, 1, *lengths)["train"]
-    assert with_one["reference"] == with_one["weights"] and with_one["optimizer"] == alone["optimizer"]
+    run.grpo.beta, run.reference.num_shared_layers = 0.1, 1
+    half = plan(run, "grpo", costs, 1, *lengths)
+    assert 0 < half["train"]["reference"] < half["train"]["weights"]
+    assert half["train"]["optimizer"] < alone["optimizer"]
     run = run_config(sharding=ShardingSection(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 

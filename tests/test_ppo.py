@@ -163,6 +163,15 @@ def test_a_critic_can_begin_with_a_reward_model(folder, tmp_path, stage):
         stage("ppo", "--ppo.critic=separate", "--ppo.critic_path=/gone")
 
 
+def test_it_shares_layers_with_its_reference_but_not_with_its_critic(stage):
+    run = stage("ppo", "--ppo.critic=separate", "--reference.num_shared_layers=1")
+    critic = run.algorithm.critic
+    assert all(p.requires_grad for name, p in critic.named_parameters() if name != "backbone.lm_head.weight")
+    before = snapshot(critic)
+    run.go(3)
+    assert not torch.equal(critic.backbone.model.embed_tokens.weight, before["backbone.model.embed_tokens.weight"])
+
+
 def test_it_learns_its_reward(stage):
     run = stage("ppo", "--ppo.num_generations=8", "--ppo.kl_coef=0.01", dtype=torch.float32)
     lines = run.go(40)

@@ -173,7 +173,7 @@ SLOW = {
         "--grpo.max_steps=5", "--sampling={max_new_tokens: 6, repetition_penalty: 1.1, top_p: 0.9, top_k: 20, "
         "min_p: 0.01, min_new_tokens: 2, stop_strings: [a]}",
     ],
-    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1"],
+    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--reference.num_shared_layers=1"],
     "gdpo": [*GRPO, "--grpo.multi_objective_aggregation=normalize_then_sum", "--grpo.max_num_gen_batches=2"],
     "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
     "mpo, weighted": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]",

@@ -51,7 +51,7 @@ FURTHER = {
     "grpo resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
                        "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
     "grpo with a moving reference": [*REFERENCE, "--reference.sync_ref_model=true",
-                                     "--reference.ref_model_sync_steps=2"],
+                                     "--reference.ref_model_sync_steps=2", "--reference.num_shared_layers=1"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],

@@ -54,6 +54,36 @@ def test_it_moves_at_its_steps_and_not_elsewhere(stage, name):
     assert (expected["lm_head.weight"] - policy["lm_head.weight"]).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("model", ["model", "tied"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_shared_layers_exist_once_and_stay(stage, name, model):
+    run = stage(name, "--reference.num_shared_layers=1", f"--{name}.{WEIGHTS[name]}=0.1", model=model)
+    policy, reference = run.model, run.algorithm.reference.model
+    below = ("visual.", "model.embed_tokens.", "model.layers.0.")
+    theirs = dict(reference.named_parameters())
+    for parameter, value in policy.named_parameters():
+        shared = parameter.startswith(below)
+        assert (theirs[parameter] is value) == shared, parameter
+        assert (theirs[parameter].data_ptr() == value.data_ptr()) == shared, parameter
+        assert value.requires_grad != shared and not theirs[parameter].requires_grad, parameter
+    assert (reference.lm_head.weight is policy.lm_head.weight) == (model == "tied")
+    before, frozen = snapshot(policy), snapshot(reference)
+    run.go(2)
+    for parameter, value in policy.named_parameters():
+        assert torch.equal(value, before[parameter]) == parameter.startswith(below), parameter
+    for parameter, value in reference.named_parameters():
+        assert torch.equal(value, frozen[parameter]), parameter
+
+
+def test_all_layers_can_be_shared_and_not_more(stage):
+    run = stage("grpo", "--reference.num_shared_layers=2", "--grpo.beta=0.1")
+    assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
+        "model.norm.weight", "lm_head.weight",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="num_shared_layers is 3, the model has 2 layers"):
+        stage("grpo", "--reference.num_shared_layers=3", "--grpo.beta=0.1")
+
+
 @pytest.mark.parametrize(("name", "options"), [("grpo", []), ("ppo", ["--ppo.kl_coef=0"])])
 def test_none_is_kept_where_none_is_asked(stage, name, options):
     """For dpo see test_dpo.py."""

@@ -34,9 +34,10 @@ class DPO(PairAlgorithm):
     @staticmethod
     def check(run):
         config = run.dpo
-        if run.reference.sync_ref_model and not DPO.has_reference(config):
-            without = "dpo leaves out with precompute_ref_log_probs or reference_free"
-            raise ValueError(f"reference.sync_ref_model needs a reference model, which {without}")
+        for name in ("sync_ref_model", "num_shared_layers"):
+            if getattr(run.reference, name) and (config.precompute_ref_log_probs or config.reference_free):
+                without = "dpo leaves out with precompute_ref_log_probs or reference_free"
+                raise ValueError(f"reference.{name} needs a reference model, which {without}")
         if config.precompute_ref_log_probs and config.reference_free:
             raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
 

@@ -1,5 +1,6 @@
 """The reference model: the policy as a stage found it, to measure how far training has moved."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,7 +12,7 @@ from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters
 from minivlmrl.algorithms.reward_model_scores import check_reward_model
 from minivlmrl.batch import GroupBatch
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.scale.sharding import copy_model, reshard
+from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
 
 @dataclass
@@ -21,19 +22,26 @@ class ReferenceConfig:
     sync_ref_model: bool = False  # move the reference towards the policy on the way
     ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6  # reference = (1 - alpha) reference + alpha policy ...
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every this many optimizer steps
+    num_shared_layers: Annotated[int, ">= 0"] = 0  # vision tower, embeddings, this many layers: frozen, shared by both
 
 
 class Reference:
-    """A copy of the policy, or of its adapters, without gradients.
+    """A copy of the policy, or of its adapters, without gradients; what both share is frozen in the policy too.
 
-    Source: the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
+    Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
     """
 
     def __init__(self, policy: nn.Module, config):
         self.policy, self.config = policy, config
-        to_compute = not config.sync_ref_model  # what moves keeps the dtype of weights
-        # the base of adapters is the policy's
-        twin = AdapterCopy(policy) if adapters(policy) else copy_model(policy, to_compute)
+        shared = shared_parameters(policy, config.num_shared_layers)
+        for parameter in shared:
+            parameter.requires_grad_(False)
+        if adapters(policy):  # the base is the policy's
+            twin = AdapterCopy(policy)
+        elif is_sharded(policy):  # cannot share: a unit belongs to one model
+            twin = copy_model(policy, to_compute=not config.sync_ref_model)
+        else:  # what deepcopy finds in its memo it takes as it is
+            twin = copy.deepcopy(policy, {id(p): p for p in shared})
         self.model = twin.requires_grad_(False)
 
     @torch.no_grad()
@@ -55,6 +63,16 @@ class Reference:
                 own.lerp_(moved, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
 
 
+def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
+    """Vision tower, embeddings (and a head tied to them) and the first `layers` layers; nothing for 0."""
+    if layers > len(policy.model.layers):
+        raise ValueError(f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers")
+    if layers == 0:
+        return []
+    modules = [policy.visual, policy.model.embed_tokens, *policy.model.layers[:layers]]
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
 def check_online(stage: str, run, kl_weight: float):
     """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
     if run.sampling.temperature == 0:
@@ -63,6 +81,7 @@ def check_online(stage: str, run, kl_weight: float):
         raise ValueError(f"rewards: {stage} needs at least one")
     if "reward_model" in run.rewards:
         check_reward_model(run, stage)
-    if run.reference.sync_ref_model and not kl_weight:
-        weight = f"the weight of {stage}'s KL to it is 0"
-        raise ValueError(f"reference.sync_ref_model needs a reference model; {weight}")
+    for name in ("sync_ref_model", "num_shared_layers"):
+        if getattr(run.reference, name) and not kl_weight:
+            weight = f"the weight of {stage}'s KL to it is 0"
+            raise ValueError(f"reference.{name} needs a reference model; {weight}")

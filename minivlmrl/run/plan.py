@@ -30,6 +30,7 @@ from minivlmrl.adapters.adamw8bit import empty_state
 from minivlmrl.adapters.dropout import dropout
 from minivlmrl.adapters.lora import adapter_parameters
 from minivlmrl.adapters.trained import select_trained
+from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.generate import chooser, draw_by
@@ -109,19 +110,21 @@ class Costs:
         self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
         self.known = {}
 
-    def build(self, run: RunConfig) -> nn.Module:
-        """The model of a run on the meta device, which knows what is trained."""
+    def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
+        """The model of a run on the meta device, which knows what is trained; `layers` are shared with a reference."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
         select_trained(model, run.model.freeze)
+        for parameter in shared_parameters(model, layers):
+            parameter.requires_grad_(False)
         return model
 
-    def activations(self, run: RunConfig, work: Work, train: bool) -> int:
+    def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
         """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
-        key = repr((run.model, run.adapter, work, train))
+        key = repr((run.model, run.adapter, work, train, layers))
         if key in self.known:
             return self.known[key]
-        model, batch = self.build(run), meta_batch(self.config, work)
+        model, batch = self.build(run, layers), meta_batch(self.config, work)
         if run.model.compute_dtype:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
@@ -175,7 +178,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     if gpus % sharding.replicas:
         raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
     has_reference = algorithm.has_reference(config)
-    model, dtype = costs.build(run), DTYPES[run.model.dtype]
+    layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
+    model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
     state = 2 * _bytes(trained)
     if run.optimizer.name == "adamw_8bit":
@@ -185,7 +189,8 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     whole, backbone = _bytes([*model.parameters(), *model.buffers()]), costs.backbone * dtype.itemsize
     critic = getattr(config, "critic", None) == "separate"  # its weights, gradients and the two of AdamW
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
-    copied = whole * (1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize)
+    copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))  # with FSDP models share nothing
+    copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
     held = {  # all the time
         "weights": whole,
         "optimizer": state,
@@ -225,7 +230,7 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": _bytes(trained) * part * (1 + summed),
-        "forward and backward": costs.activations(run, micro, True),
+        "forward and backward": costs.activations(run, micro, True, layers),
         "logits": logits,
     }
     return {name: always | items for name, items in phases.items()}
