@@ -19,7 +19,7 @@ from benchmarks import house
 from minivlmrl import train
 
 ROOT = house.ROOT
-# of each chapter what a step cannot do without, beside what README's "One GRPO step" names
+# of each chapter what a step cannot do without, beside what README's table of the book names
 NEEDED = {
     "chat": {"render"},
     "vision": {"VisionTransformer.forward", "VisionBlock.forward"},
@@ -52,9 +52,9 @@ def functions_that_run():
 
 
 def named_in_readme():
-    """[(chapter, name)] of README's "One GRPO step"."""
-    text = (ROOT / "README.md").read_text().partition("## One GRPO step")[2].partition("\n## ")[0]
-    return [(chapter, name) for name, chapter in re.findall(r"`([\w.]+)` in\s+\[(\w+)\.py\]", text)]
+    """[(chapter, name)] of README's table of the book: where each file begins."""
+    text = (ROOT / "README.md").read_text().partition("## The book")[2].partition("\n## ")[0]
+    return re.findall(r"^\| \[(\w+)\.py\].*\| `([\w.]+)` \|$", text, re.MULTILINE)
 
 
 def default_recipe(tmp_path, request):
