@@ -25,7 +25,6 @@ from torch import Tensor
 from minivlmrl.kernels.backend import DTYPES, backend_for
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.selective_log_softmax import (
-    GPU_ROWS,
     differences_,
     differentiate_part_,
     differentiate_rows_,
@@ -37,6 +36,7 @@ from minivlmrl.kernels.selective_log_softmax import (
 )
 
 CHUNK_BYTES = 16 * 2**20  # of float32 logits in one piece of the torch path; at least 32 and at most 256 rows
+GPU_ROWS = 512  # rows of one piece of the torch path on a GPU
 TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB of float32
 
 

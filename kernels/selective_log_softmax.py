@@ -33,8 +33,6 @@ from minivlmrl.kernels.backend import backend_for, tl, triton
 
 FLOOR = -126.0  # of d', base 2
 LOG2E = 1 / math.log(2)
-CHUNK_BYTES = 16 * 2**20  # of float32 logits in one chunk of the torch path: larger chunks leave the CPU's caches
-GPU_ROWS = 512  # rows of one chunk of the torch path on a GPU
 
 
 def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -231,10 +229,7 @@ def _op(z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
     """logp, H, top and s, each (N,), of logits z (N, V)."""
     if backend_for(z) == "triton":
         return tuple(fold_(z, ids, None, temperature))
-    size, dtype = _chunk_size(z), torch.promote_types(z.dtype, torch.float32)
-    pieces = zip(z.split(size), ids.split(size), strict=True)
-    scored = [score_rows_(rows.to(dtype, copy=True), chosen, temperature) for rows, chosen in pieces]
-    return tuple(torch.cat(parts) for parts in zip(*scored, strict=True))
+    return score_rows_(z.to(torch.promote_types(z.dtype, torch.float32), copy=True), ids, temperature)
 
 
 @_op.register_fake
@@ -246,15 +241,12 @@ def _(z, ids, temperature):
 def _backward_op(
     z: Tensor, ids: Tensor, saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float
 ) -> Tensor:
-    out = torch.empty_like(z, memory_format=torch.contiguous_format)
     if backend_for(z) == "triton":
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
         return differentiate_part_(z, ids, saved, take_rows([g, e], ...), temperature, out)
-    out.zero_()
-    for rows in has_gradient(g, e).nonzero()[:, 0].split(_chunk_size(z)):
-        kept = take_rows(saved, rows)
-        d = differences_(z[rows].to(g.dtype), kept[1], temperature)
-        out[rows] = differentiate_rows_(d, ids[rows], kept, take_rows([g, e], rows), temperature).to(out.dtype)
-    return out
+    d = differences_(z.to(g.dtype, copy=True, memory_format=torch.contiguous_format), saved[1], temperature)
+    dz = differentiate_rows_(d, ids, saved, take_rows([g, e], ...), temperature).to(z.dtype)
+    return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0)  # also where such a row has NaN
 
 
 _backward_op.register_fake(lambda z, *_: torch.empty_like(z, memory_format=torch.contiguous_format))
@@ -274,11 +266,6 @@ def _differentiate(ctx, g, e, *_):
 
 
 _op.register_autograd(_differentiate, setup_context=setup_context)
-
-
-def _chunk_size(z: Tensor) -> int:
-    """Rows of one chunk of the torch path."""
-    return max(CHUNK_BYTES // (4 * z.shape[-1]), 1) if z.device.type == "cpu" else GPU_ROWS
 
 
 def selective_log_softmax(
