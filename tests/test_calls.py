@@ -1,15 +1,31 @@
-"""A call of a reward: TRL's two signatures, async functions, and which row, text and reward an error names."""
+"""Rewards by name: what they are given, the form of TRL's, what they return, and what is said of one that fails."""
 
 import asyncio
 import json
+import math
+from fractions import Fraction
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
 from runs import metrics
 
-from minivlmrl.reward_functions.calls import call_reward, trl_columns
+from minivlmrl.generate import Completion
+from minivlmrl.image import ImageProcessor
+from minivlmrl.reward_functions import names
+from minivlmrl.reward_functions.calls import (
+    ask_by_name,
+    call_reward,
+    checked_values,
+    recipe_columns,
+    recipe_rewards,
+    trl_columns,
+)
 from minivlmrl.reward_functions.names import REWARDS
+from minivlmrl.rewards import ask_rewards, reward_columns
+from minivlmrl.rows import Processor, Row
+from minivlmrl.tasks import shapes
 
 from earnings import earnings
 
@@ -148,3 +164,86 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
+
+
+@pytest.fixture
+def made():
+    """Two rows, their prompts, two completions of each, and the processor; the second row has no image."""
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    ask = {"type": "text", "text": "What is it?"}
+    image = PIL.Image.new("RGB", (90, 60))
+    rows = [
+        Row([{"role": "user", "content": [{"type": "image"}, ask]}], [image], {"solution": "red square"}),
+        Row([{"role": "user", "content": [ask]}], [], {"solution": None}, where="rows.jsonl:2"),
+    ]
+    texts = [["<answer>red square</answer>", "red"], ["<answer>no</answer>", "no"]]
+    ids = [[torch.tensor(processor.tokenizer.encode(text)) for text in group] for group in texts]
+    completions = [[Completion(own, torch.zeros(len(own)), True) for own in group] for group in ids]
+    return rows, [row.prompt(processor) for row in rows], completions, processor
+
+
+def test_a_recipes_rewards_also_know_sizes_of_images(made):
+    """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
+    rows, prompts, completions, processor = made
+    columns, book = recipe_columns(*made), reward_columns(rows, completions, processor)
+    grid = prompts[0].image_grid_thw[0].tolist()
+    seen = (14 * grid[2], 14 * grid[1])
+    assert columns == book | {
+        "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2
+    }  # fmt: skip
+
+
+def test_rewards_are_asked_by_name_with_their_weights(made):
+    columns, weights = recipe_columns(*made), {"format": 0.5, "accuracy": 2.0}
+    rewards = recipe_rewards(weights)
+    assert list(rewards.values()) == [0.5, 2.0]
+    found = ask_rewards(list(rewards), columns)
+    torch.testing.assert_close(
+        found, torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]]), equal_nan=True, rtol=0, atol=0
+    )
+    assert torch.equal(ask_by_name(list(weights), columns).nan_to_num(9), found.nan_to_num(9))
+
+
+@pytest.mark.parametrize(("said", "says"), [([1.0], "returned 1 values for 4"), (["x"] * 4, "'x'")])
+def test_what_they_return_is_checked(made, monkeypatch, said, says):
+    monkeypatch.setitem(names.REWARDS, "own", lambda completions, **columns: said)
+    with pytest.raises(ValueError, match=f"reward own.*{says}"):
+        ask_by_name(["own"], recipe_columns(*made))
+
+
+@pytest.mark.parametrize(
+    "values", [(1, 0.5), [True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])], ids=repr
+)
+def test_numbers_of_any_kind(values):
+    assert checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
+
+
+def test_none_is_no_verdict():
+    first, second = checked_values("own", [None, 2], ["a", "b"])
+    assert math.isnan(first) and second == 2.0
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", [1.0], 1j, np.float32("nan"), torch.ones(1)], ids=str
+)
+def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value):
+    message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
+    with pytest.raises(ValueError, match=message):
+        checked_values("own", [0.0, value], ["a", "what?"])
+
+
+def test_a_known_row_comes_first():
+    with pytest.raises(ValueError, match=r"^rows.jsonl:7: reward own returned nan for the completion 'b'"):
+        checked_values("own", [0.0, math.nan], ["a", "b"], ["rows.jsonl:6", "rows.jsonl:7"])
+
+
+@pytest.mark.parametrize("values", [None, 1.0])
+def test_one_number_or_nothing_is_no_list(values):
+    with pytest.raises(ValueError, match=rf"reward own returned {values}; it must be a list"):
+        checked_values("own", values, ["a"])
+
+
+@pytest.mark.parametrize("values", [[], [1.0], iter([1.0, 0.0, 1.0])])
+def test_another_number_of_values_is_refused(values):
+    with pytest.raises(ValueError, match=r"reward own returned \d values for 2 completions"):
+        checked_values("own", values, ["a", "b"])

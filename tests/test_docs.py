@@ -29,7 +29,7 @@ from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.image import load_image
-from minivlmrl.reward_functions.columns import ask_by_name
+from minivlmrl.reward_functions.calls import ask_by_name
 from minivlmrl.reward_functions.names import REWARDS, required_columns
 from minivlmrl.rewards import find_answer
 from minivlmrl.run.config import RunConfig, load_config

@@ -7,7 +7,7 @@ from minivlmrl.algorithms.reference import Reference, check_online
 from minivlmrl.algorithms.reward_model_scores import build_reward_model
 from minivlmrl.algorithms.rollout_metrics import rollout_metrics
 from minivlmrl.grpo import GRPO, Rollout
-from minivlmrl.reward_functions.columns import recipe_columns, recipe_rewards
+from minivlmrl.reward_functions.calls import recipe_columns, recipe_rewards
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.sampling.sample import RunSampler
 

@@ -1,18 +1,44 @@
-"""One call of a reward: what it is given, in which of TRL's two forms, and what is wrong when it fails."""
+"""Rewards by name: what each is given, in which of TRL's two forms, and what is wrong when it fails."""
 
 import asyncio
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
 
 from minivlmrl.chat import content_parts
 from minivlmrl.data.file_dataset import GIVEN
-from minivlmrl.reward_functions.checked_values import checked_values
+from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.reward_functions.names import get_reward, required_columns
+from minivlmrl.rewards import ask_rewards, reward_columns
 
 CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold turns where a row is a conversation
+LARGEST = 3.4e38  # of float32
+
+
+def recipe_rewards(weights: dict[str, float]) -> dict[Callable, float]:
+    """Make functions of named rewards, which check what they return; each with its weight."""
+    return {asker(name): weight for name, weight in weights.items()}
+
+
+def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
+    """Collect what the rewards of a recipe are given: see rewards.reward_columns and box_columns."""
+    columns = reward_columns(rows, completions, processor)
+    return columns | box_columns(rows, prompts, processor, len(completions[0]))
+
+
+def ask_by_name(names: Iterable[str], columns: dict[str, list]) -> Tensor:
+    """Ask K rewards by their names: (n, K) float32, NaN where one answers None."""
+    return ask_rewards([asker(name) for name in names], columns)
+
+
+def asker(name: str) -> Callable:
+    """Make a reward of a name, with TRL's signature."""
+    return lambda completions, **columns: call_reward(name, completions, columns)
 
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
@@ -69,3 +95,24 @@ def _blamed(name: str, function: Callable, completions: list[str], columns: dict
                 return ValueError(f"{row}{alone}")
             return ValueError(f"{row}reward {name} raised {alone!r} for the completion {text!r:.200}")
     return ValueError(f"reward {name} raised {error!r} for {len(completions)} completions together, for none alone")
+
+
+def checked_values(name: str, values, completions: list[str], rows: Sequence[str] = ()) -> list[float]:
+    """Turn what reward `name` says of n completions of n rows into n numbers, NaN for None (ValueError: it is not)."""
+    try:
+        values = list(values)
+    except TypeError as error:
+        cure = "it must be a list, one number a completion"
+        raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
+    if len(values) != len(completions):
+        raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions")
+    found = []
+    for value, completion, row in itertools.zip_longest(values, completions, rows):
+        if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
+            value = value.item()
+        if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
+            cure = "it must be a finite number, or None for 'cannot judge'"
+            text = f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}; {cure}"
+            raise ValueError(f"{row}: {text}" if row else text)
+        found.append(math.nan if value is None else float(value))
+    return found

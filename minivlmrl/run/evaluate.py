@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.algorithms.answers import equal_share, pieces
-from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
+from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.sampling.sample import RunSampler

@@ -14,7 +14,7 @@ from minivlmrl.data.row_summary import seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
+from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.run.batches import check_shares, load_datasets

@@ -18,7 +18,7 @@ from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.generate import Completion
-from minivlmrl.reward_functions.columns import ask_by_name, recipe_columns
+from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Processor, Row

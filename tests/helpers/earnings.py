@@ -1,6 +1,6 @@
 """What named rewards say of texts."""
 
-from minivlmrl.reward_functions.columns import ask_by_name
+from minivlmrl.reward_functions.calls import ask_by_name
 from minivlmrl.rewards import find_answer
 
 
