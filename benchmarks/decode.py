@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as minivlmrl/__main__.py sets it for runs
 import roofline
 import torch
-from gpu_step import CARD, Case, build, card, make_case, take_turns, versions
+from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
 from sizes import HUB, card_named
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
@@ -57,7 +57,7 @@ def main():
     print("| prompt tokens | rows | way | seconds | tokens/s | times transformers | predicted tokens/s |")
     print("|---|---|---|---|---|---|---|")
     for case in small_cases() if small else [make_case(o.toy, peer_rows=1)]:
-        calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy)
+        calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy, "transformers" in o.ways)
         for prompts, generations in SIZES:
             ways = {way: partial(calls[way], prompts, generations) for way in o.ways}
             results = take_turns(ways, o.repeats or (10 if small else 2))
@@ -98,10 +98,12 @@ def small_cases() -> Iterator[Case]:
         yield Case(model.config, processor(row.messages, row.images), completions, torch.zeros(0), peer_rows=1)
 
 
-def model_calls(case: Case, wide: bool) -> dict[str, Callable]:
+def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
     """way -> (prompts, completions of each) -> nothing; both share their weights."""
-    ours, theirs = build(case.config, torch.float32 if wide else torch.bfloat16)
-    theirs.generation_config.eos_token_id = None  # nothing ends a completion
+    ours = build(case.config, torch.float32 if wide else torch.bfloat16)
+    theirs = twin(ours) if peer else None
+    if theirs:
+        theirs.generation_config.eos_token_id = None  # nothing ends a completion
     tokens = len(case.completions[0])
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
 

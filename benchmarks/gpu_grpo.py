@@ -20,8 +20,7 @@ from pathlib import Path
 
 import roofline
 import torch
-import transformers
-from gpu_step import CARD, build, card, synchronize, versions
+from gpu_step import CARD, build, card, synchronize, twin, versions
 from grpo_step import NUM_GENERATIONS, make_rows, our_side, trl_side
 from sizes import HUB, card_named
 
@@ -34,19 +33,25 @@ WARMUP = 1  # steps that are not counted
 PEER_ROWS = 4  # of TRL's forward and backward: 8 rows with an image each may not fit 80 GB
 
 
-class Seconds(transformers.TrainerCallback):
-    """Times TRL's steps, from generation to update."""
+def timing():
+    """Make the callback of TRL's trainer that times its steps."""
+    import transformers
 
-    def __init__(self):
-        self.spent = []
+    class Seconds(transformers.TrainerCallback):
+        """Times TRL's steps, from generation to update."""
 
-    def on_step_begin(self, *args, **kwargs):
-        synchronize()
-        self.begin = time.perf_counter()
+        def __init__(self):
+            self.spent = []
 
-    def on_step_end(self, *args, **kwargs):
-        synchronize()
-        self.spent.append(time.perf_counter() - self.begin)
+        def on_step_begin(self, *args, **kwargs):
+            synchronize()
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            synchronize()
+            self.spent.append(time.perf_counter() - self.begin)
+
+    return Seconds()
 
 
 def main():
@@ -74,7 +79,7 @@ def measure(side: str, toy: bool, steps: int, folder: Path) -> dict:
     small, processor = random_model(folder / "config.json", shapes.tokenizer(), seed=0)  # for its tokenizer's ids
     control = {name: token for name, token in vars(small.config).items() if name.endswith("_token_id")}
     config = ModelConfig.from_dict(HUB["toy" if toy else "3b"] | control)
-    ours, theirs = build(config, dtype)  # one set of parameters
+    ours = build(config, dtype)
     options = {"beta": 0.0, "learning_rate": 1e-6}
     if CARD.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -83,9 +88,9 @@ def measure(side: str, toy: bool, steps: int, folder: Path) -> dict:
         spent = [seconds_of(trainer.step) for _ in range(WARMUP + steps)]
     else:
         save_model(folder / "model", small, processor)
-        options["per_device_train_batch_size"], callback = PEER_ROWS, Seconds()
+        options["per_device_train_batch_size"], callback = PEER_ROWS, timing()
         options["gradient_accumulation_steps"] = prompts * NUM_GENERATIONS // PEER_ROWS
-        trl_side(theirs, folder / "model", rows, WARMUP + steps, callback, new_tokens, **options).train()
+        trl_side(twin(ours), folder / "model", rows, WARMUP + steps, callback, new_tokens, **options).train()
         spent = callback.spent
     numbers = {"side": side, "seconds": statistics.median(spent[WARMUP:]), "all_seconds": spent}
     if CARD.type == "cuda":

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from sizes import config_of
 from torch import Tensor
 
@@ -86,11 +85,13 @@ def main():
     print(json.dumps(about))
     case = make_case(options.toy, options.peer_rows)
     cut = dataclasses.replace(case, config=shallow(case.config))
-    differences = {"float32, two layers": compare(*build(cut.config, torch.float32), cut)}
+    small = build(cut.config, torch.float32)
+    differences = {"float32, two layers": compare(small, twin(small), cut)}
     for way, (logps, gradients) in differences["float32, two layers"].items():
         assert logps <= TOLERANCE and gradients <= TOLERANCE, f"{way}: {logps:.1e} nats, gradients {gradients:.1e}"
     dtype = torch.float32 if options.toy else torch.bfloat16
-    ours, theirs = build(case.config, dtype)
+    ours = build(case.config, dtype)
+    theirs = twin(ours)
     differences[str(dtype)] = compare(ours, theirs, case)
     for label, by_way in differences.items():
         for way, (logps, gradients) in by_way.items():
@@ -121,14 +122,21 @@ def shallow(config: ModelConfig) -> ModelConfig:
 
 
 def build(config: ModelConfig, dtype: torch.dtype):
-    """Our model with random weights, drawn on the card, and transformers' with the very same parameters."""
+    """Our model with random weights, drawn on the card."""
     with torch.device("meta"):
         ours = Qwen2_5_VL(config).to(dtype)
     ours.to_empty(device=CARD)
     if config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight
     initialize(ours, torch.Generator(CARD).manual_seed(0))
-    hub_config = transformers.Qwen2_5_VLConfig.from_dict(config.to_dict())
+    return ours
+
+
+def twin(ours: Qwen2_5_VL):
+    """Build transformers' model of the very same parameters."""
+    import transformers
+
+    hub_config = transformers.Qwen2_5_VLConfig.from_dict(ours.config.to_dict())
     with CARD:
         theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")
     shared = {
@@ -139,7 +147,7 @@ def build(config: ModelConfig, dtype: torch.dtype):
     }  # fmt: skip
     theirs.load_state_dict(shared, assign=True)
     assert {id(p) for p in theirs.parameters()} == {id(p) for p in ours.parameters()}
-    return ours, theirs
+    return theirs
 
 
 # ---- the ways: each returns log-probabilities (G, C) ---------------------------------------------------------------
@@ -157,7 +165,7 @@ def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
     return batch.pad(per_token_logps(model, batch)[0])
 
 
-def of_transformers(model: transformers.PreTrainedModel, case: Case, rows: range) -> Tensor:
+def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
     """A row for each completion; logits of completions alone, as TRL asks for them."""
     prompt, completions = case.inputs, torch.stack([case.completions[i] for i in rows])  # (rows, C)
     repeated = {
@@ -184,7 +192,7 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
     return torch.cat(logps).detach()
 
 
-def compare(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case) -> dict[str, tuple[float, float]]:
+def compare(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case) -> dict[str, tuple[float, float]]:
     """How far each peer is from the grouped way: nats of log-probability at most, and share of the gradient's norm."""
     results = {}
     for name, way, model in (("grouped", grouped, ours), ("separate", separate, ours), ("hf", of_transformers, theirs)):
@@ -201,7 +209,7 @@ def compare(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case) 
     return differences
 
 
-def measure(ours: Qwen2_5_VL, theirs: transformers.PreTrainedModel, case: Case, repeats: int) -> list[dict]:
+def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int) -> list[dict]:
     """Time every phase and way, print the table."""
     G, C = len(case.completions), len(case.completions[0])
     every, optimizer = range(G), torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)

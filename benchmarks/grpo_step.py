@@ -25,13 +25,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports that read it: nothing here needs the network
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl/__main__.py sets it for runs
-import datasets
 import torch
-import transformers
-import trl
 from torch import Tensor
-from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.algorithms.grpo_stage import GRPOStage
@@ -49,7 +44,6 @@ from minivlmrl.tasks import shapes
 from minivlmrl.train import optimizer_step
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
-CHAT_TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja"
 QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image
 CASES = ((56, 16), (112, 8), (224, 4))  # pixels a side of an image, prompts in a step
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
@@ -71,13 +65,6 @@ class EndlessProcessor(Processor):
     stop_token_ids = ()
 
 
-class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-    """transformers' processor without the video processor: checking its type needs torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name, argument):
-        return type(argument)
-
-
 class Ours:
     """GRPO as train.py runs it, one optimizer step a call."""
 
@@ -91,24 +78,31 @@ class Ours:
         self.done += 1
 
 
-class TakeTurns(transformers.TrainerCallback):
-    """Times TRL's steps, and between two of them one of ours.
+def take_turns(ours: Ours):
+    """Make the callback of TRL's trainer that times both sides."""
+    import transformers
 
-    From on_step_begin to on_step_end Trainer runs training_step, in which GRPOTrainer generates, scores with the
-    reference, and goes forward and backward, then it clips, updates and zeroes the gradients. Rows are fetched before.
-    """
+    class TakeTurns(transformers.TrainerCallback):
+        """Times TRL's steps, and between two of them one of ours.
 
-    def __init__(self, ours: Ours):
-        self.ours, self.our_seconds, self.trl_seconds = ours, [], []
+        From on_step_begin to on_step_end Trainer runs training_step, in which GRPOTrainer generates, scores with the
+        reference, and goes forward and backward, then it clips, updates and zeroes the gradients. Rows are fetched
+        before.
+        """
 
-    def on_step_begin(self, *args, **kwargs):
-        self.begin = time.perf_counter()
+        def __init__(self, ours: Ours):
+            self.ours, self.our_seconds, self.trl_seconds = ours, [], []
 
-    def on_step_end(self, *args, **kwargs):
-        self.trl_seconds.append(time.perf_counter() - self.begin)
-        begin = time.perf_counter()
-        self.ours.step()
-        self.our_seconds.append(time.perf_counter() - begin)
+        def on_step_begin(self, *args, **kwargs):
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            self.trl_seconds.append(time.perf_counter() - self.begin)
+            begin = time.perf_counter()
+            self.ours.step()
+            self.our_seconds.append(time.perf_counter() - begin)
+
+    return TakeTurns(ours)
 
 
 def main():
@@ -117,6 +111,8 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
+    import transformers
+
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", FutureWarning)  # TRL's names of options that transformers renamed
     transformers.logging.disable_progress_bar()
@@ -136,11 +132,13 @@ def main():
 
 def measure(size: int, prompts: int, steps: int) -> dict:
     """Median milliseconds of a step on each side, for one size of image."""
+    import transformers
+
     rows = make_rows(size, prompts)
     model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model", model, processor)
-        turns = TakeTurns(our_side(model, processor, rows))
+        turns = take_turns(our_side(model, processor, rows))
         path = Path(folder) / "model"
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
         trainer = trl_side(theirs, path, rows, WARMUP + steps, turns)
@@ -177,10 +175,13 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
 
 
 def trl_side(
-    model: transformers.PreTrainedModel, folder: Path, rows: list[Row], steps: int, callback, new_tokens=NEW_TOKENS,
+    model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens=NEW_TOKENS,
     **options,
-) -> trl.GRPOTrainer:  # fmt: skip
+):  # fmt: skip
     """Options of GRPOConfig may be given; tokenizer and image settings are in the folder."""
+    import datasets
+    import trl
+
     batch = {"per_device_train_batch_size": len(rows) * NUM_GENERATIONS, "bf16": False, "gradient_checkpointing": False}
     config = trl.GRPOConfig(
         output_dir=str(folder), max_steps=steps, use_cpu=model.device.type == "cpu", lr_scheduler_type="constant",
@@ -199,20 +200,30 @@ def trl_side(
     )  # fmt: skip
 
 
-def trl_processor(folder: Path) -> ImageOnlyProcessor:
+def trl_processor(folder: Path):
     """Tokenizer and image settings of a checkpoint, in transformers' classes."""
+    import transformers
+    import trl
+    from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class ImageOnlyProcessor(Qwen2_5_VLProcessor):
+        """transformers' processor without the video processor: checking its type needs torchvision."""
+
+        def check_argument_for_proper_class(self, argument_name, argument):
+            return type(argument)
+
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja"
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         padding_side="left",
     )  # fmt: skip
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHAT_TEMPLATE.read_text())
+    return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=template.read_text())
 
 
 @torch.no_grad()
-def assert_agreement(
-    model: Qwen2_5_VL, processor: Processor, trainer: trl.GRPOTrainer, rows: list[Row]
-) -> tuple[int, float]:
+def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
     """Both sides read the same tokens and pixels and give the same completions the same log-probabilities.
 
     Returns:
@@ -231,7 +242,7 @@ def assert_agreement(
     return len(prompts[0].input_ids), difference
 
 
-def score_with_trl(trainer: trl.GRPOTrainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """TRL's log-probabilities (n, C) of n completions (n, C), and the ids and pixels that its processor made."""
     user = [[{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}] for row in rows]
     chats = [[{"role": "user", "content": content}] for content in user for _ in range(NUM_GENERATIONS)]
