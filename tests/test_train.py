@@ -259,21 +259,12 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
         (["--stages=dpo", "--dpo.loss_type=ppo"], "dpo.loss_type is 'ppo'; known are sigmoid, hinge"),
         (["--stages=dpo", "--dpo.loss_type=exo_pair"], "dpo.loss_type exo_pair takes"),
         (["--stages=dpo", "--reference.sync_ref_model=true", "--dpo.reference_free=true"], "sync_ref_model needs"),
-<<<<<<< HEAD
-=======
         (
             ["--stages=dpo", "--reference.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
             r"reference\.num_shared_layers needs a reference model",
         ),
         (["--stages=dpo", "--reference.num_shared_layers=3"], "num_shared_layers is 3, the model has 2 layers"),
         (["--stages=grpo", "--reference.num_shared_layers=3", "--grpo.beta=1"], "num_shared_layers is 3, the model"),
-        (
-            ["--grpo.importance_sampling_level=word"],
-            r"grpo\.importance_sampling_level is 'word', it must be 'token', 'seq",
-        ),
-        (["--grpo.kl_estimator=k4"], r"grpo\.kl_estimator is 'k4', it must be 'k1', 'k2' or 'k3'"),
-        (["--grpo.rollout_correction=all"], r"grpo\.rollout_correction is 'all', it must be 'token_truncate', "),
->>>>>>> parent of f3a237c (A reference shares no layers with the policy: adapters share their whole base, and reference.num_shared_layers goes)
         (["--grpo.loss_type=rloo", "--grpo.importance_sampling_level=sequence"], "rloo has its own"),
         (
             ["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
