@@ -180,7 +180,8 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
     "grpo": (GRPO, [
         ("in a rollout", 3), ("in backward", 7), ("before the tensors of a state", 1), ("in the optimizer", 2),
         ("after the tensors of a state", 1), ("when metrics are written", 3), ("before the rename", 1),
-        ("between the rename and the cleanup", 4), ("while resuming", 1), ("in the cleanup", 2),
+        ("between the rename and the cleanup", 4), ("while resuming", 1), ("before the rename", 1),
+        ("in the cleanup", 2), ("in backward", 3),
     ]),
     "sft": (["--optimizer.name=adamw_8bit"], [("between the rename and the cleanup", 1), ("in backward", 7)]),
     "dpo": ([STILL], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
