@@ -104,7 +104,9 @@ def print_band(found: dict, runs: list[dict], rows: int) -> bool:
         error = 2 * math.sqrt(share * (1 - share) / rows)
         low, high = max(0.0, min(values) - error), min(1.0, max(values) + error)
         positions.append("below" if got < low else "above" if got > high else "inside")
-        print(f"expect: {stage} {name} {got:.3f} is {positions[-1]} the band {low:.3f} to {high:.3f} of {len(runs)} runs")
+        print(
+            f"expect: {stage} {name} {got:.3f} is {positions[-1]} the band {low:.3f} to {high:.3f} of {len(runs)} runs"
+        )
     return set(positions) != {"inside"}
 
 

@@ -1,7 +1,8 @@
 """Choose the torch path or the Triton path of a kernel, and import Triton where it is installed.
 
-The torch path runs everywhere, and the Triton path is tested against it. Triton runs on a GPU, or on a CPU in its
-interpreter, which executes a kernel with numpy, one program after the other: slow, but exact enough for tests.
+The torch path runs everywhere, and the Triton path is tested against it. Triton runs on a GPU, or
+on a CPU in its interpreter, which executes a kernel with numpy, one program after the other: slow,
+but exact enough for tests.
 
     MINIVLMRL_KERNELS=auto      (or unset) Triton for float32, float16 and bfloat16 tensors on a GPU, otherwise torch
     MINIVLMRL_KERNELS=torch     the torch path everywhere
@@ -19,25 +20,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here. Where Triton is not installed (macOS, Windows), or would only take 70 MiB
-# (no GPU, no import of it before, nothing in the environment that asks), the two names that are read while a file is
-# imported have substitutes, and the kernels are functions that are never called.
-triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=lambda value: value)
+# Kernel files import tl and triton from here. Where Triton is not installed (macOS, Windows), or
+# would only take 70 MiB (no GPU, no import of it before, nothing in the environment that asks), the
+# two names that are read while a file is imported have substitutes, and the kernels are functions
+# that are never called.
+triton, tl = (
+    SimpleNamespace(jit=lambda kernel: kernel),
+    SimpleNamespace(constexpr=lambda value: value),
+)
 INSTALLED = find_spec("triton") is not None
 ASKED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
 if INSTALLED and (ASKED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
 
-# Triton decides when it is first imported: setting TRITON_INTERPRET=1 later in the process has no effect
+# Triton decides when it is first imported: setting TRITON_INTERPRET=1 later in the process has no
+# effect
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what kernels read; they compute in float32
-CAPABILITY = (8, 0)  # of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
-_warn = cache(lambda obstacle: warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3))  # once
+# what kernels read; they compute in float32
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# of the oldest NVIDIA generation with bfloat16 (A100); AMD's numbers are larger
+CAPABILITY = (8, 0)
+# once
+_warn = cache(
+    lambda obstacle: warnings.warn(f"kernels run in torch, slower: {obstacle}", stacklevel=3)
+)
 
 
 def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
-    """Choose by a tensor's device and dtype and by MINIVLMRL_KERNELS (ValueError: an unknown value; it cannot run)."""
+    """Choose by a tensor's device and dtype and by MINIVLMRL_KERNELS (ValueError: an unknown value;
+    it cannot run)."""
     choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"MINIVLMRL_KERNELS={choice}: write auto, torch or triton")
@@ -52,32 +64,44 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot run for such tensors, or None if it can. ROCm devices are called cuda too."""
+    """Why Triton cannot run for such tensors, or None if it can.
+    ROCm devices are called cuda too."""
     if not INSTALLED:
         return "Triton is not installed: pip install triton"
     if dtype not in DTYPES:
-        return f"the kernels compute in float32, the tensor is {dtype}: convert it, or use MINIVLMRL_KERNELS=auto"
+        return (
+            f"the kernels compute in float32, the tensor is {dtype}: convert it, or use "
+            "MINIVLMRL_KERNELS=auto"
+        )
     if device.type == "cpu" and not INTERPRETED:
         return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
     if device.type not in ("cuda", "cpu"):
         return f"it does not run on {device.type} devices: use MINIVLMRL_KERNELS=auto"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0: use MINIVLMRL_KERNELS=auto"
+        return (
+            f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0: use "
+            "MINIVLMRL_KERNELS=auto"
+        )
     return _compiler_obstacle() if device.type == "cuda" else None
 
 
 @cache
 def _compiler_obstacle() -> str | None:
-    """Why Triton cannot compile, if so: what it compiles first, its driver, needs a C compiler and Python's headers."""
+    """Why Triton cannot compile, if so: what it compiles first, its driver, needs a C compiler and
+    Python's headers."""
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # whatever it is, the kernels would meet it too
-        return f"Triton cannot compile here ({' '.join(str(error).split()):.200}): it needs gcc and python3-dev"
+        return (
+            f"Triton cannot compile here ({' '.join(str(error).split()):.200}): it needs gcc "
+            "and python3-dev"
+        )
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor from the host; a card reads it from pinned memory by itself, so the host does not wait."""
+    """Copy a tensor from the host; a card reads it from pinned memory by itself, so the host does
+    not wait."""
     if torch.device(device).type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

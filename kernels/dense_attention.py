@@ -2,8 +2,9 @@
 
     S = q k^T D^-1/2, -inf where a query does not see a key       P = softmax(S)       out = P v
 
-Query head i reads key head i // (H / K). Where the formula is written out, the query heads of one key head are
-concatenated as if they were more queries: fewer and larger products, and no copies of the keys.
+Query head i reads key head i // (H / K). Where the formula is written out, the query heads of one
+key head are concatenated as if they were more queries: fewer and larger products, and no copies of
+the keys.
 """
 
 import math
@@ -15,16 +16,19 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# On a CPU, with at most this many keys and heads this narrow, the formula written out is faster than the fused kernel:
-# with 16 to 110 keys, forward and backward on two threads took about half the time. With more keys the scores no longer
-# fit the caches, and with wider heads (80 and 128 were tried) the fused kernel is as fast or faster.
+# On a CPU, with at most this many keys and heads this narrow, the formula written out is faster
+# than the fused kernel: with 16 to 110 keys, forward and backward on two threads took about half
+# the time. With more keys the scores no longer fit the caches, and with wider heads (80 and 128
+# were tried) the fused kernel is as fast or faster.
 MOST_KEYS, MOST_HEAD_DIM = 128, 64
 
 
 def gather_rows(x: Tensor, index: Tensor, alone: bool = False) -> Tensor:
-    """x[index] along the first axis, (*index.shape, ...). alone: if as long as x, index is 0, 1, 2 ...
+    """x[index] along the first axis, (*index.shape, ...). alone: if as long as x, index is 0, 1, 2
+    ...
 
-    An embedding look-up: its backward adds whole rows and is 17 times faster on a CPU than that of x[index].
+    An embedding look-up: its backward adds whole rows and is 17 times faster on a CPU than that of
+    x[index].
     """
     rows = x if alone and index.numel() == len(x) else F.embedding(index, x.flatten(1))
     return rows.view(*index.shape, *x.shape[1:])
@@ -39,13 +43,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Returns:
         (S, H, L, D).
-    Source: torch's scaled_dot_product_attention with enable_gqa, and with causal_lower_right as its mask.
+    Source: torch's scaled_dot_product_attention with enable_gqa, and with causal_lower_right as its
+    mask.
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM
     on_gpu = q.device.type == "cuda" and q.shape[3] % 8 == 0
-    if is_causal and on_gpu and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too, after 8 L T bytes of host memory
+    if (
+        is_causal
+        and on_gpu
+        and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
+    ):
+        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too, after 8 L T
+        # bytes of host memory
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if is_causal and L == T and not short:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -59,7 +69,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute q k^T D^-1/2 + mask (L, T) in float32 (float64 of float64), (..., L, T), of q, k (..., L or T, D)."""
+    """Compute q k^T D^-1/2 + mask (L, T) in float32 (float64 of float64), (..., L, T), of q, k
+    (..., L or T, D)."""
     scale = q.shape[-1] ** -0.5
     if q.dtype != torch.promote_types(q.dtype, torch.float32):
         scores = float32_matmul(q, k.mT) * scale  # a scaled q would be rounded

@@ -1,6 +1,8 @@
-"""Rows that read one prompt, as one dense block of it: their products with its keys are then a single matmul.
+"""Rows that read one prompt, as one dense block of it: their products with its keys are then a
+single matmul.
 
-Dimension letters: R rows (running completions), B prompts, K key/value heads, h query heads of each, X anything.
+Dimension letters: R rows (running completions), B prompts, K key/value heads, h query heads of
+each, X anything.
 """
 
 import math
@@ -15,20 +17,24 @@ SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
 
 
 class PromptSlots:
-    """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most rows."""
+    """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most
+    rows."""
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
-        # prompt_index: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked; prompts: B
+        # prompt_index: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked;
+        # prompts: B
         counts = prompt_index.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
         self.prompts, self.slots = prompts, int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
         slot = prompt_index * self.slots + torch.arange(len(prompt_index)) - first[prompt_index]
         self.slot = to_device(slot, device)
-        self.full = len(prompt_index) == prompts * self.slots  # then the slots are the rows in order
+        # then the slots are the rows in order
+        self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """(R, K, h, X) -> (B, K, slots*h, X): the rows of a prompt as more queries of it, zeros in empty slots."""
+        """(R, K, h, X) -> (B, K, slots*h, X): the rows of a prompt as more queries of it, zeros in
+        empty slots."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
@@ -39,11 +45,15 @@ class PromptSlots:
         return x if self.full else x[self.slot]
 
 
-def after_prompt(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots) -> Tensor:
-    """Compute the attention of completions to their own keys, causally, and to those of the prompt that they share.
+def after_prompt(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
+) -> Tensor:
+    """Compute the attention of completions to their own keys, causally, and to those of the prompt
+    that they share.
 
-    On a CPU all completions of a prompt are queries of one product with its keys, which are not copied for each. With
-    more scores than SHARED_BYTES, and on a GPU, the fused kernel reads copies: there scores never get to memory.
+    On a CPU all completions of a prompt are queries of one product with its keys, which are not
+    copied for each. With more scores than SHARED_BYTES, and on a GPU, the fused kernel reads
+    copies: there scores never get to memory.
 
     Args:
         q: (R, H, C, D) of completions.
@@ -55,15 +65,22 @@ def after_prompt(q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Te
     """
     repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
-        k, v = (torch.cat([gather_rows(x, slots.prompt_index), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
+        k, v = (
+            torch.cat([gather_rows(x, slots.prompt_index), y], dim=2)
+            for x, y in ((prompt_k, k), (prompt_v, v))
+        )
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
-    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D): one copy of each
+    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D): one copy
+    # of each
     q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)
-    own_q, own_k, own_v = (x.unflatten(2, (slots.slots, -1)) for x in (q, slots.by_prompt(k), slots.by_prompt(v)))
+    own_q, own_k, own_v = (
+        x.unflatten(2, (slots.slots, -1)) for x in (q, slots.by_prompt(k), slots.by_prompt(v))
+    )
     unseen = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(repeat, 0)
     to_own = attention_scores(own_q, own_k, unseen).view(*q.shape[:3], C)
     weights = torch.cat([attention_scores(q, prompt_k), to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([P, C], dim=-1)
     out = (to_prompt @ prompt_v).view_as(own_q) + to_own.unflatten(2, (slots.slots, -1)) @ own_v
-    out = out.view(*q.shape[:2], slots.slots, C, repeat, -1).permute(0, 3, 2, 1, 4, 5)  # (B, C, slots, K, repeat, D)
+    # (B, C, slots, K, repeat, D)
+    out = out.view(*q.shape[:2], slots.slots, C, repeat, -1).permute(0, 3, 2, 1, 4, 5)
     return slots.by_row(out).flatten(2, 4).transpose(1, 2)

@@ -1,10 +1,12 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with the statistics in float32.
 
-Derivation of the backward. With r = (mean(x^2) + eps)^-1/2, n = x r and the gradient g of the result:
+Derivation of the backward. With r = (mean(x^2) + eps)^-1/2, n = x r and the gradient g of the
+result:
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are kept. Autograd of the formula keeps four tensors of x's size in float32 and takes half as long again.
+Only x and r are kept. Autograd of the formula keeps four tensors of x's size in float32 and takes
+half as long again.
 """
 
 import torch
@@ -25,7 +27,14 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()  # (..., 1)
+    # (..., 1)
+    r = (
+        torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        .square_()
+        .div_(len(weight))
+        .add_(eps)
+        .rsqrt_()
+    )
     return (wide * r).to(x.dtype).mul_(weight), r
 
 
@@ -41,6 +50,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         n, g, wide_weight = x * r, g.to(r.dtype), weight.to(r.dtype)
         products = (g * n).flatten(0, -2)
-        means = (products @ wide_weight / -len(weight)).view(r.shape)  # of -g weight n over each row
+        # of -g weight n over each row
+        means = (products @ wide_weight / -len(weight)).view(r.shape)
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -1,4 +1,5 @@
-"""Rotary position embedding on a GPU: each pair of numbers is read once, turned in float32 and written once.
+"""Rotary position embedding on a GPU: each pair of numbers is read once, turned in float32 and
+written once.
 
 Derivation. Pair (a, b) = (x_i, x_{i+D/2}) and angle t with c = cos t, s = sin t:
 
@@ -14,9 +15,16 @@ constexpr = tl.constexpr
 
 
 @triton.jit
-def _kernel(x, cos, sin, out, row_stride, head_stride, H, D, direction, HEADS: constexpr, HALF: constexpr):
-    """Turn all heads of one token; the tables have each angle twice, and in their second half +sin."""
-    row, head, i = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+def _kernel(
+    x, cos, sin, out, row_stride, head_stride, H, D, direction, HEADS: constexpr, HALF: constexpr
+):
+    """Turn all heads of one token; the tables have each angle twice, and in their second half
+    +sin."""
+    row, head, i = (
+        tl.program_id(0).to(tl.int64),
+        tl.arange(0, HEADS)[:, None],
+        tl.arange(0, HALF)[None, :],
+    )
     half = D // 2
     inside = (head < H) & (i < half)
     c = tl.load(cos + row * D + i, mask=i < half, other=0.0).to(tl.float32)
@@ -31,7 +39,8 @@ def _kernel(x, cos, sin, out, row_stride, head_stride, H, D, direction, HEADS: c
 
 @torch.library.custom_op("minivlmrl::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tensor:
-    """Turn x (N, ..., D) by the angles of tables (N, ..., D), one for all heads of a token; -1 turns back."""
+    """Turn x (N, ..., D) by the angles of tables (N, ..., D), one for all heads of a token;
+    -1 turns back."""
     heads = x.flatten(1, -2)  # (N, H, D)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
     (N, H, D), out = heads.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -49,5 +58,6 @@ def _save(ctx, inputs, output):
 
 rotary.register_fake(lambda x, cos, sin, direction=1.0: x.new_empty(x.shape))
 rotary.register_autograd(
-    lambda ctx, grad: (rotary(grad, *ctx.saved_tensors, -ctx.direction), None, None, None), setup_context=_save
+    lambda ctx, grad: (rotary(grad, *ctx.saved_tensors, -ctx.direction), None, None, None),
+    setup_context=_save,
 )

@@ -1,4 +1,5 @@
-"""Log-probability of chosen tokens and entropy, from logits: one read forward, one read and one write backward.
+"""Log-probability of chosen tokens and entropy, from logits: one read forward, one read and one
+write backward.
 
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -19,9 +20,10 @@ with upstream gradients g (of logp) and e (of H), from the logits again and the 
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)        a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The kernels compute in base 2, where the GPU has an exponential: with k = log2(e) / T, d' = k z - k top is one
-instruction and d = d' ln 2. A logit of -inf has probability 0, and there d exp d must be 0, not inf * 0: differences
-are clamped to FLOOR, where the exponential is the smallest normal number. NaN stays NaN.
+The kernels compute in base 2, where the GPU has an exponential: with k = log2(e) / T, d' = k z - k
+top is one instruction and d = d' ln 2. A logit of -inf has probability 0, and there d exp d must be
+0, not inf * 0: differences are clamped to FLOOR, where the exponential is the smallest normal
+number. NaN stays NaN.
 """
 
 import math
@@ -35,8 +37,11 @@ FLOOR = -126.0  # of d', base 2
 LOG2E = 1 / math.log(2)
 
 
-def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Score logits z (m, V): logp, H, top and s, each (m,). z becomes d; scratch (m, V) is overwritten too."""
+def score_rows_(
+    z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Score logits z (m, V): logp, H, top and s, each (m,).
+    z becomes d; scratch (m, V) is overwritten too."""
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
     d = differences_(z, top, temperature)
@@ -47,9 +52,15 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 
 
 def differentiate_rows_(
-    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch: Tensor | None = None
+    d: Tensor,
+    ids: Tensor,
+    saved: list,
+    upstream: list,
+    temperature: float,
+    scratch: Tensor | None = None,
 ) -> Tensor:
-    """Compute dz (m, V) from d, which it overwrites; saved: H, top and s; upstream: g and e, which may be None."""
+    """Compute dz (m, V) from d, which it overwrites; saved: H, top and s;
+    upstream: g and e, which may be None."""
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
     dz = torch.exp(d, out=scratch)
@@ -70,7 +81,8 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """(m,) bool: rows with an upstream gradient that is not zero (NaN is not). The others have dz = 0."""
+    """(m,) bool: rows with an upstream gradient that is not zero (NaN is not).
+    The others have dz = 0."""
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
@@ -79,9 +91,9 @@ def take_rows(tensors: list[Tensor | None], rows: slice | Tensor) -> list[Tensor
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and every column has a top,
-# an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load of bfloat16, in each of the TURNS rows), so
-# threads exchange nothing before the end of the row.
+# One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and
+# every column has a top, an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load
+# of bfloat16, in each of the TURNS rows), so threads exchange nothing before the end of the row.
 FORWARD_SHAPE, FORWARD_WARPS = (8, 1024), 4
 BACKWARD_BLOCK, BACKWARD_WARPS = 8192, 8
 TURNS, COLUMNS, BLOCK = map(tl.constexpr, (*FORWARD_SHAPE, BACKWARD_BLOCK))
@@ -104,11 +116,26 @@ def _absorb(z, top, s, t, k):
 
 @triton.jit
 def _forward(
-    logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
+    logits,
+    ids,
+    parts,
+    logps,
+    entropies,
+    tops,
+    totals,
+    stride,
+    rows,
+    width,
+    first,
+    k,
+    FIRST: constexpr,
+    LAST: constexpr,
 ):
-    """Score one row of `width` logits of the ids from `first` on: the whole vocabulary, or one part of it.
+    """Score one row of `width` logits of the ids from `first` on: the whole vocabulary, or one part
+    of it.
 
-    parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST and written unless LAST.
+    parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST and written
+    unless LAST.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr = logits + row * stride
@@ -147,7 +174,8 @@ def _forward(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        tl.store(logps + row, tl.where(logp > 0, 0.0, logp))  # k z - k top may round to slightly above 0
+        # k z - k top may round to slightly above 0
+        tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
         tl.store(totals + row, s)
@@ -160,7 +188,19 @@ def _forward(
 
 @triton.jit
 def _backward(
-    logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
+    logits,
+    ids,
+    entropies,
+    tops,
+    totals,
+    grad_logps,
+    grad_entropies,
+    out,
+    stride,
+    out_stride,
+    width,
+    first,
+    k,
 ):
     """Write dz of one row of `width` logits of the ids from `first` on; out may be the logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -194,7 +234,12 @@ def _backward(
 
 
 def fold_(
-    z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
+    z: Tensor,
+    ids: Tensor,
+    parts: Tensor | None,
+    temperature: float,
+    first_id: int = 0,
+    last: bool = True,
 ) -> list[Tensor | None]:
     """Score logits z (N, width) of the ids from first_id on, one part of each row.
 
@@ -208,14 +253,30 @@ def fold_(
     numbers = (z.stride(0), rows, width, first_id, LOG2E / temperature)
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
-            _forward[(rows,)](z, ids, parts, *out, *numbers, FIRST=first_id == 0, LAST=last, num_warps=FORWARD_WARPS)
+            _forward[(rows,)](
+                z,
+                ids,
+                parts,
+                *out,
+                *numbers,
+                FIRST=first_id == 0,
+                LAST=last,
+                num_warps=FORWARD_WARPS,
+            )
     return out
 
 
 def differentiate_part_(
-    z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
+    z: Tensor,
+    ids: Tensor,
+    saved: list,
+    upstream: list,
+    temperature: float,
+    out: Tensor,
+    first_id: int = 0,
 ) -> Tensor:
-    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z; saved is from fold_."""
+    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z;
+    saved is from fold_."""
     rows, width = z.shape
     numbers = (z.stride(0), out.stride(0), width, first_id, LOG2E / temperature)
     if rows:
@@ -229,12 +290,16 @@ def _op(z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
     """logp, H, top and s, each (N,), of logits z (N, V)."""
     if backend_for(z) == "triton":
         return tuple(fold_(z, ids, None, temperature))
-    return score_rows_(z.to(torch.promote_types(z.dtype, torch.float32), copy=True), ids, temperature)
+    return score_rows_(
+        z.to(torch.promote_types(z.dtype, torch.float32), copy=True), ids, temperature
+    )
 
 
 @_op.register_fake
 def _(z, ids, temperature):
-    return tuple(z.new_empty(ids.shape, dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(4))
+    return tuple(
+        z.new_empty(ids.shape, dtype=torch.promote_types(z.dtype, torch.float32)) for _ in range(4)
+    )
 
 
 @torch.library.custom_op("minivlmrl::selective_log_softmax_backward", mutates_args=())
@@ -244,7 +309,9 @@ def _backward_op(
     if backend_for(z) == "triton":
         out = torch.empty_like(z, memory_format=torch.contiguous_format)
         return differentiate_part_(z, ids, saved, take_rows([g, e], ...), temperature, out)
-    d = differences_(z.to(g.dtype, copy=True, memory_format=torch.contiguous_format), saved[1], temperature)
+    d = differences_(
+        z.to(g.dtype, copy=True, memory_format=torch.contiguous_format), saved[1], temperature
+    )
     dz = differentiate_rows_(d, ids, saved, take_rows([g, e], ...), temperature).to(z.dtype)
     return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0)  # also where such a row has NaN
 
@@ -269,7 +336,12 @@ _op.register_autograd(_differentiate, setup_context=setup_context)
 
 
 def selective_log_softmax(
-    logits: Tensor, ids: Tensor, *, temperature: float = 1.0, entropy: bool = False, ignore_index: int = -100
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor | None]:
     """Score chosen tokens under softmax(logits / temperature).
 
@@ -280,13 +352,17 @@ def selective_log_softmax(
         entropy: return the entropies too.
         ignore_index: where ids have this value, log-probability, entropy and gradient are 0.
     Returns:
-        logps (...) and entropies (...) or None, nats, float32 (float64 for float64 logits); both are differentiable.
+        logps (...) and entropies (...) or None, nats, float32 (float64 for float64 logits); both
+        are differentiable.
     Raises:
         ValueError: the shapes do not fit, or the temperature is not positive.
     Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} need ids {tuple(logits.shape[:-1])}, not {tuple(ids.shape)}")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} need ids {tuple(logits.shape[:-1])}, not "
+            f"{tuple(ids.shape)}"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[None]

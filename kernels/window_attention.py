@@ -1,23 +1,27 @@
-"""Attention inside segments: each token attends to all tokens of its own window (or of its own frame).
+"""Attention inside segments: each token attends to all tokens of its own window (or of its own
+frame).
 
-Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head separately:
+Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head
+separately:
 
     S = c q_s k_s^T      (L, L)        P = softmax(S) over the last axis        o_s = P v_s      (L, D)
 
-The softmax is computed as 2^(S log2 e), after the row's largest entry is subtracted. With do_s the gradient of o_s, and
-since a row's softmax has the Jacobian diag(p) - p p^T:
+The softmax is computed as 2^(S log2 e), after the row's largest entry is subtracted. With do_s the
+gradient of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-so the backward needs q, k and v alone: it computes S and P again, 64 x 64 numbers that never leave the chip.
+so the backward needs q, k and v alone: it computes S and P again, 64 x 64 numbers that never leave
+the chip.
 
-Segments are independent. In torch, consecutive segments of equal length are one batched call without a mask; where such
-runs are too short for a call each, the segments are sorted by length first. In Triton one program computes one segment
-of at most 64 tokens and one head, forward or backward: no loop, nothing shared, one read of its inputs and one write of
-its outputs. A head of D = 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of two, and padded
-to 128 the backward needs a third more registers and shared memory (sm_90).
+Segments are independent. In torch, consecutive segments of equal length are one batched call
+without a mask; where such runs are too short for a call each, the segments are sorted by length
+first. In Triton one program computes one segment of at most 64 tokens and one head, forward or
+backward: no loop, nothing shared, one read of its inputs and one write of its outputs. A head of D
+= 80 is two blocks of columns, 64 and 16, not one of 128: blocks are powers of two, and padded to
+128 the backward needs a third more registers and shared memory (sm_90).
 """
 
 import math
@@ -30,25 +34,30 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import dense_attention, gather_rows
 
-# Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB a thread, and three
-# passes of tf32 still spill in the backward. So float32 on a GPU goes to torch; the interpreter has no registers.
+# Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB
+# a thread, and three passes of tf32 still spill in the backward. So float32 on a GPU goes to torch;
+# the interpreter has no registers.
 MOST_TOKENS, MOST_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# On a CPU one call costs as much as sorting this many tokens: segments are sorted if calls would have fewer on average.
+# On a CPU one call costs as much as sorting this many tokens: segments are sorted if calls would
+# have fewer on average.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Lengths of the segments, in order, and how batched_attention calls them: built once per batch for all blocks."""
+    """Lengths of the segments, in order, and how batched_attention calls them: built once per batch
+    for all blocks."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         begins = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        self.cu_seqlens = to_device(begins.int(), device)  # (segments + 1,): the begin of each, and the end of the last
+        # (segments + 1,): the begin of each, and the end of the last
+        self.cu_seqlens = to_device(begins.int(), device)
         # one call each: (length, tokens) of consecutive segments of one length
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        self.order = self.inverse = None  # (T,) permutations of the tokens, if the segments are sorted
+        # (T,) permutations of the tokens, if the segments are sorted
+        self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
             length_of_token = begins.diff().repeat_interleave(begins.diff())  # (T,)
@@ -74,13 +83,15 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
-# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is enough.
+# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is
+# enough.
 constexpr = tl.constexpr
 
 
 @triton.jit
 def _load(x, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
-    """COLUMNS columns of a segment's rows from column FIRST on, (L, COLUMNS); zeros outside of the segment."""
+    """COLUMNS columns of a segment's rows from column FIRST on, (L, COLUMNS);
+    zeros outside of the segment."""
     rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
     return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
 
@@ -122,9 +133,15 @@ def _forward_kernel(
     out += first * H * D + head * D
 
     scores = tl.zeros((L, L), tl.float32)
-    scores = _dot(_load(q, q_row, length, D, 0, L, D0), tl.trans(_load(k, k_row, length, D, 0, L, D0)), scores)
+    scores = _dot(
+        _load(q, q_row, length, D, 0, L, D0), tl.trans(_load(k, k_row, length, D, 0, L, D0)), scores
+    )
     if D1 > 0:
-        scores = _dot(_load(q, q_row, length, D, D0, L, D1), tl.trans(_load(k, k_row, length, D, D0, L, D1)), scores)
+        scores = _dot(
+            _load(q, q_row, length, D, D0, L, D1),
+            tl.trans(_load(k, k_row, length, D, D0, L, D1)),
+            scores,
+        )
     P = _softmax(scores, length, log2_scale, L).to(v.dtype.element_ty)
     o0 = _dot(P, _load(v, v_row, length, D, 0, L, D0), tl.zeros((L, D0), tl.float32))
     _store(out, o0, H * D, length, D, 0, L, D0)
@@ -154,25 +171,54 @@ def _backward_kernel(
     dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
         q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
-        do1, v1 = _load(grad + begin, H * D, length, D, D0, L, D1), _load(v, v_row, length, D, D0, L, D1)
+        do1, v1 = (
+            _load(grad + begin, H * D, length, D, D0, L, D1),
+            _load(v, v_row, length, D, D0, L, D1),
+        )
         scores = _dot(q1, tl.trans(k1), scores)
         dP = _dot(do1, tl.trans(v1), dP)
     P = _softmax(scores, length, log2_scale, L)
-    dS = scale * P * (dP - tl.sum(P * dP, 1)[:, None])  # rows outside of the segment: dP = 0, so dS = 0
+    # rows outside of the segment: dP = 0, so dS = 0
+    dS = scale * P * (dP - tl.sum(P * dP, 1)[:, None])
     P_t, dS = tl.trans(P.to(v0.dtype)), dS.to(v0.dtype)
     dS_t = tl.trans(dS)
 
-    _store(grad_v + begin, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(
+        grad_v + begin, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0
+    )
     _store(grad_q + begin, _dot(dS, k0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
-    _store(grad_k + begin, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
+    _store(
+        grad_k + begin, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0
+    )
     if D1 > 0:
-        _store(grad_v + begin, _dot(P_t, do1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
-        _store(grad_q + begin, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
-        _store(grad_k + begin, _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1)
+        _store(
+            grad_v + begin,
+            _dot(P_t, do1, tl.zeros((L, D1), tl.float32)),
+            H * D,
+            length,
+            D,
+            D0,
+            L,
+            D1,
+        )
+        _store(
+            grad_q + begin, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1
+        )
+        _store(
+            grad_k + begin,
+            _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)),
+            H * D,
+            length,
+            D,
+            D0,
+            L,
+            D1,
+        )
 
 
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
-    """Block sizes L, D0, D1 for segments of at most `longest` tokens: 64, 64, 16 for 60 tokens of head size 80.
+    """Block sizes L, D0, D1 for segments of at most `longest` tokens: 64, 64, 16 for 60 tokens of
+    head size 80.
 
     At least 16, the smallest that a matrix instruction takes.
     """
@@ -182,19 +228,43 @@ def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def warps(L: int) -> int:
-    """Warps of a program: 4 form one group of Hopper's matrix unit; shorter segments have less work."""
+    """Warps of a program: 4 form one group of Hopper's matrix unit;
+    shorter segments have less work."""
     return 4 if L == 64 else 2 if L == 32 else 1
 
 
-def _launch(kernel, pointers: list[Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> None:
-    """Start one program for each segment and head; the backward, with more pointers, takes the scale as well."""
+def _launch(
+    kernel,
+    pointers: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+) -> None:
+    """Start one program for each segment and head; the backward, with more pointers, takes the
+    scale as well."""
     (_, H, D), (L, D0, D1) = q.shape, blocks(longest, q.shape[2])
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
     scale = D**-0.5
-    scales = [scale * math.log2(math.e)] if kernel is _forward_kernel else [scale, scale * math.log2(math.e)]
+    scales = (
+        [scale * math.log2(math.e)]
+        if kernel is _forward_kernel
+        else [scale, scale * math.log2(math.e)]
+    )
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
-            *pointers, cu_seqlens, *strides, *scales, H=H, D=D, L=L, D0=D0, D1=D1, num_warps=warps(L), num_stages=1
+            *pointers,
+            cu_seqlens,
+            *strides,
+            *scales,
+            H=H,
+            D=D,
+            L=L,
+            D0=D0,
+            D1=D1,
+            num_warps=warps(L),
+            num_stages=1,
         )
 
 
@@ -217,7 +287,8 @@ def _backward(
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """The kernels take any strides of rows and heads, but read the numbers of a head one after the other."""
+    """The kernels take any strides of rows and heads, but read the numbers of a head one after the
+    other."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
@@ -240,8 +311,8 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Attend within each segment, scale D^-1/2.
 
-    Triton runs where backend_for chooses it and a segment fits into one program: at most 64 tokens, D <= 128, float16
-    or bfloat16. Otherwise torch, with dense_attention for each length.
+    Triton runs where backend_for chooses it and a segment fits into one program: at most 64 tokens,
+    D <= 128, float16 or bfloat16. Otherwise torch, with dense_attention for each length.
 
     Args:
         q, k, v: (T, H, D), one dtype.

@@ -1,1 +1,2 @@
-"""Reinforcement learning for vision-language models, from scratch: files -> tokens -> log-probabilities -> steps."""
+"""Reinforcement learning for vision-language models, from scratch: files -> tokens ->
+log-probabilities -> steps."""

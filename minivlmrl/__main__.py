@@ -1,14 +1,17 @@
-"""`python -m minivlmrl TOOL`: one table of everything that can be started; `python -m minivlmrl` prints it."""
+"""`python -m minivlmrl TOOL`: one table of everything that can be started;
+`python -m minivlmrl` prints it."""
 
 import ctypes
 import importlib
 import os
 import sys
 
-# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to four times as long when
-# other work kept the cores busy. It reads this when torch is imported, which the tools do.
+# A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to
+# four times as long when other work kept the cores busy. It reads this when torch is imported,
+# which the tools do.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# glibc gives free memory back to the kernel, and the next step has it cleared anew, page by page: 1 to 4 % of a step.
+# glibc gives free memory back to the kernel, and the next step has it cleared anew, page by page: 1
+# to 4 % of a step.
 if os.name == "posix" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
     libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may lie free
     libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks alone are given back at once
@@ -17,13 +20,28 @@ TOOLS = {  # name: (module:function, what it does)
     "train": ("minivlmrl.tools.help:start", "train by a recipe, as torchrun train.py does"),
     "ask": ("minivlmrl.tools.ask:main", "ask a model one question"),
     "merge": ("minivlmrl.tools.merge:main", "add an adapter to its base, as one plain folder"),
-    "page": ("minivlmrl.run.page:main", "write one HTML file of a run, or of two: curves and completions"),
-    "evaluate": ("minivlmrl.tools.answer_rows:main", "answer the rows of a file and score the answers"),
+    "page": (
+        "minivlmrl.run.page:main",
+        "write one HTML file of a run, or of two: curves and completions",
+    ),
+    "evaluate": (
+        "minivlmrl.tools.answer_rows:main",
+        "answer the rows of a file and score the answers",
+    ),
     "generate": ("minivlmrl.tools.answer_rows:generate", "answer the rows of a file"),
-    "check": ("minivlmrl.tools.check:main", "say what will go wrong with a recipe, before any training"),
+    "check": (
+        "minivlmrl.tools.check:main",
+        "say what will go wrong with a recipe, before any training",
+    ),
     "plan": ("minivlmrl.run.plan:main", "print what a run needs of each GPU's memory"),
-    "replay": ("minivlmrl.audit.replay:main", "train a step of a run again, and show a group of it"),
-    "audit": ("minivlmrl.audit.audit:main", "check a step that any trainer dumped, and name its bugs"),
+    "replay": (
+        "minivlmrl.audit.replay:main",
+        "train a step of a run again, and show a group of it",
+    ),
+    "audit": (
+        "minivlmrl.audit.audit:main",
+        "check a step that any trainer dumped, and name its bugs",
+    ),
 }
 
 

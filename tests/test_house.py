@@ -159,10 +159,10 @@ def test_plain_words(path):
 
 
 def test_formatting_is_left_to_ruff():
-    sources = "".join(path.read_text() for path in FILES.values())
-    assert sources.count("# fmt: skip") <= 10
-    excluded = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["format"]["exclude"]
-    assert sorted(excluded) == sorted(f"minivlmrl/{name}.py" for name in house.READING_ORDER)
+    sources = [path.read_text() for path in FILES.values()]
+    assert "".join(sources).count("# fmt: skip") <= 10
+    wide = [line for text in sources for line in text.splitlines() if len(line) > 100]
+    assert len(wide) <= 30, "only drawings, tables and texts of others are wider than 100 columns"
 
 
 def test_every_folder_is_installed():

@@ -1,9 +1,10 @@
 """AdamW whose two moments take 8 bits a value instead of 32 (arXiv 2110.02861).
 
-A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in float32, its scale, and
-for each value the index of the nearest of 256 numbers between -1 and 1, which lie closer together near 0. No block
-crosses a row, and ranks share a weight by rows: any number of them computes the same codes. bitsandbytes cuts the flat
-tensor instead, which is the same where 256 divides a row.
+A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in
+float32, its scale, and for each value the index of the nearest of 256 numbers between -1 and 1,
+which lie closer together near 0. No block crosses a row, and ranks share a weight by rows: any
+number of them computes the same codes. bitsandbytes cuts the flat tensor instead, which is the same
+where 256 divides a row.
 """
 
 import math
@@ -20,7 +21,8 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """bitsandbytes' 256 numbers, ascending: 0, 1, and in each of seven decades twice as many as in the one below."""
+    """bitsandbytes' 256 numbers, ascending: 0, 1, and in each of seven decades twice as many as in
+    the one below."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -30,7 +32,8 @@ def dynamic_code(signed: bool) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(rows, n) float32 -> indices (rows, n) uint8 of the nearest numbers, and scales (rows, ceil(n / block))."""
+    """(rows, n) float32 -> indices (rows, n) uint8 of the nearest numbers, and scales (rows, ceil(n
+    / block))."""
     rows, n = values.shape
     blocks = F.pad(values, (0, -n % block)).view(rows, -1, block)
     scales = blocks.abs().amax(2)
@@ -47,11 +50,21 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW in all but its moments; for weights of 16 bits with Kahan's sum.
 
-    These keep what rounding has taken from them, in 16 bits: updates too small to change a weight add up until they do.
+    These keep what rounding has taken from them, in 16 bits: updates too small to change a weight
+    add up until they do.
     """
 
-    def __init__(self, parameters: Iterable, lr: float, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay=0.0):
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        parameters: Iterable,
+        lr: float,
+        betas=(0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay=0.0,
+    ):
+        super().__init__(
+            parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.codes = {name: dynamic_code(signed) for name, signed in SIGNED.items()}
 
     @torch.no_grad()
@@ -73,7 +86,12 @@ class AdamW8bit(torch.optim.Optimizer):
             piece = {name: value[rows] for name, value in state.items() if name != "step"}
             g, new = gradient[rows].to(dtype), weight[rows].to(dtype, copy=True)
             m = self._read(piece, "exp_avg").to(dtype).mul_(beta1).add_(g, alpha=1 - beta1)
-            v = self._read(piece, "exp_avg_sq").to(dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            v = (
+                self._read(piece, "exp_avg_sq")
+                .to(dtype)
+                .mul_(beta2)
+                .addcmul_(g, g, value=1 - beta2)
+            )
             denominator = (v.sqrt() / math.sqrt(1 - beta2**number)).add_(group["eps"])
             new.mul_(1 - lr * group["weight_decay"])
             new += piece.get("rounded_off", 0)
@@ -96,14 +114,18 @@ class AdamW8bit(torch.optim.Optimizer):
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     """Moments of 0, sharded as the parameter is."""
     parameter = parameter.detach()
-    rounded_off = {"rounded_off": torch.zeros_like(parameter)} if parameter.dtype.itemsize == 2 else {}
+    rounded_off = (
+        {"rounded_off": torch.zeros_like(parameter)} if parameter.dtype.itemsize == 2 else {}
+    )
     state = {"step": torch.zeros(())} | rounded_off
     small = parameter.dim() == 1 or parameter.numel() < SMALLEST
     dtype = torch.promote_types(parameter.dtype, torch.float32) if small else torch.uint8
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=dtype)
         if not small:
-            state[f"{name}_scale"] = torch.zeros_like(parameter.flatten(1)[:, ::BLOCK], dtype=torch.float32)
+            state[f"{name}_scale"] = torch.zeros_like(
+                parameter.flatten(1)[:, ::BLOCK], dtype=torch.float32
+            )
     return state
 
 

@@ -1,7 +1,8 @@
-"""LoRA (arXiv 2106.09685): a linear layer computes x W^T + scaling x A^T B^T, and only A and B are trained.
+"""LoRA (arXiv 2106.09685): a linear layer computes x W^T + scaling x A^T B^T, and only A and B are
+trained.
 
-Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the decoder, the
-sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
+Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the
+decoder, the sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
 """
 
 import math
@@ -19,23 +20,33 @@ from minivlmrl.adapters.nf4 import NF4Linear
 from minivlmrl.rows import random_numbers
 
 # what a recipe calls parts of the model, as names of linear layers
-TARGETS = {"language": r"model\.layers\..+", "vision": r"visual\.blocks\..+", "merger": r"visual\.merger\..+"}
+TARGETS = {
+    "language": r"model\.layers\..+",
+    "vision": r"visual\.blocks\..+",
+    "merger": r"visual\.merger\..+",
+}
 
 
 @dataclass
 class LoRAConfig:
-    """Which layers get an adapter (LoRA), and of what size; all weights of the base are frozen then."""
+    """Which layers get an adapter (LoRA), and of what size;
+    all weights of the base are frozen then."""
 
-    path: str | None = None  # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
+    # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
+    path: str | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
-    dropout: Annotated[float, "[0, 1)"] = 0.0  # share of the inputs of A that is 0 in training, see dropout.py
-    target: list[str] = field(default_factory=lambda: ["language"])  # also vision, merger, or a regex of layers' names
+    # share of the inputs of A that is 0 in training, see dropout.py
+    dropout: Annotated[float, "[0, 1)"] = 0.0
+    # also vision, merger, or a regex of layers' names
+    target: list[str] = field(default_factory=lambda: ["language"])
     dora: bool = False  # rows of W + scaling B A have trained lengths (arXiv 2402.09353)
-    quantize: Literal["nf4"] | None = None  # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
+    # W in 4 bits a value (QLoRA, arXiv 2305.14314), see nf4.py
+    quantize: Literal["nf4"] | None = None
 
     def place(self, model: nn.Module):
-        """Freeze a model and exchange all linear layers that this names, on any device; draw_adapters follows."""
+        """Freeze a model and exchange all linear layers that this names, on any device;
+        draw_adapters follows."""
         model.requires_grad_(not self.r)
         chosen = [target_layers(model, target) for target in self.target if self.r]
         for name in {name: None for names in chosen for name in names}:
@@ -45,19 +56,30 @@ class LoRAConfig:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer, with its weight and bias, and an adapter, in float32 on a base of less, as PEFT's.
+    """A linear layer, with its weight and bias, and an adapter, in float32 on a base of less, as
+    PEFT's.
 
-    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A lengths lora_magnitude; their own are constants.
+    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A lengths lora_magnitude; their
+    own are constants.
     """
 
     def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
-        self.in_features, self.out_features, self.scaling = base.in_features, base.out_features, scaling
+        self.in_features, self.out_features, self.scaling = (
+            base.in_features,
+            base.out_features,
+            scaling,
+        )
         self.weight, self.bias = base.weight, base.bias
-        options = {"device": base.weight.device, "dtype": torch.promote_types(base.weight.dtype, torch.float32)}
+        options = {
+            "device": base.weight.device,
+            "dtype": torch.promote_types(base.weight.dtype, torch.float32),
+        }
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
-        self.lora_magnitude = nn.Parameter(torch.zeros(self.out_features, **options)) if dora else None
+        self.lora_magnitude = (
+            nn.Parameter(torch.zeros(self.out_features, **options)) if dora else None
+        )
         self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout.py
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +89,9 @@ class LoRALinear(nn.Linear):
             dropped = self.drop(dropped)
         added = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.scaling
         if self.lora_magnitude is not None:
-            lengths = self.lora_magnitude / row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
+            lengths = self.lora_magnitude / row_lengths(
+                self.weight, self.lora_A, self.lora_B, self.scaling
+            )
             product = result if self.drop is None else super().forward(dropped.to(x.dtype))
             product = product if self.bias is None else product - self.bias
             added = (lengths - 1) * product + lengths * added  # exactly 0 at first
@@ -80,11 +104,19 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W; all ranks of a sharded model call this."""
-        A, B, weight = full(self.lora_A), full(self.lora_B), full(self.weight).to(self.lora_A.device)
+        """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W;
+        all ranks of a sharded model call this."""
+        A, B, weight = (
+            full(self.lora_A),
+            full(self.lora_B),
+            full(self.weight).to(self.lora_A.device),
+        )
         moved = weight + self.scaling * (B @ A)
         if self.lora_magnitude is not None:
-            moved = moved * (full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling))[:, None]
+            moved = (
+                moved
+                * (full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling))[:, None]
+            )
         return moved.to(weight.dtype)
 
 
@@ -107,7 +139,9 @@ def full(tensor: Tensor | LoRALinear) -> Tensor:
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     """The layers that have an adapter, by name; empty without any."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
 
 
 def is_adapter(name: str) -> bool:
@@ -116,10 +150,19 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
-    """By name, what `full` makes a plain model's weights of: parameters, or layers with packed or merged weights."""
+    """By name, what `full` makes a plain model's weights of: parameters, or layers with packed or
+    merged weights."""
     kind = LoRALinear if merged else NF4LoRALinear
-    layers = {f"{name}.weight": layer for name, layer in adapters(model).items() if isinstance(layer, kind)}
-    return {name: p for name, p in model.named_parameters() if not is_adapter(name) and p.is_floating_point()} | layers
+    layers = {
+        f"{name}.weight": layer
+        for name, layer in adapters(model).items()
+        if isinstance(layer, kind)
+    }
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if not is_adapter(name) and p.is_floating_point()
+    } | layers
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -128,7 +171,8 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The base of a model's adapters, which nothing trains, as a memo for deepcopy; empty without any."""
+    """The base of a model's adapters, which nothing trains, as a memo for deepcopy;
+    empty without any."""
     base = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
     return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
@@ -139,11 +183,14 @@ class AdapterCopy(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.models = [model]  # in a list: its base is no part of this
-        self.copies = nn.ParameterList(p.detach().clone() for p in adapter_parameters(model)).requires_grad_(False)
+        self.copies = nn.ParameterList(
+            p.detach().clone() for p in adapter_parameters(model)
+        ).requires_grad_(False)
 
     @contextmanager
     def computing(self) -> Iterator[nn.Module]:
-        """Yield the model with these adapters instead of its own. A sharded one must not be gathered at the ends."""
+        """Yield the model with these adapters instead of its own.
+        A sharded one must not be gathered at the ends."""
         self._exchange()
         try:
             yield self.models[0]
@@ -154,7 +201,8 @@ class AdapterCopy(nn.Module):
     def _exchange(self):
         for own, theirs in zip(self.copies, adapter_parameters(self.models[0]), strict=True):
             value = theirs.detach().clone()
-            theirs.data.copy_(own)  # unseen by autograd: what an older graph has saved is there again when it is used
+            # unseen by autograd: what an older graph has saved is there again when it is used
+            theirs.data.copy_(own)
             own.copy_(value)
 
 
@@ -174,20 +222,25 @@ def quantize_base(model: nn.Module):
 
 
 def draw_adapters(model: nn.Module, seed: int):
-    """Draw A as nn.Linear draws its weights (B stays 0), and measure what DoRA scales to; all ranks call this."""
+    """Draw A as nn.Linear draws its weights (B stays 0), and measure what DoRA scales to;
+    all ranks call this."""
     weights = {}
     for name, layer in adapters(model).items():
-        bound = 1 / math.sqrt(layer.in_features)  # nn.Linear's own: kaiming_uniform with a = sqrt(5)
+        # nn.Linear's own: kaiming_uniform with a = sqrt(5)
+        bound = 1 / math.sqrt(layer.in_features)
         numbers = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
         weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
         weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
         if layer.lora_magnitude is not None:
-            weights[f"{name}.lora_magnitude"] = full(layer.weight).to(layer.lora_A.dtype).norm(dim=1)
+            weights[f"{name}.lora_magnitude"] = (
+                full(layer.weight).to(layer.lora_A.dtype).norm(dim=1)
+            )
     set_parameters(model, weights)
 
 
 def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
-    """Give parameters their values, full tensors by name; of a sharded model each rank keeps its part."""
+    """Give parameters their values, full tensors by name;
+    of a sharded model each rank keeps its part."""
     sharding, device = getattr(model, "sharding", None), model.lm_head.weight.device
     parameters, own = dict(model.named_parameters()), {}
     for name, tensor in weights.items():
@@ -197,20 +250,31 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
-    """Names of the linear layers that one entry of target means; the head and the embeddings are none."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    """Names of the linear layers that one entry of target means;
+    the head and the embeddings are none."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    ]
     try:
         found = [name for name in names if re.fullmatch(TARGETS.get(target, target), name)]
     except re.error as error:
-        raise ValueError(f"target is {target!r}, it must be a regular expression ({error})") from error
+        raise ValueError(
+            f"target is {target!r}, it must be a regular expression ({error})"
+        ) from error
     if not found:
-        words = f"{', '.join(TARGETS)} or a regular expression of whole names of linear layers, such as {names[-1]}"
+        words = (
+            f"{', '.join(TARGETS)} or a regular expression of whole names of linear layers, "
+            f"such as {names[-1]}"
+        )
         raise ValueError(f"target is {target!r}, which fits no layer; it must be {words}")
     return found
 
 
 def wrap(model: nn.Module, name: str, *form):
-    """Exchange the linear layer of this name for one with an adapter of this form that adds nothing yet."""
+    """Exchange the linear layer of this name for one with an adapter of this form that adds nothing
+    yet."""
     model.set_submodule(name, LoRALinear(model.get_submodule(name), *form))
 
 

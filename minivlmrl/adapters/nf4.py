@@ -1,7 +1,8 @@
 """Weights under adapters in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
 
-64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of a normal. Scales,
-less their mean, have 8 bits: 4.13 bits a value. A layer unpacks its weight while it computes, the backward again.
+64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of
+a normal. Scales, less their mean, have 8 bits: 4.13 bits a value. A layer unpacks its weight while
+it computes, the backward again.
 """
 
 from collections.abc import Callable
@@ -19,22 +20,32 @@ NF4 = (  # the appendix of the paper, in float32
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_pairs = cache(lambda device: torch.cartesian_prod(torch.tensor(NF4), torch.tensor(NF4)).to(device))  # of each byte
-_scale_code = cache(lambda device: dynamic_code(True).to(device))  # kept there: a GPU would wait, a graph refuses it
+# of each byte
+_pairs = cache(lambda device: torch.cartesian_prod(torch.tensor(NF4), torch.tensor(NF4)).to(device))
+# kept there: a GPU would wait, a graph refuses it
+_scale_code = cache(lambda device: dynamic_code(True).to(device))
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Two indices a byte, the first in the upper half; indices and scales of the blocks' scales, and their mean."""
+    """Two indices a byte, the first in the upper half;
+    indices and scales of the blocks' scales, and their mean."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
     offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
     indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
-    return {"packed": packed, "scale_indices": indices[0], "scale_scales": scale_scales[0], "offset": offset}
+    return {
+        "packed": packed,
+        "scale_indices": indices[0],
+        "scale_scales": scale_scales[0],
+        "offset": offset,
+    }
 
 
 def unpack(packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor) -> Tensor:
     """The (n,) float32 values that pack's result means, n filled up to whole blocks."""
-    scales = dequantize(scale_indices[None], scale_scales[None], _scale_code(packed.device))[0] + offset
+    scales = (
+        dequantize(scale_indices[None], scale_scales[None], _scale_code(packed.device))[0] + offset
+    )
     return (_pairs(packed.device)[packed.int()].view(-1, BLOCK) * scales[:, None]).flatten()
 
 
@@ -52,21 +63,27 @@ class NF4Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose weight is packed. A sharded model shards the bytes and has all scales on each rank."""
+    """A linear layer whose weight is packed. A sharded model shards the bytes and has all scales on
+    each rank."""
 
     def read(self, weight: Tensor, part: Callable = lambda packed, like: packed):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
         self.shape, self.dtype = weight.shape, getattr(self, "dtype", weight.dtype)
         values = pack(weight.to(self.dtype))
-        self.packed = nn.Parameter(part(values.pop("packed"), getattr(self, "packed", None)), requires_grad=False)
+        self.packed = nn.Parameter(
+            part(values.pop("packed"), getattr(self, "packed", None)), requires_grad=False
+        )
         for name, tensor in values.items():
             self.register_buffer(name, tensor)
 
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features) in the dtype that it was packed from, gathered if it is sharded."""
+        """(out_features, in_features) in the dtype that it was packed from, gathered if it is
+        sharded."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
-        values = unpack(packed.to(self.offset.device), self.scale_indices, self.scale_scales, self.offset)
+        values = unpack(
+            packed.to(self.offset.device), self.scale_indices, self.scale_scales, self.offset
+        )
         return values[: self.shape.numel()].view(self.shape).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ from minivlmrl.hub.folder import read_json, write_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of PEFT's config that would change the result, unless they say nothing
-REFUSED = "use_qalora bias lora_bias fan_in_fan_out modules_to_save layer_replication trainable_token_indices"
+REFUSED = (
+    "use_qalora bias lora_bias fan_in_fan_out modules_to_save layer_replication "
+    "trainable_token_indices"
+)
 REFUSED = (*REFUSED.split(), "target_parameters", "alora_invocation_tokens")
 
 
@@ -29,11 +32,13 @@ class PeftConfig:
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
     use_dora: bool = False
-    alpha_pattern: dict[str, float] | None = None  # of some layers: name, end of a name or regex -> alpha
+    # of some layers: name, end of a name or regex -> alpha
+    alpha_pattern: dict[str, float] | None = None
 
 
 def load_adapter(model: nn.Module, folder: str | Path):
-    """Put the adapters of a PEFT folder on a plain model and freeze the rest (ValueError: names what is wrong)."""
+    """Put the adapters of a PEFT folder on a plain model and freeze the rest (ValueError: names
+    what is wrong)."""
     forms, weights = _read(model.requires_grad_(False), Path(folder))
     for name, form in forms.items():
         wrap(model, name, *form)
@@ -42,29 +47,43 @@ def load_adapter(model: nn.Module, folder: str | Path):
 
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
-    (forms, weights), own = _read(model, Path(folder)), {name: layer.form for name, layer in adapters(model).items()}
-    texts = [{name: "r {}, scaling {:g}, dora {}".format(*form) for name, form in x.items()} for x in (forms, own)]
+    (forms, weights), own = (
+        _read(model, Path(folder)),
+        {name: layer.form for name, layer in adapters(model).items()},
+    )
+    texts = [
+        {name: "r {}, scaling {:g}, dora {}".format(*form) for name, form in x.items()}
+        for x in (forms, own)
+    ]
     for name in sorted(forms.keys() | own.keys()):
         theirs, ours = (text.get(name, "no adapter") for text in texts)
         if theirs != ours:
             cure = "change adapter.r, alpha, target or dora"
-            raise ValueError(f"adapter.path: {folder} has {theirs} on {name}, the recipe says {ours}: {cure}")
+            raise ValueError(
+                f"adapter.path: {folder} has {theirs} on {name}, the recipe says {ours}: {cure}"
+            )
     set_parameters(model, weights)
 
 
-def _read(model: nn.Module, folder: Path) -> tuple[dict[str, tuple[int, float, bool]], dict[str, Tensor]]:
+def _read(
+    model: nn.Module, folder: Path
+) -> tuple[dict[str, tuple[int, float, bool]], dict[str, Tensor]]:
     """The form of the adapter of each layer of a model, and all weights."""
     values = read_json(folder / CONFIG)
     config = build(PeftConfig, values, str(folder / CONFIG), json=True)
     with naming(folder / CONFIG):
         for name in REFUSED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(f"{name} is {values[name]!r:.60}, which is not supported; merge it with PEFT")
+                raise ValueError(
+                    f"{name} is {values[name]!r:.60}, which is not supported; merge it with PEFT"
+                )
     file, pairs = folder / WEIGHTS, {}
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a whole safetensors file ({error}); PEFT's .bin files are not read") from error
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({error}); PEFT's .bin files are not read"
+        ) from error
     with naming(file):
         for name, tensor in tensors.items():
             layer, which = _our_name(name)
@@ -72,46 +91,83 @@ def _read(model: nn.Module, folder: Path) -> tuple[dict[str, tuple[int, float, b
         if not pairs:
             raise ValueError("there is no adapter in it")
         forms = {name: _form(model, name, pair, config) for name, pair in pairs.items()}
-    return forms, {f"{name}.lora_{which}": tensor for name, pair in pairs.items() for which, tensor in pair.items()}
+    return forms, {
+        f"{name}.lora_{which}": tensor
+        for name, pair in pairs.items()
+        for which, tensor in pair.items()
+    }
 
 
-def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> tuple[int, float, bool]:
+def _form(
+    model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig
+) -> tuple[int, float, bool]:
     found = dict(model.named_modules()).get(name)
     if not isinstance(found, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     r, rows, columns = len(pair.get("A", ())), found.out_features, found.in_features
-    expected = {"A": (r, columns), "B": (rows, r)} | ({"magnitude": (rows,)} if config.use_dora else {})
+    expected = {"A": (r, columns), "B": (rows, r)} | (
+        {"magnitude": (rows,)} if config.use_dora else {}
+    )
     if (shapes := {which: tuple(tensor.shape) for which, tensor in pair.items()}) != expected:
         there = ", ".join(f"lora_{which} {shape}" for which, shape in shapes.items())
-        asked = f"lora_A (r, {columns}) and lora_B ({rows}, r)" + f" and lora_magnitude ({rows},)" * config.use_dora
-        raise ValueError(f"{name} has {there}; there must be {asked}: take the adapter of this base")
+        asked = (
+            f"lora_A (r, {columns}) and lora_B ({rows}, r)"
+            + f" and lora_magnitude ({rows},)" * config.use_dora
+        )
+        raise ValueError(
+            f"{name} has {there}; there must be {asked}: take the adapter of this base"
+        )
     patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
-    fits = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))]
+    fits = [
+        alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))
+    ]
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, [*fits, config.lora_alpha][0] / divisor, config.use_dora
 
 
 def _our_name(name: str) -> tuple[str, str]:
-    """The layer of a tensor in the file, and which of it; transformers has called the parts of models in two ways."""
+    """The layer of a tensor in the file, and which of it;
+    transformers has called the parts of models in two ways."""
     name = name.replace(".lora_magnitude_vector", ".lora_magnitude")
-    match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?", name)
+    match = re.fullmatch(
+        rf"{re.escape(PREFIX)}(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?", name
+    )
     if not match:
-        raise ValueError(f"unexpected tensor {name:.80}; an adapter has only lora_A and lora_B of linear layers")
+        raise ValueError(
+            f"unexpected tensor {name:.80}; an adapter has only lora_A and lora_B of linear layers"
+        )
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", match[1]), match[2]
 
 
 def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:
-    """Return what writes a model's adapters, as they are now, into a folder; all ranks of a sharded model call this."""
+    """Return what writes a model's adapters, as they are now, into a folder;
+    all ranks of a sharded model call this."""
     layers = {_their_name(name): layer for name, layer in adapters(model).items()}
     weights = {f"{name}.lora_A.weight": layer.lora_A for name, layer in layers.items()}
     weights |= {f"{name}.lora_B.weight": layer.lora_B for name, layer in layers.items()}
-    weights |= {f"{name}.lora_magnitude_vector": layer.lora_magnitude for name, layer in layers.items()}
-    tensors = {PREFIX + name: full(w).cpu().contiguous() for name, w in weights.items() if w is not None}
+    weights |= {
+        f"{name}.lora_magnitude_vector": layer.lora_magnitude for name, layer in layers.items()
+    }
+    tensors = {
+        PREFIX + name: full(w).cpu().contiguous() for name, w in weights.items() if w is not None
+    }
     ranks = {name: layer.form[0] for name, layer in layers.items()}
-    alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}  # also where alpha / sqrt(r) was it
+    # also where alpha / sqrt(r) was it
+    alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}
     r, alpha = max(ranks.values()), max(alphas.values())
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
-    config |= {"r": r, "lora_alpha": alpha, "target_modules": sorted(ranks), "lora_dropout": 0.0, "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    config |= {
+        "r": r,
+        "lora_alpha": alpha,
+        "target_modules": sorted(ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
     config["rank_pattern"] = {name: own for name, own in ranks.items() if own != r}
     config["alpha_pattern"] = {name: own for name, own in alphas.items() if own != alpha}
     config["use_dora"] = any(layer.form[2] for layer in layers.values())
@@ -126,4 +182,8 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
 
 def _their_name(name: str) -> str:
     """A layer's name in transformers >= 4.52, such as model.language_model.layers.0.mlp.up_proj."""
-    return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
+    return (
+        f"model.{name}"
+        if name.startswith("visual.")
+        else name.replace("model.", "model.language_model.", 1)
+    )

@@ -1,4 +1,5 @@
-"""Which parameters are trained: all, those of adapters, and of both only what no frozen part holds; as a table too."""
+"""Which parameters are trained: all, those of adapters, and of both only what no frozen part holds;
+as a table too."""
 
 import re
 from typing import Literal
@@ -18,28 +19,40 @@ Part = Literal["vision", "merger", "language", "embeddings"]
 
 def part_of(name: str) -> Part:
     """The part that a parameter of this name belongs to."""
-    return next(part for part in ("merger", "embeddings", "vision", "language") if name.startswith(PART[part]))
+    return next(
+        part
+        for part in ("merger", "embeddings", "vision", "language")
+        if name.startswith(PART[part])
+    )
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):
-    """Choose what an optimizer takes: adapters alone where there are some, and no parameter of frozen parts.
+    """Choose what an optimizer takes: adapters alone where there are some, and no parameter of
+    frozen parts.
 
     Of a value model its head too, and not the head that predicts tokens.
     """
     has_adapters, trained = bool(adapters(model)), 0
     for name, parameter in model.named_parameters():
         own, chosen = name.removeprefix("backbone."), is_adapter(name) >= has_adapters
-        chosen = own == "score.weight" or (name != "backbone.lm_head.weight" and part_of(own) not in freeze and chosen)
+        chosen = own == "score.weight" or (
+            name != "backbone.lm_head.weight" and part_of(own) not in freeze and chosen
+        )
         trained += parameter.requires_grad_(chosen).requires_grad
     if not trained:
         why = "adapter.target names no other part" if has_adapters else "these are all parts"
-        raise ValueError(f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {why}")
+        raise ValueError(
+            f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {why}"
+        )
 
 
 def table(model: nn.Module) -> str:
-    """What is trained, a line for each part or kind of adapted layer: name, layers, rank, parameters, share."""
+    """What is trained, a line for each part or kind of adapted layer: name, layers, rank,
+    parameters, share."""
     layers, kinds, weights = adapters(model), {}, plain_weights(model).values()
-    base = sum(w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights)
+    base = sum(
+        w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights
+    )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             layer, kind = name.rpartition(".")[0], (part_of(name), "")
@@ -47,7 +60,10 @@ def table(model: nn.Module) -> str:
                 kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].form[0]}"
             kinds.setdefault(kind, []).append((layer, parameter.numel()))
     counts = {kind: sum(size for _, size in tensors) for kind, tensors in kinds.items()}
-    lines = [f"trained: {(total := sum(counts.values())):,} parameters, {total / base:.3%} of the base's {base:,}"]
+    lines = [
+        f"trained: {(total := sum(counts.values())):,} parameters, {total / base:.3%} of the "
+        f"base's {base:,}"
+    ]
     for (name, rank), count in counts.items():
         number = len({layer for layer, _ in kinds[name, rank]})
         lines.append(f"  {name:<40} {number:>4}{rank:<9}{count:>14,} {count / base:>8.3%}")

@@ -38,19 +38,25 @@ class AnswerAlgorithm(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            yield self.step([self.micro_batch(part) for part in pieces(rows, self.config.micro_batch_size)])
+            yield self.step(
+                [self.micro_batch(part) for part in pieces(rows, self.config.micro_batch_size)]
+            )
 
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list]]:
-        """The prompts; and for each row its answers: ids (C,) int64, and a loss mask (C,) bool of the assistant's."""
+        """The prompts; and for each row its answers: ids (C,) int64, and a loss mask (C,) bool of
+        the assistant's."""
         encode = functools.partial(encode_completion, self.processor)
-        answers = [[encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows]
+        answers = [
+            [encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows
+        ]
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list]) -> MicroBatch:
-        """Lay encoded rows end to end, answers in order; the reference scores them, if there is one."""
+        """Lay encoded rows end to end, answers in order;
+        the reference scores them, if there is one."""
         ids, device = [[ids for ids, _ in row] for row in answers], self.world.device
         group = pack(prompts, ids, self.policy.config, device)
         loss_mask = torch.cat([mask for row in answers for _, mask in row])
@@ -69,7 +75,8 @@ class AnswerAlgorithm(Algorithm):
 
 
 class PairAlgorithm(AnswerAlgorithm):
-    """Trained on pairs of answers; margins(rows) -> (B,) is over 0 where the chosen answer is ahead."""
+    """Trained on pairs of answers; margins(rows) -> (B,) is over 0 where the chosen answer is
+    ahead."""
 
     needs, answers = "pairs", ("chosen", "rejected")
 
@@ -79,15 +86,19 @@ class PairAlgorithm(AnswerAlgorithm):
 
     @torch.no_grad()
     def pair_accuracy(self, rows: Dataset, size: int = 64) -> float | None:
-        """Compute the share of pairs with the chosen answer ahead, `size` pairs at a time; None: there are no pairs."""
+        """Compute the share of pairs with the chosen answer ahead, `size` pairs at a time;
+        None: there are no pairs."""
         world = self.world
         indices = with_answers(rows, world)
         if not indices:
             return None
         parts = pieces(equal_share(indices, world), size)
-        margin = torch.cat([self.margins([replace(rows[i], index=i) for i in part]) for part in parts])
+        margin = torch.cat(
+            [self.margins([replace(rows[i], index=i) for i in part]) for part in parts]
+        )
         reshard(self.trained)
-        ahead = margin[: len(indices[world.rank :: world.size])] > 0  # not those that another rank has too
+        # not those that another rank has too
+        ahead = margin[: len(indices[world.rank :: world.size])] > 0
         return world.sum(ahead.sum().item())[0] / len(indices)
 
 
@@ -99,7 +110,8 @@ def pieces(items: Sequence, size: int) -> list[Sequence]:
 def equal_share(items: Sequence, world) -> Sequence:
     """This rank's part of a sequence that all ranks hold: every world.size-th item.
 
-    Sharded models are computed by all ranks together, so all get equally many: some get one of the first items again.
+    Sharded models are computed by all ranks together, so all get equally many: some get one of the
+    first items again.
     """
     own = items[world.rank :: world.size]
     return [*own, *items[: -(-len(items) // world.size) - len(own)]]

@@ -19,10 +19,12 @@ class TrainingConfig:
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
-    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts (with all completions) in one forward and backward
+    # prompts (with all completions) in one forward and backward
+    micro_batch_size: Annotated[int, ">= 1"] = 32
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the schedule ends at this share of learning_rate
+    # the schedule ends at this share of learning_rate
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
 

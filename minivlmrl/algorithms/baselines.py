@@ -1,4 +1,5 @@
-"""Other baselines than the mean of a group: leave-one-out (RLOO), GDPO's normalisation, a critic's values (PPO)."""
+"""Other baselines than the mean of a group: leave-one-out (RLOO), GDPO's normalisation, a critic's
+values (PPO)."""
 
 import torch
 from torch import Tensor
@@ -7,24 +8,35 @@ from minivlmrl.advantages import EPSILON, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,) advantages.
+    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,)
+    advantages.
 
-    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before they are added.
-    Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation "normalize_then_sum".
+    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
+    they are added. Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation
+    "normalize_then_sum".
     """
     columns = []
     for column in rewards.unbind(1):
         groups = to_groups(column, num_generations)
-        columns.append(((groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups)[:, None] + EPSILON)).flatten())
-    total = (torch.stack(columns, 1) * weights).nansum(1).masked_fill(rewards.isnan().all(1), float("nan"))
+        columns.append(
+            (
+                (groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups)[:, None] + EPSILON)
+            ).flatten()
+        )
+    total = (
+        (torch.stack(columns, 1) * weights)
+        .nansum(1)
+        .masked_fill(rewards.isnan().all(1), float("nan"))
+    )
     return ((total - total.nanmean()) / (nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Measure each of (n,) rewards against the mean of the others of its group; `normalize` over the batch.
+    """Measure each of (n,) rewards against the mean of the others of its group; `normalize` over
+    the batch.
 
-    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no mean.
-    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
+    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no
+    mean. Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
@@ -43,13 +55,15 @@ def token_rewards(
     kl_estimator: str = "k1",
     score_index: Tensor | None = None,
 ) -> Tensor:
-    """Compute each token's reward in PPO: minus kl_coef times its KL to the reference, plus the score at the end.
+    """Compute each token's reward in PPO: minus kl_coef times its KL to the reference, plus the
+    score at the end.
 
     Args:
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
         score_index: (B,) int64, the token that earns the score, by default each row's last.
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, whose score is one position later if it can.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, whose score is one position
+    later if it can.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
@@ -59,20 +73,28 @@ def token_rewards(
     return (-kl_coef * kl).scatter_add(1, score_index[:, None], scores[:, None].to(kl.dtype))
 
 
-def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation.
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 
-    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1: deltas 0, 0.5, advantages 0.5, 0.5, returns 1, 1.
+    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1: deltas 0, 0.5, advantages 0.5,
+    0.5, returns 1, 1.
 
     Args:
-        rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token t.
+        rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token
+            t.
     Returns:
         advantages and returns (advantages + values), (B, T) each.
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
-    advantages, following, next_value = [], torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    advantages, following, next_value = (
+        [],
+        torch.zeros_like(rewards[:, 0]),
+        torch.zeros_like(rewards[:, 0]),
+    )
     for reward, value in zip(reversed(rewards.unbind(1)), reversed(values.unbind(1)), strict=True):
         following = reward + gamma * next_value - value + gamma * lam * following
         next_value = value
@@ -81,7 +103,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     return advantages, advantages + values
 
 
-def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
+def whiten(
+    parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None
+) -> list[Tensor]:
     """Bring the tokens of a rollout to mean 0 (if shift_mean) and variance 1.
 
     Args:
@@ -95,4 +119,7 @@ def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, al
     mean = total / max(count, 1)
     [squares] = add(sum(((p.double() - mean).square() * m).sum().item() for p, m in pairs))
     mean, variance = (parts[0].new_tensor(value) for value in (mean, squares / max(count - 1, 1)))
-    return [((p - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)) * m for p, m in pairs]
+    return [
+        ((p - mean) * (variance + 1e-8).rsqrt() + (0.0 if shift_mean else mean)) * m
+        for p, m in pairs
+    ]

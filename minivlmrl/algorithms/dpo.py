@@ -1,4 +1,5 @@
-"""Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its loss types."""
+"""Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its
+loss types."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -8,7 +9,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.algorithms.answers import AnswerBatch, PairAlgorithm, equal_share, pieces, with_answers
+from minivlmrl.algorithms.answers import (
+    AnswerBatch,
+    PairAlgorithm,
+    equal_share,
+    pieces,
+    with_answers,
+)
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.reference import Reference
@@ -23,11 +30,13 @@ from minivlmrl.rows import Dataset, Row
 class DPOConfig(DPOLoss, TrainingConfig):
     """Preference losses on pairs."""
 
-    precompute_ref_log_probs: bool = False  # score all rows before the first step; then no reference is kept in memory
+    # score all rows before the first step; then no reference is kept in memory
+    precompute_ref_log_probs: bool = False
 
 
 class DPO(PairAlgorithm):
-    """With precompute_ref_log_probs the policy scores all rows before its first step: there it is its reference."""
+    """With precompute_ref_log_probs the policy scores all rows before its first step: there it is
+    its reference."""
 
     stage, counted = "dpo", slice(0, None, 2)  # chosen tokens
 
@@ -35,11 +44,15 @@ class DPO(PairAlgorithm):
     def check(run):
         config = run.dpo
         for name in ("sync_ref_model", "num_shared_layers"):
-            if getattr(run.reference, name) and (config.precompute_ref_log_probs or config.reference_free):
+            if getattr(run.reference, name) and (
+                config.precompute_ref_log_probs or config.reference_free
+            ):
                 without = "dpo leaves out with precompute_ref_log_probs or reference_free"
                 raise ValueError(f"reference.{name} needs a reference model, which {without}")
         if config.precompute_ref_log_probs and config.reference_free:
-            raise ValueError("dpo.precompute_ref_log_probs: with reference_free there is no reference to score")
+            raise ValueError(
+                "dpo.precompute_ref_log_probs: with reference_free there is no reference to score"
+            )
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -59,20 +72,27 @@ class DPO(PairAlgorithm):
             self.precomputed["train"] = self.precompute(lambda i: batches.row(i, ""), sorted(met))
             if held_out is not None:
                 indices = with_answers(held_out, self.world)
-                self.precomputed["held_out"] = self.precompute(lambda i: replace(held_out[i], index=i), indices)
+                self.precomputed["held_out"] = self.precompute(
+                    lambda i: replace(held_out[i], index=i), indices
+                )
 
     @torch.no_grad()
     def precompute(self, row: Callable[[int], Row], indices: list[int]) -> dict[int, Tensor]:
-        """Score rows with the policy as it is now: index -> log-probabilities of both answers, on every rank."""
+        """Score rows with the policy as it is now: index -> log-probabilities of both answers, on
+        every rank."""
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
-        for piece in tqdm(share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True):
+        for piece in tqdm(
+            share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True
+        ):
             self.world.leave()
             rows = [row(index) for index in piece]
             group = super().micro_batch(rows).group  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
             own |= {row.index: torch.cat(logps[2 * i : 2 * i + 2]) for i, row in enumerate(rows)}
-        return {index: logps for part in self.world.gather_objects(own) for index, logps in part.items()}
+        return {
+            index: logps for part in self.world.gather_objects(own) for index, logps in part.items()
+        }
 
     def micro_batch(self, rows: Sequence[Row], dataset: str = "train") -> AnswerBatch:
         batch = super().micro_batch(rows)
@@ -80,7 +100,10 @@ class DPO(PairAlgorithm):
             known = [self.precomputed[dataset].get(row.index) for row in rows]
             if any(logps is None for logps in known):
                 cure = "resume with the rows and dpo.max_steps that this run began with"
-                raise ValueError(f"dpo.precompute_ref_log_probs: a row was not scored before the first step; {cure}")
+                raise ValueError(
+                    "dpo.precompute_ref_log_probs: a row was not scored before the first step; "
+                    f"{cure}"
+                )
             batch.ref_per_token_logps = batch.group.pad(torch.cat(known).to(self.world.device))
         return batch
 
@@ -96,7 +119,8 @@ class DPO(PairAlgorithm):
         return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """How much further the policy has moved towards the chosen answers than towards the rejected ones."""
+        """How much further the policy has moved towards the chosen answers than towards the
+        rejected ones."""
         batch = self.micro_batch(rows, "held_out")
         moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
         if batch.ref_per_token_logps is not None:
@@ -109,7 +133,10 @@ class DPO(PairAlgorithm):
         for name, known in self.precomputed.items():
             if known:
                 lengths = torch.tensor([[index, len(logps)] for index, logps in known.items()])
-                state |= {f"{name}/lengths": lengths, f"{name}/logps": torch.cat(list(known.values()))}
+                state |= {
+                    f"{name}/lengths": lengths,
+                    f"{name}/logps": torch.cat(list(known.values())),
+                }
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]):

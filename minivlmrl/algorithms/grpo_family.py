@@ -1,7 +1,9 @@
-"""The rest of GRPO's family around the book's GRPO: other losses and advantages, dynamic sampling, corrections.
+"""The rest of GRPO's family around the book's GRPO: other losses and advantages, dynamic sampling,
+corrections.
 
-RLOO has ratios of whole completions, advantages against the others of the group, and the KL in the reward. train.py
-takes this class if a recipe asks for what the book's GRPO does not have; with the book's options both compute the same.
+RLOO has ratios of whole completions, advantages against the others of the group, and the KL in the
+reward. train.py takes this class if a recipe asks for what the book's GRPO does not have; with the
+book's options both compute the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +28,19 @@ from minivlmrl.rows import Row, random_numbers
 class FamilyConfig(GRPOConfig, FamilyLoss):
     """Options of the section `grpo`: the book's and these."""
 
-    rollout_correction: CorrectionMode | None = None  # for the sampler's mismatch, a mode of rollout_importance_ratio
+    # for the sampler's mismatch, a mode of rollout_importance_ratio
+    rollout_correction: CorrectionMode | None = None
     rollout_correction_max: float | None = 3.0  # upper bound of that ratio
     rollout_correction_min: float | None = None  # lower bound of that ratio
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
-    soft_punish_cache: Annotated[int, ">= 0"] = 0  # overlong shaping: rewards fall over this many last tokens
-    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: groups with equal rewards are sampled again
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"  # or GDPO
+    # overlong shaping: rewards fall over this many last tokens
+    soft_punish_cache: Annotated[int, ">= 0"] = 0
+    # over 1: groups with equal rewards are sampled again
+    max_num_gen_batches: Annotated[int, ">= 1"] = 1
+    # or GDPO
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
     normalize_advantages: bool = False  # rloo: over the batch
     reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL
     shuffle_rewards: bool = False  # a control: rewards permuted over the batch carry no information
@@ -42,24 +50,42 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
         clip = self.reward_clip_range
         if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
             raise ValueError(f"reward_clip_range is {clip}, it must be [low, high]")
-        rloo, gdpo = self.loss_type == "rloo", self.multi_objective_aggregation == "normalize_then_sum"
+        rloo, gdpo = (
+            self.loss_type == "rloo",
+            self.multi_objective_aggregation == "normalize_then_sum",
+        )
         if rloo and self.importance_sampling_level != "token":
-            raise ValueError("importance_sampling_level: rloo has its own, the ratio of whole completions")
+            raise ValueError(
+                "importance_sampling_level: rloo has its own, the ratio of whole completions"
+            )
         if rloo and gdpo:
-            raise ValueError("multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize")
+            raise ValueError(
+                "multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize"
+            )
         for name in ("normalize_advantages", "reward_clip_range"):
             if getattr(self, name) and not rloo:
-                raise ValueError(f"{name} is an option of loss_type rloo; the others have scale_rewards")
+                raise ValueError(
+                    f"{name} is an option of loss_type rloo; the others have scale_rewards"
+                )
         if self.soft_punish_cache and gdpo:
-            raise ValueError("soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it")
+            raise ValueError(
+                "soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it"
+            )
 
 
 def needs_family(config: FamilyConfig) -> bool:
     """Whether a recipe asks for something that the book's GRPO does not have."""
-    if config.loss_type not in ("grpo", "dapo", "dr_grpo") or config.importance_sampling_level == "sequence_token":
+    if (
+        config.loss_type not in ("grpo", "dapo", "dr_grpo")
+        or config.importance_sampling_level == "sequence_token"
+    ):
         return True
     book = {field.name for field in fields(GRPOConfig)}
-    return any(getattr(config, own.name) != own.default for own in fields(FamilyConfig) if own.name not in book)
+    return any(
+        getattr(config, own.name) != own.default
+        for own in fields(FamilyConfig)
+        if own.name not in book
+    )
 
 
 @dataclass
@@ -86,30 +112,40 @@ class Family(GRPOStage):
         yield from super().steps(batches)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Make a rollout; groups with equal rewards give way to further ones (DAPO's dynamic sampling, 2503.14476)."""
+        """Make a rollout; groups with equal rewards give way to further ones (DAPO's dynamic
+        sampling, 2503.14476)."""
         rollout, self.rounds = super().roll_out(rows), 1
         if self.config.max_num_gen_batches == 1:
             return rollout
         groups, count = self.all_groups(rollout), len(rollout.rows) * self.world.size
-        while sum(alive for *_, alive in groups) < count and self.rounds < self.config.max_num_gen_batches:
+        while (
+            sum(alive for *_, alive in groups) < count
+            and self.rounds < self.config.max_num_gen_batches
+        ):
             groups = groups + self.all_groups(super().roll_out(next(self.batches)))
             self.rounds += 1
-        kept = sorted(groups, key=lambda group: not group[-1])[:count]  # the first ones with different rewards
+        # the first ones with different rewards
+        kept = sorted(groups, key=lambda group: not group[-1])[:count]
         per_step = count // self.steps_per_rollout
-        local = [g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])]
+        local = [
+            g for i in range(0, count, per_step) for g in self.world.share(kept[i : i + per_step])
+        ]
         rows, completions, rewards, _ = zip(*local, strict=True)
         rows = [self.batches.row(*row) for row in rows]
         return Rollout(rows, self.prompts(rows), list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
-        """(row, completions, rewards (G, K), whether these differ) of each group of all ranks, in the order of rows."""
+        """(row, completions, rewards (G, K), whether these differ) of each group of all ranks, in
+        the order of rows."""
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
-        differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)  # NaN: no
+        # NaN: no
+        differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
         rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
         local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
         groups = [group for groups in self.world.gather_objects(local) for group in groups]
-        return sorted(groups, key=lambda group: int(group[0][1].rpartition("/")[2]))  # a key ends with the position
+        # a key ends with the position
+        return sorted(groups, key=lambda group: int(group[0][1].rpartition("/")[2]))
 
     def shaped(self, rollout: Rollout) -> Tensor:
         """(n,) rewards of this rank, after overlong shaping."""
@@ -117,19 +153,29 @@ class Family(GRPOStage):
         if self.config.soft_punish_cache:
             limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
             lengths = [len(c.ids) for group in rollout.completions for c in group]
-            rewards = rewards + torch.tensor([soft_overlong_punishment(n, limit, cache) for n in lengths])
+            rewards = rewards + torch.tensor(
+                [soft_overlong_punishment(n, limit, cache) for n in lengths]
+            )
         return rewards
 
-    def micro_batches(self, rollout: Rollout, part: range, advantages: Tensor | None = None) -> list[FamilyBatch]:
+    def micro_batches(
+        self, rollout: Rollout, part: range, advantages: Tensor | None = None
+    ) -> list[FamilyBatch]:
         batches, config = super().micro_batches(rollout, part, advantages), self.config
         if config.mask_truncated_completions:
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), rollout, part, batches, self.world)
         if config.rollout_correction:
-            how = config.rollout_correction, config.rollout_correction_max, config.rollout_correction_min
+            how = (
+                config.rollout_correction,
+                config.rollout_correction_max,
+                config.rollout_correction_min,
+            )
             for batch in batches:
                 logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(*logps, *how)
+                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(
+                    *logps, *how
+                )
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -146,23 +192,38 @@ class Family(GRPOStage):
         kl_in_reward = self.rloo and self.config.beta
         if self.config.rollout_correction or kl_in_reward or self.config.top_entropy_quantile < 1:
             logps, entropies = self.logps(batch.group)
-            batch.old_per_token_logps, batch.old_entropies = batch.group.pad(logps), batch.group.pad(entropies)
+            batch.old_per_token_logps, batch.old_entropies = (
+                batch.group.pad(logps),
+                batch.group.pad(entropies),
+            )
 
     def find_threshold(self, batches: list[FamilyBatch]):
-        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and ranks."""
+        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and
+        ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
-        entropies, quantile = torch.cat(self.world.gather_objects(local)), self.config.top_entropy_quantile
-        threshold = policy_losses.top_entropy_threshold(entropies, torch.ones_like(entropies), quantile)
+        entropies, quantile = (
+            torch.cat(self.world.gather_objects(local)),
+            self.config.top_entropy_quantile,
+        )
+        threshold = policy_losses.top_entropy_threshold(
+            entropies, torch.ones_like(entropies), quantile
+        )
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[FamilyBatch]]:
-        """Advantages, then micro-batches; RLOO's KL is in the reward, so its micro-batches come first."""
+        """Advantages, then micro-batches; RLOO's KL is in the reward, so its micro-batches come
+        first."""
         config, G = self.config, self.config.num_generations
-        rewards, total = self.world.all_gather(rollout.rewards), self.world.all_gather(self.shaped(rollout))
+        rewards, total = (
+            self.world.all_gather(rollout.rewards),
+            self.world.all_gather(self.shaped(rollout)),
+        )
         if config.shuffle_rewards:
-            order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(len(total))
+            order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(
+                len(total)
+            )
             order = torch.from_numpy(self.world.gather_objects(order)[0])
             by_rank = torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1)
             by_step = by_rank.transpose(0, 1).flatten()
@@ -175,7 +236,9 @@ class Family(GRPOStage):
         if self.rloo and config.beta:
             steps = [self.micro_batches(rollout, part) for part in parts]
         if self.rloo:
-            advantages = leave_one_out(self.clip_and_penalise(total, steps), G, config.normalize_advantages)
+            advantages = leave_one_out(
+                self.clip_and_penalise(total, steps), G, config.normalize_advantages
+            )
         elif self.gdpo:
             advantages = normalize_then_sum(rewards, self.reward_weights, G)
         else:
@@ -188,12 +251,16 @@ class Family(GRPOStage):
         return steps
 
     def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]] | None) -> Tensor:
-        """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the completion's KL."""
+        """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the
+        completion's KL."""
         bounds, beta = self.config.reward_clip_range, self.config.beta
         rewards = rewards if bounds is None else rewards.clamp(*bounds)
         if not beta:
             return rewards
-        kl = [((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu() for b in chain(*steps)]
+        kl = [
+            ((b.old_per_token_logps - b.ref_per_token_logps) * b.loss_mask).sum(1).cpu()
+            for b in chain(*steps)
+        ]
         order = torch.cat([b.completion_index for b in chain(*steps)]).argsort()
         return rewards - beta * self.world.all_gather(torch.cat(kl)[order])
 
@@ -205,12 +272,15 @@ class Family(GRPOStage):
         entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
         inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
         options = replace(self.config, beta=0.0) if self.rloo else self.config
-        loss, metrics = policy_loss(inputs, batch.advantages, batch.loss_mask, options, batch.counts)
+        loss, metrics = policy_loss(
+            inputs, batch.advantages, batch.loss_mask, options, batch.counts
+        )
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 
 def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
-    """Train on the completions that count alone, (n,) bool; the others are still sequences of the step."""
+    """Train on the completions that count alone, (n,) bool;
+    the others are still sequences of the step."""
     for batch in batches:
         own = counts[batch.completion_index].to(batch.loss_mask.device)
         batch.loss_mask = batch.loss_mask * own[:, None]
@@ -220,7 +290,8 @@ def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroB
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at max_completion_len.
+    """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at
+    max_completion_len.
 
     Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.

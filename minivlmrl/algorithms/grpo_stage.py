@@ -53,6 +53,8 @@ class GRPOStage(Algorithm, GRPO):
         if most is None:
             return super().split(rollout, part)
         prompts, G = rollout.prompts, self.config.num_generations
-        lengths = [(len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part]
+        lengths = [
+            (len(prompts[i].input_ids), [len(c.ids) for c in rollout.completions[i]]) for i in part
+        ]
         found = pieces(lengths, self.config.micro_batch_size, most, self.world)
         return [[part[i] * G + j for i, j in piece] for piece in found]

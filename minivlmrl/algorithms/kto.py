@@ -31,7 +31,8 @@ class KTOBatch(AnswerBatch):
 class KTO(AnswerAlgorithm):
     """Rows with a completion and a boolean column `label`.
 
-    The KL of kto_loss is measured on each prompt with the answer of the next row, as in TRL, but over a whole step.
+    The KL of kto_loss is measured on each prompt with the answer of the next row, as in TRL, but
+    over a whole step.
     """
 
     stage, needs, batch_type = "kto", "labels", KTOBatch
@@ -39,7 +40,10 @@ class KTO(AnswerAlgorithm):
     @staticmethod
     def check(run):
         if run.kto.loss_type == "kto" and run.kto.prompts_per_step < 2:
-            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more: the KL needs the answer of another row")
+            raise ValueError(
+                "kto.prompts_per_step is 1, it must be 2 or more: the KL needs the answer of "
+                "another row"
+            )
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -55,7 +59,9 @@ class KTO(AnswerAlgorithm):
             total, good = self.world.sum(len(rows), int(labels.sum()))
             prompts, answers = self.encode(rows)
             kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
-            parts = [pieces(items, self.config.micro_batch_size) for items in (prompts, answers, labels)]
+            parts = [
+                pieces(items, self.config.micro_batch_size) for items in (prompts, answers, labels)
+            ]
             for *encoded, marks in zip(*parts, strict=True):
                 batch = self.pack(*encoded)
                 batch.labels, batch.kl = marks.to(self.world.device), kl
@@ -65,7 +71,8 @@ class KTO(AnswerAlgorithm):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL of the policy to the reference on this step's prompts, each with the next row's answer."""
+        """Estimate the KL of the policy to the reference on this step's prompts, each with the next
+        row's answer."""
         first = self.world.gather_objects(answers[0])
         following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
@@ -80,11 +87,18 @@ class KTO(AnswerAlgorithm):
     def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group, mask = batch.group, batch.loss_mask
         logps, entropies = per_token_logps(self.policy, group)
-        fixed = {"ref_per_token_logps": batch.ref_per_token_logps, "kl": batch.kl, "counts": batch.counts}
+        fixed = {
+            "ref_per_token_logps": batch.ref_per_token_logps,
+            "kl": batch.kl,
+            "counts": batch.counts,
+        }
         loss, metrics = kto_loss(group.pad(logps), mask, batch.labels, self.config, **fixed)
         good = batch.labels.float().mean()
-        for name, here, in_step in zip(("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True):
-            # weighed with this batch's answers these add up to the mean over all good, or bad, answers of the step
+        for name, here, in_step in zip(
+            ("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True
+        ):
+            # weighed with this batch's answers these add up to the mean over all good, or bad,
+            # answers of the step
             mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
             metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
         return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}

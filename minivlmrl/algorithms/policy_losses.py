@@ -1,7 +1,8 @@
-"""The rest of the policy-gradient family, pure functions on top of losses.py; these two files can be copied out.
+"""The rest of the policy-gradient family, pure functions on top of losses.py; these two files can
+be copied out.
 
-More terms (a bound on the unclipped ratio, CISPO, SAPO, VESPO) and averages (LUSPO, BNPO), masks of off-policy rows and
-of low-entropy tokens, weights for the sampler's mismatch, and an entropy bonus.
+More terms (a bound on the unclipped ratio, CISPO, SAPO, VESPO) and averages (LUSPO, BNPO), masks of
+off-policy rows and of low-entropy tokens, weights for the sampler's mismatch, and an entropy bonus.
 """
 
 import math
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor
 
 from minivlmrl import losses
-from minivlmrl.losses import Counts, PolicyLoss, clipped, correct_kl, counts_of, kl_term, mean_metric, row_mean
+from minivlmrl.losses import (
+    Counts,
+    PolicyLoss,
+    clipped,
+    correct_kl,
+    counts_of,
+    kl_term,
+    mean_metric,
+    row_mean,
+)
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -24,12 +34,15 @@ class FamilyLoss(PolicyLoss):
     """Options of policy_loss: those of grpo_loss and more."""
 
     loss_type: LossType = "dapo"  # term and average
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO, GSPO-token
+    # GSPO, GSPO-token
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
     delta: float | None = None  # upper bound of the unclipped ratio; keep it over 1 + epsilon_high
     kl_straight_through: bool = False  # the KL estimator's value with the gradient of k2
-    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # the term counts only for this upper share of entropies
+    # the term counts only for this upper share of entropies
+    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
-    off_policy_mask_threshold: float | None = None  # nats per token: rows with A < 0 that drifted further do not count
+    # nats per token: rows with A < 0 that drifted further do not count
+    off_policy_mask_threshold: float | None = None
     sapo_temperature_pos: float = 1.0  # see sapo_term
     sapo_temperature_neg: float = 1.05  # for advantages below 0
     vespo_k_pos: float = 2.0  # see vespo_term
@@ -43,19 +56,29 @@ class PolicyInputs:
     """What policy_loss is computed from; all but the first two carry no gradient."""
 
     per_token_logps: Tensor  # (B, T) nats, with gradient
-    entropies: Tensor | None = None  # (B, T) nats, with gradient; for top_entropy_quantile and entropy_coef
+    # (B, T) nats, with gradient; for top_entropy_quantile and entropy_coef
+    entropies: Tensor | None = None
     old_per_token_logps: Tensor | None = None  # (B, T); None: the present policy's (ratio 1)
     ref_per_token_logps: Tensor | None = None  # (B, T); needed with beta
-    sampling_per_token_logps: Tensor | None = None  # (B, T) as the sampler recorded them; None: the old ones
-    importance_sampling_ratio: Tensor | None = None  # (B, T) or (B, 1), see rollout_importance_ratio
-    entropy_threshold: float | Tensor | None = None  # of the whole step; None: this batch's quantile
-    num_entropy_tokens: float | Tensor | None = None  # tokens that the entropy's mean is over; None: see mean_entropy
+    # (B, T) as the sampler recorded them; None: the old ones
+    sampling_per_token_logps: Tensor | None = None
+    # (B, T) or (B, 1), see rollout_importance_ratio
+    importance_sampling_ratio: Tensor | None = None
+    # of the whole step; None: this batch's quantile
+    entropy_threshold: float | Tensor | None = None
+    # tokens that the entropy's mean is over; None: see mean_entropy
+    num_entropy_tokens: float | Tensor | None = None
 
 
 def policy_loss(
-    inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss | None = None, counts=None
+    inputs: PolicyInputs,
+    advantages: Tensor,
+    mask: Tensor,
+    options: FamilyLoss | None = None,
+    counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of the whole family; with options that PolicyLoss has too it equals grpo_loss.
+    """Policy-gradient loss of the whole family; with options that PolicyLoss has too it equals
+    grpo_loss.
 
     Args:
         advantages: (B,) or (B, T).
@@ -63,8 +86,8 @@ def policy_loss(
         counts: losses.Counts of the whole step; None: this batch is the step.
     Returns:
         loss; metrics: those of grpo_loss, cispo_clip_ratio, vespo/phi_seq_mean.
-    Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask: arXiv 2506.01939;
-        off-policy mask: DeepSeek-V3.2 (2512.02556).
+    Source: equals GRPOTrainer._compute_loss of TRL 1.16, and for rloo RLOOTrainer's. Entropy mask:
+        arXiv 2506.01939; off-policy mask: DeepSeek-V3.2 (2512.02556).
     """
     options, counts = options or FamilyLoss(), counts or counts_of(mask)
     if inputs.entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
@@ -77,7 +100,8 @@ def policy_loss(
 
 
 def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss):
-    """What policy_loss averages: losses of tokens (B, T), the mask that top_entropy_quantile leaves, and metrics."""
+    """What policy_loss averages: losses of tokens (B, T), the mask that top_entropy_quantile
+    leaves, and metrics."""
     logps = inputs.per_token_logps
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
@@ -94,9 +118,13 @@ def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options
     else:
         per_token_loss, metrics = two_sided(ratio, advantages, options)
     if options.off_policy_mask_threshold is not None:
-        sampler = old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
+        sampler = (
+            old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
+        )
         drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)
-        per_token_loss = per_token_loss * ((advantages >= 0) | (drift <= options.off_policy_mask_threshold))
+        per_token_loss = per_token_loss * (
+            (advantages >= 0) | (drift <= options.off_policy_mask_threshold)
+        )
     kept = mask
     if options.top_entropy_quantile < 1:
         threshold = inputs.entropy_threshold
@@ -113,8 +141,10 @@ def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """losses.importance_ratio with GSPO-token's level (arXiv 2507.18071 eq. 14) and RLOO's (2402.14740)."""
-    if level == "sequence_token":  # the value of "sequence", with the gradient of each token's own log-probability
+    """losses.importance_ratio with GSPO-token's level (arXiv 2507.18071 eq.
+    14) and RLOO's (2402.14740)."""
+    # the value of "sequence", with the gradient of each token's own log-probability
+    if level == "sequence_token":
         return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
     if level == "sequence_sum":  # prod_t r_t, the ratio of whole completions
         return (log_ratio * mask).sum(-1, keepdim=True).exp()
@@ -122,35 +152,50 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """losses.clipped, with the unclipped ratio bounded too (delta of INTELLECT-2, arXiv 2505.07291)."""
+    """losses.clipped, with the unclipped ratio bounded too (delta of INTELLECT-2, arXiv
+    2505.07291)."""
     bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
     _, metrics = clipped(bounded, advantages, options)
     within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     return -torch.min(bounded * advantages, within * advantages), metrics
 
 
-def cispo_term(logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float) -> tuple[Tensor, dict]:
-    """-sg(min(r, eps_high)) A log pi: no token loses its gradient. MiniMax-M1 eq. 4 (2506.13585), with eps_high 5."""
+def cispo_term(
+    logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float
+) -> tuple[Tensor, dict]:
+    """-sg(min(r, eps_high)) A log pi: no token loses its gradient. MiniMax-M1 eq.
+    4 (2506.13585), with eps_high 5."""
     weight = ratio.clamp(max=epsilon_high).detach()
-    return -weight * advantages * logps, {"cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)}
+    return -weight * advantages * logps, {
+        "cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)
+    }
 
 
 def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of the clip. SAPO eq. 5 and 6 (arXiv 2511.20347)."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of the clip. SAPO eq.
+    5 and 6 (arXiv 2511.20347)."""
     tau = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 
 
-def vespo_term(logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)) of the ratio of whole completions. VESPO (2602.10693)."""
+def vespo_term(
+    logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss
+) -> tuple[Tensor, dict]:
+    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)) of the ratio of whole completions.
+    VESPO (2602.10693)."""
     k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
-    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(
+        min=1e-4
+    )
     phi = (lam + k * log_weight - lam * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
     return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
 
 
-def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor) -> Tensor:
-    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch where it is given."""
+def vespo_log_weight(
+    log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
+) -> Tensor:
+    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch where it is
+    given."""
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
     if importance_sampling_ratio is not None:
@@ -159,7 +204,8 @@ def vespo_log_weight(log_ratio: Tensor, importance_sampling_ratio: Tensor | None
 
 
 def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
-    """The corrected KL, or with kl_straight_through the estimator's value with k2's gradient (as in verl)."""
+    """The corrected KL, or with kl_straight_through the estimator's value with k2's gradient (as in
+    verl)."""
     kl = kl_term(logps, ref_logps, options.kl_estimator)
     if not options.kl_straight_through:
         return correct_kl(kl, ratio, options)
@@ -169,17 +215,24 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 
 
 def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
-    """Mean entropy of the kept tokens; without num_entropy_tokens weighted by the batch's share of rows, as in TRL."""
+    """Mean entropy of the kept tokens; without num_entropy_tokens weighted by the batch's share of
+    rows, as in TRL."""
     total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
-    return total / (kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over)
+    return total / (
+        kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over
+    )
 
 
 AVERAGES = losses.AVERAGES | {
-    "luspo": lambda x, mask, n: x.sum() / n.sequences,  # rows' sums: a long row weighs more (arXiv 2602.05261)
-    # token mean of this micro-batch, weighted by its share of rows: depends on how the step is split, in TRL too
+    # rows' sums: a long row weighs more (arXiv 2602.05261)
+    "luspo": lambda x, mask, n: x.sum() / n.sequences,
+    # token mean of this micro-batch, weighted by its share of rows: depends on how the step is
+    # split, in TRL too
     "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
 }
-AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"]) | dict.fromkeys(("cispo", "vespo"), AVERAGES["dapo"])
+AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"]) | dict.fromkeys(
+    ("cispo", "vespo"), AVERAGES["dapo"]
+)
 
 
 def rollout_importance_ratio(
@@ -190,14 +243,16 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1), which should be equal.
+    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1), which should be
+    equal.
 
     Args:
-        sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio 1).
-        mode: "token_..." one ratio a token, "sequence_..." their product for the row; "..._truncate" clips it to
-            [clip_min, clip_max], "..._mask" sets it to 0 outside.
-    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
-        vllm_importance_sampling_mode.
+        sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio
+            1).
+        mode: "token_..." one ratio a token, "sequence_..." their product for the row;
+            "..._truncate" clips it to [clip_min, clip_max], "..._mask" sets it to 0 outside.
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+        (2025); TRL's vllm_importance_sampling_mode.
     """
     if mode not in CORRECTION_MODES:
         raise ValueError(f"mode is {mode!r}; known are {', '.join(CORRECTION_MODES)}")
@@ -209,6 +264,7 @@ def rollout_importance_ratio(
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """The entropy that the given upper share of tokens reaches (arXiv 2506.01939); infinite for no tokens."""
+    """The entropy that the given upper share of tokens reaches (arXiv 2506.01939);
+    infinite for no tokens."""
     real = entropies.detach()[mask.bool()].float()
     return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)

@@ -1,8 +1,9 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
 
-The critic predicts, before every token, what the rest of the completion will earn: a value head on the policy's own
-backbone, or a model of its own. Different from TRL 1.12: the score is earned at the last token (TRL: one position later
-if the padding has it), and advantages are whitened over the rollout of all ranks. Left out: adaptive KL, entropy bonus.
+The critic predicts, before every token, what the rest of the completion will earn: a value head on
+the policy's own backbone, or a model of its own. Different from TRL 1.12: the score is earned at
+the last token (TRL: one position later if the padding has it), and advantages are whitened over the
+rollout of all ranks. Left out: adaptive KL, entropy bonus.
 """
 
 from dataclasses import dataclass
@@ -36,9 +37,12 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
     num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    critic: Literal["shared", "separate"] = "shared"  # a value head on the policy's backbone, or a model of its own
-    critic_path: str | None = None  # separate: begin with this trained critic or reward model; default the policy
-    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of the KL in each token's reward; 0: there is no reference model
+    # a value head on the policy's backbone, or a model of its own
+    critic: Literal["shared", "separate"] = "shared"
+    # separate: begin with this trained critic or reward model; default the policy
+    critic_path: str | None = None
+    # weight of the KL in each token's reward; 0: there is no reference model
+    kl_coef: Annotated[float, ">= 0"] = 0.05
     kl_estimator: Literal["k1", "k3"] = "k1"  # of the KL in the reward, see losses.py
     gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
@@ -52,7 +56,10 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
 
     def __post_init__(self):
         if self.critic_path is not None and self.critic != "separate":
-            raise ValueError(f"critic_path is {self.critic_path!r}, it must be left out unless critic is 'separate'")
+            raise ValueError(
+                f"critic_path is {self.critic_path!r}, it must be left out unless critic is "
+                "'separate'"
+            )
 
 
 @dataclass
@@ -89,7 +96,11 @@ class PPO(GRPOStage):
         if self.config.critic_path is None:
             critic = value_model.copy_as_value_model(self.policy, freeze)
         else:
-            where = self.policy.lm_head.weight.dtype, self.world.device, getattr(self.policy, "sharding", None)
+            where = (
+                self.policy.lm_head.weight.dtype,
+                self.world.device,
+                getattr(self.policy, "sharding", None),
+            )
             path, adapt = self.config.critic_path, self.run.adapter.place
             critic = value_model.load_value_model(path, *where, adapt, freeze=freeze)
             draw_adapters(critic.backbone, self.run.seed)
@@ -101,7 +112,8 @@ class PPO(GRPOStage):
             head, partial = value_model.full_head(self.critic), folder / "value_head.partial"
             if self.world.is_main:
                 save_file(head, partial)
-                partial.replace(folder / "value_head.safetensors")  # an interrupted save keeps the earlier file
+                # an interrupted save keeps the earlier file
+                partial.replace(folder / "value_head.safetensors")
         else:
             value_model.save_value_model(folder / "critic", self.critic, self.processor, self.world)
 
@@ -111,9 +123,14 @@ class PPO(GRPOStage):
     def add_logps(self, batch: PPOBatch):
         """Add log-probabilities of the policy and the reference, and the critic's values."""
         logps, _, values = self.logps_and_values(batch.group)
-        batch.old_per_token_logps, batch.old_values = batch.group.pad(logps), batch.group.pad(values)
+        batch.old_per_token_logps, batch.old_values = (
+            batch.group.pad(logps),
+            batch.group.pad(values),
+        )
         if self.reference is not None:
-            batch.ref_per_token_logps = self.reference.logps(batch.group, self.sample.sampling.temperature)
+            batch.ref_per_token_logps = self.reference.logps(
+                batch.group, self.sample.sampling.temperature
+            )
 
     def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
         batches = super().micro_batches(rollout, part, advantages)
@@ -123,7 +140,8 @@ class PPO(GRPOStage):
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
-        """Pack the prompts of each optimizer step, then give their tokens advantages and returns, (R, T)."""
+        """Pack the prompts of each optimizer step, then give their tokens advantages and returns,
+        (R, T)."""
         steps = [self.micro_batches(rollout, part) for part in parts]
         batches = [batch for step in steps for batch in step]
         every = self.world.all_gather(rollout.rewards)
@@ -138,7 +156,9 @@ class PPO(GRPOStage):
         if config.whiten_rewards:
             rewards = whiten(rewards, masks, shift_mean=False, all_ranks=self.world.sum)
         for batch, earned in zip(batches, rewards, strict=True):
-            batch.advantages, batch.returns = gae(earned, batch.old_values, config.gamma, config.lam)
+            batch.advantages, batch.returns = gae(
+                earned, batch.old_values, config.gamma, config.lam
+            )
         whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
         for batch, advantages in zip(batches, whitened, strict=True):
             batch.advantages = advantages
@@ -153,7 +173,9 @@ class PPO(GRPOStage):
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
-        logps, entropies = logps_of_states(self.policy, states, group, self.sample.sampling.temperature)
+        logps, entropies = logps_of_states(
+            self.policy, states, group, self.sample.sampling.temperature
+        )
         values = self.critic(states)[:, 0] if self.config.critic == "shared" else self.critic(group)
         return logps, entropies, values
 

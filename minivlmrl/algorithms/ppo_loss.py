@@ -11,8 +11,10 @@ from torch import Tensor
 class PPOLoss:
     """Options of ppo_loss, and of the section `ppo` of a recipe."""
 
-    cliprange: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped to [1 - cliprange, 1 + cliprange]
-    cliprange_value: Annotated[float, ">= 0"] = 0.2  # a value is clipped to old value -+ cliprange_value
+    # the ratio is clipped to [1 - cliprange, 1 + cliprange]
+    cliprange: Annotated[float, ">= 0"] = 0.2
+    # a value is clipped to old value -+ cliprange_value
+    cliprange_value: Annotated[float, ">= 0"] = 0.2
     vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
 
 
@@ -41,8 +43,8 @@ def ppo_loss(
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))                        r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2) / 2
 
-    Example: one token with ratio 1, advantage 2, value 1, old value 1, return 3: policy -2, value 2; with vf_coef 0.1
-    the loss is -1.8.
+    Example: one token with ratio 1, advantage 2, value 1, old value 1, return 3: policy -2, value
+    2; with vf_coef 0.1 the loss is -1.8.
 
     Args:
         per_token_logps, values: (B, T), nats and reward; they carry the gradient.
@@ -51,22 +53,32 @@ def ppo_loss(
         value_mask: (B, T), where values are trained, by default mask.
         counts: an object with `tokens` of the optimizer step, by default those of the masks.
     Returns:
-        loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/... (shares of tokens).
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last version that had it.
+        loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
+        (shares of tokens).
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last version that
+    had it.
     """
     o, advantages, returns = options or PPOLoss(), rollout.advantages, rollout.returns
     value_mask = mask if value_mask is None else value_mask
-    log_ratio = (per_token_logps - rollout.old_per_token_logps) * mask  # 0 for padding: exp of it stays finite
+    # 0 for padding: exp of it stays finite
+    log_ratio = (per_token_logps - rollout.old_per_token_logps) * mask
     ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
+    unclipped, clipped = (
+        -advantages * ratio,
+        -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange),
+    )
     per_token_policy = torch.max(unclipped, clipped)
 
-    near = rollout.old_values + (values - rollout.old_values).clamp(-o.cliprange_value, o.cliprange_value)
+    near = rollout.old_values + (values - rollout.old_values).clamp(
+        -o.cliprange_value, o.cliprange_value
+    )
     squared, squared_near = (values - returns).square(), (near - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_near)
 
     given = None if counts is None else max(counts.tokens, 1)
-    num_tokens, num_values = (x.sum().clamp(min=1) if given is None else given for x in (mask, value_mask))
+    num_tokens, num_values = (
+        x.sum().clamp(min=1) if given is None else given for x in (mask, value_mask)
+    )
     policy_loss = (per_token_policy * mask).sum() / num_tokens
     value_loss = (per_token_value * value_mask).sum() / num_values
     with torch.no_grad():

@@ -1,9 +1,11 @@
-"""Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch alone: copy it out.
+"""Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch
+alone: copy it out.
 
-B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected. `per_token_logps`
-carries the gradient. Each loss divides by `counts`, an object with `sequences` (answers: two for each pair) and
-`tokens` of the whole optimizer step, by default the batch's own: gradients of micro-batches add up to the step's.
-(Exceptions: aot and aot_unpaired sort the pairs of a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
+B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
+`per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
+(answers: two for each pair) and `tokens` of the whole optimizer step, by default the batch's own:
+gradients of micro-batches add up to the step's. (Exceptions: aot and aot_unpaired sort the pairs of
+a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
 """
 
 import math
@@ -18,22 +20,37 @@ from torch.nn.functional import logsigmoid
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
 F_DIVERGENCES, KTO_LOSS_TYPES = get_args(Divergence), get_args(KTOType)
-ANY_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+ANY_DIVERGENCE = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "robust",
+    "discopop",
+    "sft",
+)
 
 
 @dataclass
 class DPOLoss:
     """Options of dpo_loss, and of the section `dpo` of a recipe."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
+    # of DPO_LOSSES; MPO: sigmoid, bco_pair, sft ...
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
     loss_weights: list[float] | None = None  # ... with weights [0.8, 0.2, 1.0]; None: 1 each
-    beta: Annotated[float, "> 0"] = 0.1  # how much a log ratio counts; a large one keeps the policy near the reference
-    label_smoothing: float = 0.0  # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
+    # how much a log ratio counts; a large one keeps the policy near the reference
+    beta: Annotated[float, "> 0"] = 0.1
+    # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
+    label_smoothing: float = 0.0
     smooth_sigmoid: bool = False  # ... and for sigmoid too (TRL ignores it there since 0.29)
-    f_divergence_type: Divergence = "reverse_kl"  # which divergence from the reference is bounded, see f_score
+    # which divergence from the reference is bounded, see f_score
+    f_divergence_type: Divergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight of tokens beyond the shorter answer's length
-    use_weighting: bool = False  # WPO: weight pairs with how likely the policy itself is to give such answers
+    # LD-DPO: weight of tokens beyond the shorter answer's length
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None
+    # WPO: weight pairs with how likely the policy itself is to give such answers
+    use_weighting: bool = False
     reference_free: bool = False  # take the reference to be uniform
     discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
 
@@ -42,30 +59,43 @@ class DPOLoss:
             self.loss_type = [self.loss_type]
         names, weights, divergence = self.loss_type, self.loss_weights, self.f_divergence_type
         if not names or (weights is not None and len(names) != len(weights)):
-            raise ValueError(f"loss_type is {names}, loss_weights {weights}: give one weight for each name")
+            raise ValueError(
+                f"loss_type is {names}, loss_weights {weights}: give one weight for each name"
+            )
         _check_known("f_divergence_type", divergence, F_DIVERGENCES)
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
             if divergence != "reverse_kl" and name not in ANY_DIVERGENCE:
                 known = ", ".join(ANY_DIVERGENCE)
-                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence} goes with {known}")
+                raise ValueError(
+                    f"loss_type {name} is made for reverse_kl; {divergence} goes with {known}"
+                )
             if self.use_weighting and name in ("aot", "aot_unpaired"):
-                raise ValueError(f"loss_type {name} sorts the pairs; weights of pairs (WPO) have no meaning for it")
+                raise ValueError(
+                    f"loss_type {name} sorts the pairs; weights of pairs (WPO) have no meaning for "
+                    "it"
+                )
         if "exo_pair" in names and not self.label_smoothing:
-            raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0, such as 1e-3")
+            raise ValueError(
+                "loss_type exo_pair takes log(label_smoothing): give one over 0, such as 1e-3"
+            )
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}: a share of wrong labels, in [0, 0.5)")
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing}: a share of wrong labels, in [0, 0.5)"
+            )
 
 
 @dataclass
 class Pairs:
-    """What the losses below are made of; each tensor (B,) unless a shape is given. f' is that of f_score."""
+    """What the losses below are made of; each tensor (B,) unless a shape is given.
+    f' is that of f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2)
     u: Tensor  # log pi(y_c) - log pi_ref(y_c)
     v: Tensor  # the same of the rejected answer
-    z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), which is u - v for the reverse KL
+    # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), which is u - v for the reverse KL
+    z: Tensor
     mean_margin: Tensor  # d per token of each answer
     sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
 
@@ -76,33 +106,46 @@ DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
     "sigmoid": lambda p, o, e: smoothed(p.z, e if o.smooth_sigmoid else 0.0),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda p, o, e: torch.relu(1 - p.z),
-    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its authors do
+    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its
+    # authors do
     "ipo": lambda p, o, e: (p.mean_margin - 1 / (2 * o.beta)).square(),
     # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
     "exo_pair": lambda p, o, e: (
-        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - e)) + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(e))
+        p.z.sigmoid() * (logsigmoid(p.z) - math.log(1 - e))
+        + (-p.z).sigmoid() * (logsigmoid(-p.z) - math.log(e))
     ),
     # -log s(b u) - log s(-b u) / 2 - log s(-b v) / 2. NCA (arXiv 2402.05369)
     "nca_pair": lambda p, o, e: (
-        -logsigmoid(o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.u) - 0.5 * logsigmoid(-o.beta * p.v)
+        -logsigmoid(o.beta * p.u)
+        - 0.5 * logsigmoid(-o.beta * p.u)
+        - 0.5 * logsigmoid(-o.beta * p.v)
     ),
-    # DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
+    # DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv
+    # 2403.00409)
     "robust": lambda p, o, e: (-(1 - e) * logsigmoid(p.z) + e * logsigmoid(-p.z)) / (1 - 2 * e),
-    # -log s(b u) - log s(-b v): chosen and rejected answers apart. BCO (arXiv 2404.04656) without its running mean
+    # -log s(b u) - log s(-b v): chosen and rejected answers apart. BCO (arXiv 2404.04656) without
+    # its running mean
     "bco_pair": lambda p, o, e: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
-    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv 2405.00675)
+    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv
+    # 2405.00675)
     "sppo_hard": lambda p, o, e: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
     # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
-    "aot": lambda p, o, e: smoothed(o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), e),
-    # DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
+    "aot": lambda p, o, e: smoothed(
+        o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), e
+    ),
+    # DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv
+    # 2406.05882)
     "aot_unpaired": lambda p, o, e: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), e),
     # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
     "apo_zero": lambda p, o, e: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
     # s(b u) + 1 - s(b (u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)
     "apo_down": lambda p, o, e: (o.beta * p.u).sigmoid() + 1 - (o.beta * (p.u - p.v)).sigmoid(),
     # logistic and exponential loss, mixed by m = s(b d / tau). DiscoPOP eq. 5 (arXiv 2406.08414)
-    "discopop": lambda p, o, e: torch.lerp(-logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()),
-    # token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO (2411.10442)
+    "discopop": lambda p, o, e: torch.lerp(
+        -logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()
+    ),
+    # token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO
+    # (2411.10442)
     "sft": lambda p, o, e: p.sft_loss,
     # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda p, o, e: -logsigmoid(o.beta * p.mean_margin),
@@ -120,19 +163,22 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization with any of 15 losses, or a weighted sum of several.
 
-    Example: policy and reference alike (u = v = 0): sigmoid gives log 2 = 0.693, hinge 1, ipo with beta 0.1 gives 25.
+    Example: policy and reference alike (u = v = 0): sigmoid gives log 2 = 0.693, hinge 1, ipo with
+    beta 0.1 gives 25.
 
     Args:
         per_token_logps: (B, 2, T) float, nats.
         mask: (B, 2, T), 1 for tokens of the answers.
         ref_per_token_logps: (B, 2, T), a constant; needed unless options.reference_free.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for use_weighting.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
+            use_weighting.
         counts: `tokens` are the chosen ones, for sft.
     Returns:
-        loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats), rewards/margins,
-        rewards/accuracies (share of pairs with a positive margin), logps/chosen, logps/rejected.
-    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
-        DPOTrainer._compute_loss of TRL 1.16.
+        loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
+        rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen,
+        logps/rejected.
+    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
+        equals DPOTrainer._compute_loss of TRL 1.16.
     """
     o = options or DPOLoss()
     if ref_per_token_logps is None and not o.reference_free:
@@ -141,14 +187,24 @@ def dpo_loss(
         raise ValueError("use_weighting needs log_sum_sq_probs")
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
-        raise ValueError("an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less")
+        raise ValueError(
+            "an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less"
+        )
     B = len(mask)
-    num_pairs, tokens = (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
+    num_pairs, tokens = (
+        (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
+    )
     counted = mask
     if o.ld_alpha is not None:  # 1 up to the length of the shorter answer, ld_alpha beyond
-        counted = torch.where(mask.cumsum(-1) <= lengths.amin(1)[:, None, None], mask, o.ld_alpha * mask)
+        counted = torch.where(
+            mask.cumsum(-1) <= lengths.amin(1)[:, None, None], mask, o.ld_alpha * mask
+        )
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
-    ref_logps = logps.new_zeros(()).expand(B, 2) if o.reference_free else (ref_per_token_logps * counted).sum(-1)
+    ref_logps = (
+        logps.new_zeros(()).expand(B, 2)
+        if o.reference_free
+        else (ref_per_token_logps * counted).sum(-1)
+    )
     u, v = (logps - ref_logps).unbind(1)
     scores = f_score(logps - ref_logps, o.f_divergence_type, o.f_alpha_divergence_coef)
     margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))
@@ -164,13 +220,17 @@ def dpo_loss(
         per_pair_loss = per_pair_loss * aligned.sum(-1).exp()
     metrics = _reward_metrics(o.beta * u.detach(), o.beta * v.detach())
     chosen, rejected = logps.detach().mean(0)
-    return per_pair_loss.sum() / num_pairs, metrics | {"logps/chosen": chosen, "logps/rejected": rejected}
+    return per_pair_loss.sum() / num_pairs, metrics | {
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
     """f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
 
-    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(a-1) - 1) / (a - 1).
+    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(a-1)
+    - 1) / (a - 1).
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -178,7 +238,8 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return 1 - (-log_ratio).exp()
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)  # e^80 still is a float32
+    # e^80 still is a float32
+    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)
 
 
 @dataclass
@@ -217,7 +278,8 @@ def kto_loss(
         ref_per_token_logps: (B, T), a constant.
         kl: a scalar without gradient, see kto_kl; needed for kto.
     Returns:
-        loss; metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN: there are none), kl.
+        loss; metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN:
+        there are none), kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
     o = options or KTOLoss()
@@ -238,7 +300,8 @@ def kto_loss(
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
     """Estimate how far the policy has moved, in nats: a scalar, never negative, without gradient.
 
-    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL's KTOTrainer takes the next row's.
+    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL's KTOTrainer takes
+    the next row's.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
@@ -248,11 +311,17 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 class RewardLoss:
     """Options of reward_loss, and of the section `reward_model` of a recipe."""
 
-    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2, which keeps rewards around zero
+    # weight of (chosen + rejected)^2, which keeps rewards around zero
+    center_rewards_coefficient: float | None = None
 
 
 def reward_loss(
-    chosen: Tensor, rejected: Tensor, options: RewardLoss | None = None, *, margin: Tensor | None = None, counts=None
+    chosen: Tensor,
+    rejected: Tensor,
+    options: RewardLoss | None = None,
+    *,
+    margin: Tensor | None = None,
+    counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of the preferences.
 
@@ -263,7 +332,8 @@ def reward_loss(
         margin: (B,), by how much the chosen answer is to win.
     Returns:
         loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
-    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244; TRL's RewardTrainer.
+    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244;
+    TRL's RewardTrainer.
     """
     center = None if options is None else options.center_rewards_coefficient
     difference = chosen - rejected

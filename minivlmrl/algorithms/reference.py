@@ -20,15 +20,19 @@ class ReferenceConfig:
     """How stages treat the model that they hold the policy near."""
 
     sync_ref_model: bool = False  # move the reference towards the policy on the way
-    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6  # reference = (1 - alpha) reference + alpha policy ...
+    # reference = (1 - alpha) reference + alpha policy ...
+    ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every this many optimizer steps
-    num_shared_layers: Annotated[int, ">= 0"] = 0  # vision tower, embeddings, this many layers: frozen, shared by both
+    # vision tower, embeddings, this many layers: frozen, shared by both
+    num_shared_layers: Annotated[int, ">= 0"] = 0
 
 
 class Reference:
-    """A copy of the policy, or of its adapters, without gradients; what both share is frozen in the policy too.
+    """A copy of the policy, or of its adapters, without gradients; what both share is frozen in the
+    policy too.
 
-    Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's sync_ref_model.
+    Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's
+    sync_ref_model.
     """
 
     def __init__(self, policy: nn.Module, config):
@@ -48,7 +52,11 @@ class Reference:
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """(R, T) log-probabilities of a batch's completions, nats."""
         reshard(self.policy)
-        with self.model.computing() if isinstance(self.model, AdapterCopy) else nullcontext(self.model) as model:
+        with (
+            self.model.computing()
+            if isinstance(self.model, AdapterCopy)
+            else nullcontext(self.model) as model
+        ):
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
@@ -60,13 +68,17 @@ class Reference:
             reshard(self.model)
             moving = adapter_parameters(self.policy) or self.policy.parameters()
             for own, moved in zip(self.model.parameters(), moving, strict=True):
-                own.lerp_(moved, self.config.ref_model_mixup_alpha)  # (1 - alpha) reference + alpha policy
+                # (1 - alpha) reference + alpha policy
+                own.lerp_(moved, self.config.ref_model_mixup_alpha)
 
 
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
-    """Vision tower, embeddings (and a head tied to them) and the first `layers` layers; nothing for 0."""
+    """Vision tower, embeddings (and a head tied to them) and the first `layers` layers;
+    nothing for 0."""
     if layers > len(policy.model.layers):
-        raise ValueError(f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers")
+        raise ValueError(
+            f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers"
+        )
     if layers == 0:
         return []
     modules = [policy.visual, policy.model.embed_tokens, *policy.model.layers[:layers]]
@@ -74,9 +86,12 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
 
 
 def check_online(stage: str, run, kl_weight: float):
-    """Refuse a recipe that cannot sample, has no reward, or sets what has no effect (ValueError)."""
+    """Refuse a recipe that cannot sample, has no reward, or sets what has no effect
+    (ValueError)."""
     if run.sampling.temperature == 0:
-        raise ValueError("sampling.temperature is 0: all completions of a group would be equal; use more than 0")
+        raise ValueError(
+            "sampling.temperature is 0: all completions of a group would be equal; use more than 0"
+        )
     if not run.rewards:
         raise ValueError(f"rewards: {stage} needs at least one")
     if "reward_model" in run.rewards:

@@ -1,4 +1,5 @@
-"""The reward model (InstructGPT, step 2): a copy of the policy learns to number answers as people rank them."""
+"""The reward model (InstructGPT, step 2): a copy of the policy learns to number answers as people
+rank them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from minivlmrl.rows import Row
 class RewardModelConfig(RewardLoss, TrainingConfig):
     """The reward model."""
 
-    path: str | None = None  # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
+    # what rewards.reward_model asks: a folder of this stage's; None: the one trained here
+    path: str | None = None
 
 
 class RewardModel(PairAlgorithm):
-    """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is better."""
+    """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is
+    better."""
 
     stage, trains_policy = "reward_model", False
 
@@ -41,7 +44,9 @@ class RewardModel(PairAlgorithm):
         prompts, answers = self.encode(rows)
         ids = [[ids for ids, _ in row] for row in answers]
         group = pack_to_end(prompts, ids, self.policy.config, self.world.device)
-        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows], device=self.world.device)
+        margin = torch.tensor(
+            [row.columns.get("margin") or 0.0 for row in rows], device=self.world.device
+        )
         return AnswerBatch(group, group.completion_mask, None, margin=margin)
 
     def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
@@ -50,7 +55,9 @@ class RewardModel(PairAlgorithm):
 
     def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
-        return reward_loss(chosen, rejected, self.config, margin=batch.margin.to(chosen.dtype), counts=batch.counts)
+        return reward_loss(
+            chosen, rejected, self.config, margin=batch.margin.to(chosen.dtype), counts=batch.counts
+        )
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))

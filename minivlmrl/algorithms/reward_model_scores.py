@@ -1,4 +1,5 @@
-"""The reward of a trained reward model, which may be trained by an earlier stage of the same run."""
+"""The reward of a trained reward model, which may be trained by an earlier stage of the same
+run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ from minivlmrl.generate import Completion
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.sharding import rollout_weights
 
-FOLDER = "reward_model"  # the name of the stage, of its reward, and of what it leaves in the run's folder
+# the name of the stage, of its reward, and of what it leaves in the run's folder
+FOLDER = "reward_model"
 BATCH_SIZE = 16  # prompts that are scored together
 
 
 class RewardModelScores:
-    """Scores completions with the model of reward_model.path, by default the one that this run has trained."""
+    """Scores completions with the model of reward_model.path, by default the one that this run has
+    trained."""
 
     def __init__(self, run, policy: nn.Module, world):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
@@ -27,7 +30,9 @@ class RewardModelScores:
         self.gather_weights = run.rollout.gather_weights
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[float]:
         """Score completions, in their order; all ranks call this with equally many prompts."""
         scores, config = [], self.model.backbone.config
         with rollout_weights(self.model, self.world, self.gather_weights):
@@ -44,8 +49,11 @@ def build_reward_model(run, policy: nn.Module, world) -> RewardModelScores | Non
     return RewardModelScores(run, policy, world) if FOLDER in run.rewards else None
 
 
-def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """The reward `reward_model` of a recipe: scores without bounds or unit, which RewardModelScores has computed."""
+def reward_model(
+    completions: list[str], reward_model_scores: list[float], **columns
+) -> list[float]:
+    """The reward `reward_model` of a recipe: scores without bounds or unit, which RewardModelScores
+    has computed."""
     return reward_model_scores
 
 

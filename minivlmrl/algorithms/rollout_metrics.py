@@ -6,23 +6,37 @@ from minivlmrl.advantages import group_std, nanstd
 
 
 def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-    """What a rollout of all ranks earned, (n, K) rewards and (n,) their weighted sums, and how long it is."""
+    """What a rollout of all ranks earned, (n, K) rewards and (n,) their weighted sums, and how long
+    it is."""
     if rewards.isnan().all():
         names = ", ".join(algorithm.run.rewards)
-        raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions: there is nothing to learn from")
+        raise ValueError(
+            f"rewards: {names} judged none of {len(rewards)} completions: there is nothing to "
+            "learn from"
+        )
     local = [(len(c.ids), c.stopped) for group in rollout.completions for c in group]
     drawn = [one for rank in algorithm.world.gather_objects(local) for one in rank]
-    lengths, ended = [length for length, _ in drawn], [length for length, stopped in drawn if stopped]
-    rewards, total = rewards.double(), total.double()  # sums that do not depend on the order of the ranks
+    lengths, ended = (
+        [length for length, _ in drawn],
+        [length for length, stopped in drawn if stopped],
+    )
+    # sums that do not depend on the order of the ranks
+    rewards, total = rewards.double(), total.double()
     metrics = {"reward": total.nanmean().item()}
     for name, values in zip(algorithm.run.rewards, rewards.unbind(1), strict=True):
-        metrics |= {f"rewards/{name}/mean": values.nanmean().item(), f"rewards/{name}/std": nanstd(values).item()}
+        metrics |= {
+            f"rewards/{name}/mean": values.nanmean().item(),
+            f"rewards/{name}/std": nanstd(values).item(),
+        }
     for kind, some in (("length", lengths), ("terminated_length", ended or [0])):
         values = sum(some) / len(some), min(some), max(some)
-        metrics |= dict(zip((f"completions/{of}_{kind}" for of in ("mean", "min", "max")), values, strict=True))
+        metrics |= dict(
+            zip((f"completions/{of}_{kind}" for of in ("mean", "min", "max")), values, strict=True)
+        )
     metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
     if algorithm.compares_groups:
         std = group_std(total, algorithm.config.num_generations)
         metrics["reward_std"] = std.nanmean().item()
-        metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()  # groups that teach nothing
+        # groups that teach nothing
+        metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()
     return metrics

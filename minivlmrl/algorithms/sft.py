@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step 1)."""
+"""Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step
+1)."""
 
 from dataclasses import dataclass
 
@@ -29,16 +30,27 @@ class SFT(AnswerAlgorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, self.config.loss_type, counts=batch.counts)
+        loss = sft_loss(
+            batch.group.pad(logps), batch.loss_mask, self.config.loss_type, counts=batch.counts
+        )
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the loss of held-out rows that have a completion: a mean over all tokens that count, in float64."""
-        indices, world, size = with_answers(rows, self.world, self.answers), self.world, self.config.micro_batch_size
+        """Compute the loss of held-out rows that have a completion: a mean over all tokens that
+        count, in float64."""
+        indices, world, size = (
+            with_answers(rows, self.world, self.answers),
+            self.world,
+            self.config.micro_batch_size,
+        )
         if not indices:
             return {}
-        share, own, sums = equal_share(indices, world), len(indices[world.rank :: world.size]), torch.zeros(2).double()
+        share, own, sums = (
+            equal_share(indices, world),
+            len(indices[world.rank :: world.size]),
+            torch.zeros(2).double(),
+        )
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])
             batch.loss_mask[max(0, own - start) :] = 0  # a row that another rank has too

@@ -1,4 +1,5 @@
-"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a critic that is a model of its own."""
+"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a critic that is a
+model of its own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,20 +37,30 @@ class ValueModel(nn.Module):
         return torch.stack([numbers[-1] for numbers in batch.split(self(batch))])
 
 
-def pack_to_end(prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device) -> GroupBatch:
-    """Pack with the last token of each completion in the run, which leaves out one more that is added after it."""
-    return pack(prompts, [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions], config, device)
+def pack_to_end(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device
+) -> GroupBatch:
+    """Pack with the last token of each completion in the run, which leaves out one more that is
+    added after it."""
+    return pack(
+        prompts,
+        [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions],
+        config,
+        device,
+    )
 
 
 class ValueHead(nn.Linear):
-    """A linear unit whose result is of its weight's dtype, whatever dtype the hidden states have."""
+    """A linear unit whose result is of its weight's dtype, whatever dtype the hidden states
+    have."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: nn.Module) -> ValueHead:
-    """A head on a model's hidden states, zero at first, on its device, in float32 also on a bfloat16 model."""
+    """A head on a model's hidden states, zero at first, on its device, in float32 also on a
+    bfloat16 model."""
     weight = model.lm_head.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     head = ValueHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=dtype)
@@ -58,24 +69,33 @@ def value_head(model: nn.Module) -> ValueHead:
 
 
 def load_value_model(folder: str | Path, *options, freeze: Sequence[str] = ()) -> ValueModel:
-    """Read what save_value_model wrote; options and errors as of load_model, parts that are frozen as in a recipe."""
+    """Read what save_value_model wrote; options and errors as of load_model, parts that are frozen
+    as in a recipe."""
     check_value_model_folder(folder)
     return _read_head(ValueModel(load_model(folder, *options), freeze), Path(folder) / HEAD_FILE)
 
 
 def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
-    """Read a value model that runs beside a policy; of one with adapters on the policy's base these and the head."""
+    """Read a value model that runs beside a policy; of one with adapters on the policy's base these
+    and the head."""
     if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
         model = copy_as_value_model(policy)
         load_adapter(model.backbone, Path(folder) / "adapter")
         return _read_head(model, Path(folder) / HEAD_FILE)
-    return load_value_model(folder, policy.lm_head.weight.dtype, device, getattr(policy, "sharding", None))
+    return load_value_model(
+        folder, policy.lm_head.weight.dtype, device, getattr(policy, "sharding", None)
+    )
 
 
 def _read_head(model: ValueModel, file: Path) -> ValueModel:
     tensors = dict(read_tensors(file))
-    if set(tensors) != {"score.weight"} or tensors["score.weight"].shape != model.score.weight.shape:
-        raise ValueError(f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}")
+    if (
+        set(tensors) != {"score.weight"}
+        or tensors["score.weight"].shape != model.score.weight.shape
+    ):
+        raise ValueError(
+            f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}"
+        )
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
     if is_sharded(model.backbone):
@@ -86,13 +106,19 @@ def _read_head(model: ValueModel, file: Path) -> ValueModel:
 def check_value_model_folder(folder: str | Path):
     """Refuse a folder without a value model (ValueError)."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it")
+        raise ValueError(
+            f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it"
+        )
     if not (Path(folder) / HEAD_FILE).is_file():
-        raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: [reward_model]")
+        raise ValueError(
+            f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: "
+            "[reward_model]"
+        )
 
 
 def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueModel:
-    """A value model that begins with a copy of the policy, sharded like it; its own adapters are on the same base."""
+    """A value model that begins with a copy of the policy, sharded like it;
+    its own adapters are on the same base."""
     model = ValueModel(copy_model(policy), freeze)
     if is_sharded(policy):
         policy.sharding.shard_head(model.score)
@@ -109,4 +135,10 @@ def full_head(head: nn.Linear) -> dict[str, Tensor]:
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
     head = full_head(model.score)
-    save_model(folder, model.backbone, processor, world, lambda written: save_file(head, written / HEAD_FILE))
+    save_model(
+        folder,
+        model.backbone,
+        processor,
+        world,
+        lambda written: save_file(head, written / HEAD_FILE),
+    )

@@ -1,7 +1,9 @@
-"""`python -m minivlmrl audit STEP`: compute a dumped step again, and name what explains the numbers that differ.
+"""`python -m minivlmrl audit STEP`: compute a dumped step again, and name what explains the numbers
+that differ.
 
-Each stage is compared by itself, from what the trainer had before it, so one mistake is reported once. For a stage that
-differs known causes are tried alone, then in pairs, each also up to a factor. Exit status 0: all agrees, 1: not.
+Each stage is compared by itself, from what the trainer had before it, so one mistake is reported
+once. For a stage that differs known causes are tried alone, then in pairs, each also up to a
+factor. Exit status 0: all agrees, 1: not.
 """
 
 import argparse
@@ -18,13 +20,17 @@ from minivlmrl.audit import stages, updates
 from minivlmrl.audit.dump import Dump, read
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
-LOGPS = {"logps": ("per_token_logps", "model"), "logps of old": ("old_per_token_logps", "old_model")}
+LOGPS = {
+    "logps": ("per_token_logps", "model"),
+    "logps of old": ("old_per_token_logps", "old_model"),
+}
 LOGPS |= {"logps of sampler": ("sampler_logps", "old_model")}
 LOGPS |= {"logps of reference": ("ref_per_token_logps", "ref_model")}
 STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")}
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
-FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")  # what may be off by a factor
+# what may be off by a factor
+FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
 
 
 @dataclass
@@ -39,7 +45,10 @@ class Cause:
     costs: str = ""
 
 
-CAUSES = [Cause(**row) for row in yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))]
+CAUSES = [
+    Cause(**row)
+    for row in yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
+]
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
 
 
@@ -51,7 +60,8 @@ class Finding:
     error: float
     numbers: int
     where: str = ""  # which differ
-    explained: list[Fit] = field(default_factory=list)  # by the fewest causes; empty: no known cause explains it
+    # by the fewest causes; empty: no known cause explains it
+    explained: list[Fit] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -64,17 +74,27 @@ def audit(d: Dump) -> list[Finding]:
     for name, stage in STAGES.items():
         if (answer := stage(d, {})) is None:
             continue
-        findings.append(f := Finding(name, error(answer), sum(has.numel() for has, _, _ in answer.values())))
+        findings.append(
+            f := Finding(name, error(answer), sum(has.numel() for has, _, _ in answer.values()))
+        )
         if not f.ok:
             f.where, f.explained = where(answer), explain(name, d)
         if name == "logps" and not f.ok:  # gradients are then those of the forward that is known
-            d.forward = dict(pair for c in f.explained[0][0] for pair in c.change.items()) if f.explained else None
+            d.forward = (
+                dict(pair for c in f.explained[0][0] for pair in c.change.items())
+                if f.explained
+                else None
+            )
     return findings
 
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """The largest difference, in units; infinite for what is not finite."""
-    sizes = [((x - factor * should).abs() / unit).max().item() for x, should, unit in answer.values() if x.numel()]
+    sizes = [
+        ((x - factor * should).abs() / unit).max().item()
+        for x, should, unit in answer.values()
+        if x.numel()
+    ]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
@@ -84,7 +104,9 @@ def explain(name: str, d: Dump) -> list[Fit]:
     known = [cause for cause in CAUSES if own & set(cause.stages.split())]
     for size in (1, 2):
         sets = [(list(causes), False) for causes in combinations(known, size)]
-        sets += [(list(causes), True) for causes in combinations(known, size - 1) if name in FACTORS]
+        sets += [
+            (list(causes), True) for causes in combinations(known, size - 1) if name in FACTORS
+        ]
         if fitting := [fit for causes, scaled in sets if (fit := fits(name, d, causes, scaled))]:
             limit = max(10 * min(left for _, left in fitting), TOLERANCE / 100)
             return [(causes, left) for causes, left in fitting if left <= limit]
@@ -92,16 +114,20 @@ def explain(name: str, d: Dump) -> list[Fit]:
 
 
 def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
-    """The causes and what they leave, if they explain the stage; `scaled`: together with a factor, which is fitted."""
+    """The causes and what they leave, if they explain the stage;
+    `scaled`: together with a factor, which is fitted."""
     change = dict(pair for cause in causes for pair in cause.change.items())
     if len(change) < sum(len(cause.change) for cause in causes):
         return None  # two values for one deviation
     answer, factor = STAGES[name](d, change), 1.0
     if scaled:
-        has, should = (torch.cat([(x[i] / x[2]).flatten() for x in answer.values()]) for i in (0, 1))
+        has, should = (
+            torch.cat([(x[i] / x[2]).flatten() for x in answer.values()]) for i in (0, 1)
+        )
         power = should.square().sum().item()
         factor = (has @ should).item() / power if power else math.nan
-        causes = [*causes, why(factor, d, few=should.count_nonzero() < 3)]  # any number is another times a factor
+        # any number is another times a factor
+        causes = [*causes, why(factor, d, few=should.count_nonzero() < 3)]
     left = error(answer, factor)
     return (causes, left) if left <= TOLERANCE and None not in causes else None
 
@@ -109,25 +135,49 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """What a factor may come from."""
     counts = {"micro-batches": len(d.micro_batches), "rows": len(d["input_ids"])}
-    counts |= {"ranks": d.about.get("world_size", 1), "completions of a group": d.about.get("num_generations", 1)}
-    counts["steps of a rollout"], part = d.about.get("steps_per_rollout", 1), len(d.micro_batches[0])
-    counts |= {"rows of a micro-batch": part, "pairs of a micro-batch": 1 if d.get("pair") is None else part // 2}
+    counts |= {
+        "ranks": d.about.get("world_size", 1),
+        "completions of a group": d.about.get("num_generations", 1),
+    }
+    counts["steps of a rollout"], part = (
+        d.about.get("steps_per_rollout", 1),
+        len(d.micro_batches[0]),
+    )
+    counts |= {
+        "rows of a micro-batch": part,
+        "pairs of a micro-batch": 1 if d.get("pair") is None else part // 2,
+    }
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     known += [(number, f"not divided by the {number:g} {what}") for what, number in counts.items()]
-    known += [(1 / number, f"divided once more by the {number:g} {what}") for what, number in counts.items()]
-    found = [text for value, text in known if value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)]
-    says, costs = " or ".join(found) or f"all of it is {factor:.6g} times", "the learning rate means something else"
+    known += [
+        (1 / number, f"divided once more by the {number:g} {what}")
+        for what, number in counts.items()
+    ]
+    found = [
+        text
+        for value, text in known
+        if value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)
+    ]
+    says, costs = (
+        " or ".join(found) or f"all of it is {factor:.6g} times",
+        "the learning rate means something else",
+    )
     unknown = not found and (few or not math.isfinite(factor))
     return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
 def where(answer: dict) -> str:
     """Which numbers differ, in a few words."""
-    wrong = {name: ((has - should).abs() / unit > TOLERANCE) for name, (has, should, unit) in answer.items()}
+    wrong = {
+        name: ((has - should).abs() / unit > TOLERANCE)
+        for name, (has, should, unit) in answer.items()
+    }
     parts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     parts[3:] = [f"and {len(parts) - 3} more"] * (len(parts) > 3)
     rows = [x.any(1) for name, x in wrong.items() if name.endswith("gradient")]
-    return ", ".join(parts + [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)])
+    return ", ".join(
+        parts + [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)]
+    )
 
 
 def report(findings: list[Finding], d: Dump) -> str:
@@ -135,11 +185,18 @@ def report(findings: list[Finding], d: Dump) -> str:
     lines = []
     for f in findings:
         word = "agrees" if f.ok else "DIFFERS"
-        lines.append(f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip())
+        lines.append(
+            f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip()
+        )
         for number, (causes, left) in enumerate(f.explained[:4]):
             word = "or" if number else "explained by"
-            lines.append(f"{'':12}{word}: {' and '.join(cause.name for cause in causes)} (to {left:.0e})")
-            about = ("; ".join(filter(None, (c.says, c.source, c.costs and f"costs: {c.costs}"))) for c in causes)
+            lines.append(
+                f"{'':12}{word}: {' and '.join(cause.name for cause in causes)} (to {left:.0e})"
+            )
+            about = (
+                "; ".join(filter(None, (c.says, c.source, c.costs and f"costs: {c.costs}")))
+                for c in causes
+            )
             lines += [f"{'':16}{text}" for text in about]
         if not (f.ok or f.explained):
             lines.append(f"{'':12}no known cause explains it")
@@ -148,7 +205,9 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m minivlmrl audit", description="Check a step that a trainer dumped.")
+    p = argparse.ArgumentParser(
+        prog="python -m minivlmrl audit", description="Check a step that a trainer dumped."
+    )
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
     d = read(p.parse_args(arguments).step)
     findings = audit(d)

@@ -1,7 +1,8 @@
-"""A dumped step: what a trainer has written down of one optimizer step, step.json and step.safetensors in a folder.
+"""A dumped step: what a trainer has written down of one optimizer step, step.json and
+step.safetensors in a folder.
 
-n rows (completions) of S tokens in M micro-batches, out of a rollout of N completions with K rewards. docs/audit.md has
-the names. Everything but NEEDED is optional.
+n rows (completions) of S tokens in M micro-batches, out of a rollout of N completions with K
+rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
 import json
@@ -14,9 +15,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
-BY_TOKEN = (*NEEDED, "attention_mask", "prompt_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps")
-BY_TOKEN += ("sampler_logps", "entropies", "log_sum_sq_probs", "logps_gradient", "entropies_gradient")
-BY_ROW = (*BY_TOKEN, "advantages", "micro_batch", "row", "pair", "chosen", "importance_sampling_ratio")
+BY_TOKEN = (
+    *NEEDED,
+    "attention_mask",
+    "prompt_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+)
+BY_TOKEN += (
+    "sampler_logps",
+    "entropies",
+    "log_sum_sq_probs",
+    "logps_gradient",
+    "entropies_gradient",
+)
+BY_ROW = (
+    *BY_TOKEN,
+    "advantages",
+    "micro_batch",
+    "row",
+    "pair",
+    "chosen",
+    "importance_sampling_ratio",
+)
 
 
 class Dump:
@@ -26,21 +48,40 @@ class Dump:
         missing = [name for name in NEEDED if name not in tensors]
         if missing or about.get("kind") not in ("grpo", "dpo", "sft"):
             what = f"{missing[0]} is missing" if missing else f"kind is {about.get('kind')!r}"
-            raise ValueError(f"{what}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft")
+            raise ValueError(
+                f"{what}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft"
+            )
         n, self.width = tensors["input_ids"].shape
         for name in tensors.keys() & BY_ROW:
-            if len(x := tensors[name]) != n or (name in BY_TOKEN and not (x.dim() == 2 and x.shape[1] <= self.width)):
-                raise ValueError(f"{name} is {tuple(x.shape)}, but input_ids are {(n, self.width)}: one row for each")
-        self.about, self.forward = about, {}  # what is known to be different in the forward; None: something unknown
-        self.eps = {name: torch.finfo(x.dtype).eps for name, x in tensors.items() if x.is_floating_point()}
-        self.tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-        self.tensors |= {name: self.align(x) for name, x in self.tensors.items() if name in BY_TOKEN}
+            if len(x := tensors[name]) != n or (
+                name in BY_TOKEN and not (x.dim() == 2 and x.shape[1] <= self.width)
+            ):
+                raise ValueError(
+                    f"{name} is {tuple(x.shape)}, but input_ids are {(n, self.width)}: one row for "
+                    "each"
+                )
+        # what is known to be different in the forward; None: something unknown
+        self.about, self.forward = about, {}
+        self.eps = {
+            name: torch.finfo(x.dtype).eps for name, x in tensors.items() if x.is_floating_point()
+        }
+        self.tensors = {
+            name: x.double() if x.is_floating_point() else x for name, x in tensors.items()
+        }
+        self.tensors |= {
+            name: self.align(x) for name, x in self.tensors.items() if name in BY_TOKEN
+        }
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
-        self.micro_batches = [(self["micro_batch"] == m).nonzero()[:, 0] for m in self["micro_batch"].unique()]
-        prompt = self.get("prompt_mask", self["attention_mask"] * (1 - self["completion_mask"].long()))
+        self.micro_batches = [
+            (self["micro_batch"] == m).nonzero()[:, 0] for m in self["micro_batch"].unique()
+        ]
+        prompt = self.get(
+            "prompt_mask", self["attention_mask"] * (1 - self["completion_mask"].long())
+        )
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
-        self.completion = torch.arange(self.width) >= ends  # (n, S): the columns after the prompt, padding too
+        # (n, S): the columns after the prompt, padding too
+        self.completion = torch.arange(self.width) >= ends
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -54,7 +95,11 @@ class Dump:
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Tensors kind.NAME by NAME."""
-        return {name.partition(".")[2]: x for name, x in self.tensors.items() if name.partition(".")[0] == kind}
+        return {
+            name.partition(".")[2]: x
+            for name, x in self.tensors.items()
+            if name.partition(".")[0] == kind
+        }
 
 
 def read(folder: str | Path) -> Dump:
@@ -63,15 +108,21 @@ def read(folder: str | Path) -> Dump:
     try:
         about = json.loads((folder / "step.json").read_text(encoding="utf-8"))
         with safe_open(folder / "step.safetensors", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle is no dict
-        about |= {name: str(folder / value) for name, value in about.items() if name.endswith("model") and value}
+            names = list(file.keys())  # a handle is no dict
+            tensors = {name: file.get_tensor(name) for name in names}
+        about |= {
+            name: str(folder / value)
+            for name, value in about.items()
+            if name.endswith("model") and value
+        }
         return Dump(about, tensors)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} is no step: {error}") from error
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of micro-batches -> those of the step: rows are padded on the left, pictures are joined."""
+    """Tensors of micro-batches -> those of the step: rows are padded on the left, pictures are
+    joined."""
     tensors = {}
     for name, first in parts[0].items():
         x, width = [part[name] for part in parts], max(part[name].shape[-1] for part in parts)
@@ -84,5 +135,8 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
     Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file({n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()}, Path(folder) / "step.safetensors")
+    save_file(
+        {n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()},
+        Path(folder) / "step.safetensors",
+    )
     (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

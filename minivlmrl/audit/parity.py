@@ -1,6 +1,8 @@
-"""For other people's tests: hold a loss against values and gradients that were recorded from TRL 1.16; needs no TRL.
+"""For other people's tests: hold a loss against values and gradients that were recorded from TRL
+1.16; needs no TRL.
 
-`pytest tests/parity`, in a clone, holds every loss and option of ours against the TRL that is installed.
+`pytest tests/parity`, in a clone, holds every loss and option of ours against the TRL that is
+installed.
 """
 
 import json
@@ -30,7 +32,9 @@ def check(my_loss, tolerance: float = 1e-6, **only) -> int:
         for case, options in json.loads(file.metadata()["cases"]).items():
             if any(options.get(key) != value for key, value in only.items()):
                 continue
-            batch = {n.partition("/")[2]: file.get_tensor(n) for n in names if n.startswith(f"{case}/")}
+            batch = {
+                n.partition("/")[2]: file.get_tensor(n) for n in names if n.startswith(f"{case}/")
+            }
             value, slope = batch.pop("loss"), batch.pop("gradient")
             logps = batch["per_token_logps"].requires_grad_()
             loss = my_loss(batch, options)

@@ -1,7 +1,9 @@
-"""What of a step can be computed again from the rest of it: advantages, masks, the loss and its gradient.
+"""What of a step can be computed again from the rest of it: advantages, masks, the loss and its
+gradient.
 
-A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks something. `change` is
-empty for the definition, or a deviation of causes.yaml. An error is |has - should| / unit, the size of the terms.
+A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks
+something. `change` is empty for the definition, or a deviation of causes.yaml. An error is |has -
+should| / unit, the size of the terms.
 """
 
 import copy
@@ -9,61 +11,113 @@ import copy
 import torch
 from torch import Tensor
 
-from minivlmrl.algorithms.policy_losses import AVERAGES, FamilyLoss, PolicyInputs, mean_entropy, policy_terms
+from minivlmrl.algorithms.policy_losses import (
+    AVERAGES,
+    FamilyLoss,
+    PolicyInputs,
+    mean_entropy,
+    policy_terms,
+)
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.audit.dump import Dump
 from minivlmrl.losses import Counts
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
-AFTER = {"negative": lambda a: -a, "rolled": lambda a: a.roll(1, 0), "rolled back": lambda a: a.roll(-1, 0)}
-AFTER |= {"reversed": lambda a: a.flip(0), "positive": lambda a: a.clamp(min=0), "zero": lambda a: a * 0}
+AFTER = {
+    "negative": lambda a: -a,
+    "rolled": lambda a: a.roll(1, 0),
+    "rolled back": lambda a: a.roll(-1, 0),
+}
+AFTER |= {
+    "reversed": lambda a: a.flip(0),
+    "positive": lambda a: a.clamp(min=0),
+    "zero": lambda a: a * 0,
+}
 AFTER |= {"clipped": lambda a: a.clamp(-1, 1), "absolute": lambda a: a.abs(), "own": lambda a: a}
 
 
 def advantages(d: Dump, change: dict) -> Answer:
     """From rewards (N, K) and the group of each completion."""
-    has, rewards, group = d.get("rollout_advantages", d.get("advantages")), d.get("rewards"), d.get("group")
+    has, rewards, group = (
+        d.get("rollout_advantages", d.get("advantages")),
+        d.get("rewards"),
+        d.get("group"),
+    )
     if has is None or rewards is None or group is None or has.dim() != 1:
         return None
     N, size = len(group), d.about.get("num_generations") or int((group == group[0]).sum())
     rewards, count = rewards.view(N, -1), torch.arange(N)
-    weights = torch.tensor(d.about.get("reward_weights") or [1.0] * rewards.shape[1], dtype=torch.float64)
-    weights = {"ones": weights * 0 + 1, "mean": weights / len(weights)}.get(change.get("weights"), weights)
-    groups = {"next": group.roll(1), "interleaved": count % (N // size), "halves": count // (size / 2)}
+    weights = torch.tensor(
+        d.about.get("reward_weights") or [1.0] * rewards.shape[1], dtype=torch.float64
+    )
+    weights = {"ones": weights * 0 + 1, "mean": weights / len(weights)}.get(
+        change.get("weights"), weights
+    )
+    groups = {
+        "next": group.roll(1),
+        "interleaved": count % (N // size),
+        "halves": count // (size / 2),
+    }
     group = (groups | {"double": count // (2 * size)}).get(change.get("group"), group)
-    how = {name: change.get(name, value) for name, value in (("ddof", 1), ("epsilon", 1e-4), ("by", "std"))}
+    how = {
+        name: change.get(name, value)
+        for name, value in (("ddof", 1), ("epsilon", 1e-4), ("by", "std"))
+    }
     scale = change.get("scale", d.about.get("scale_rewards", "group"))
     unjudged = rewards.isnan().all(1) & (not change.get("missing"))
     gdpo = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
     if gdpo == change.get("other aggregation", False):
-        total, centre = (rewards * weights).nansum(1).masked_fill(unjudged, torch.nan), change.get("centre", "group")
+        total, centre = (
+            (rewards * weights).nansum(1).masked_fill(unjudged, torch.nan),
+            change.get("centre", "group"),
+        )
         value, unit = normalise(total, group, centre, scale, **how)
     else:
         parts = [normalise(x, group, "group", "group", **how) for x in rewards.unbind(1)]
-        total = (torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0) * weights).sum(1)
-        value, unit = normalise(total.masked_fill(unjudged, torch.nan), group, "batch", "batch", **how)
+        total = (
+            torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0) * weights
+        ).sum(1)
+        value, unit = normalise(
+            total.masked_fill(unjudged, torch.nan), group, "batch", "batch", **how
+        )
         unit = unit + sum(unit for _, unit in parts)
     if change.get("again"):
         value, unit = normalise(value, group, "batch", "batch", **how)[0], unit * 2
     return {"advantages": (has, AFTER[change.get("after", "own")](value), unit)}
 
 
-def normalise(x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, by: str):
-    """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in float32."""
-    value, divisor, tiled = torch.zeros_like(x), torch.ones_like(x), [x[group == g].nanmean() for g in group.unique()]
+def normalise(
+    x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, by: str
+):
+    """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in
+    float32."""
+    value, divisor, tiled = (
+        torch.zeros_like(x),
+        torch.ones_like(x),
+        [x[group == g].nanmean() for g in group.unique()],
+    )
     for member in (group == g for g in group.unique()):
         real = x[member & ~x.isnan()]
         over = {"group": real, "batch": x[~x.isnan()]}.get(scale)
-        means = {"group": real.mean(), "batch": x.nanmean(), "others": (real.sum() - x[member]) / max(1, len(real) - 1)}
+        means = {
+            "group": real.mean(),
+            "batch": x.nanmean(),
+            "others": (real.sum() - x[member]) / max(1, len(real) - 1),
+        }
         extremes = {"median": real.median(), "best": real.max()} if len(real) else {}
         value[member] = x[member] - (means | extremes).get(centre, 0.0)
         if over is not None:
             std = over.std(correction=ddof) if len(over) > ddof else x.new_tensor(torch.nan)
-            divisor[member] = {"inside": (std**2 + epsilon).sqrt(), "variance": std**2 + epsilon}.get(by, std + epsilon)
+            divisor[member] = {
+                "inside": (std**2 + epsilon).sqrt(),
+                "variance": std**2 + epsilon,
+            }.get(by, std + epsilon)
     value = x - torch.stack(tiled).repeat(len(x) // len(tiled)) if centre == "tiled" else value
     value = (value / divisor).nan_to_num(0.0, 0.0, 0.0)
-    return value, value.abs().max() + 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0) + 1e-30
+    return value, value.abs().max() + 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(
+        1.0
+    ) + 1e-30
 
 
 def rows(d: Dump, change: dict) -> Answer:
@@ -76,36 +130,62 @@ def rows(d: Dump, change: dict) -> Answer:
 
 
 def mask(d: Dump, change: dict) -> Answer:
-    """Which tokens count: of a rollout up to and with the first stop token, of a demonstration all real ones."""
+    """Which tokens count: of a rollout up to and with the first stop token, of a demonstration all
+    real ones."""
     ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
     if d.about["kind"] == "grpo":
         ends = d.completion & torch.isin(ids, torch.tensor(stop))
-        ended, text = ends.any(1, keepdim=True), d.completion & (ids != d.about.get("pad_token_id", -1))
-        real = torch.where(ended, ends.long().cumsum(1) - ends.long() == 0, text.flip(1).cumsum(1).flip(1) > 0)
-        if change.get("truncated", d.about.get("mask_truncated_completions") and "dropped") == "dropped":
+        ended, text = (
+            ends.any(1, keepdim=True),
+            d.completion & (ids != d.about.get("pad_token_id", -1)),
+        )
+        real = torch.where(
+            ended, ends.long().cumsum(1) - ends.long() == 0, text.flip(1).cumsum(1).flip(1) > 0
+        )
+        if (
+            change.get("truncated", d.about.get("mask_truncated_completions") and "dropped")
+            == "dropped"
+        ):
             real = real & ended
     own = (d.completion & real) * d.get("tool_mask", torch.tensor(1)).double()
-    return {"completion_mask": (d["completion_mask"].double(), other_mask(d, own, change.get("mask")), 1.0)}
+    return {
+        "completion_mask": (
+            d["completion_mask"].double(),
+            other_mask(d, own, change.get("mask")),
+            1.0,
+        )
+    }
 
 
 def other_mask(d: Dump, own: Tensor, name: str | None) -> Tensor:
     """(n, S): the mask of a deviation."""
-    after, first, last = d.completion.double(), own.cumsum(1) == 1, own.flip(1).cumsum(1).flip(1) == 1
+    after, first, last = (
+        d.completion.double(),
+        own.cumsum(1) == 1,
+        own.flip(1).cumsum(1).flip(1) == 1,
+    )
     masks = {"padding": after, "everything": torch.ones_like(own), "next row": own.roll(1, 0)}
     masks |= {"later": own.roll(1, 1) * after, "earlier": own.roll(-1, 1)}
     masks |= {"no end": own * ~last, "only end": own * last, "no first": own * ~first}
-    return (masks | {"prompt": torch.maximum(own, d["attention_mask"].double() * (1 - after))}).get(name, own)
+    return (masks | {"prompt": torch.maximum(own, d["attention_mask"].double() * (1 - after))}).get(
+        name, own
+    )
 
 
 def loss(d: Dump, change: dict) -> Answer:
-    """The loss of each micro-batch as it went into backward, and its gradient to the log-probabilities (n, S)."""
+    """The loss of each micro-batch as it went into backward, and its gradient to the
+    log-probabilities (n, S)."""
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
     own = other_mask(d, d["completion_mask"].double(), change.get("mask"))
-    leaves = [d[name].clone().requires_grad_() for name in ("per_token_logps", "entropies") if d.get(name) is not None]
+    leaves = [
+        d[name].clone().requires_grad_()
+        for name in ("per_token_logps", "entropies")
+        if d.get(name) is not None
+    ]
     of = {"grpo": policy, "dpo": preference, "sft": demonstrations}[d.about["kind"]]
     parts = [of(d, part, leaves[0], leaves[-1], own, change) for part in d.micro_batches]
     losses, units = (torch.stack(x) for x in zip(*parts, strict=True))
@@ -114,37 +194,75 @@ def loss(d: Dump, change: dict) -> Answer:
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
         unit = max(x.abs().max() for x in (slope, has[name]) if x is not None) + 1e-30
         answer[name] = (has[name], slope, unit)
-    return {name: (x.view_as(should), should, unit) for name, (x, should, unit) in answer.items() if x is not None}
+    return {
+        name: (x.view_as(should), should, unit)
+        for name, (x, should, unit) in answer.items()
+        if x is not None
+    }
 
 
 def inputs(d: Dump, lp: Tensor, own: Tensor, name: str | None) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of policy, old policy and reference, (n, S), as a deviation takes them."""
     old, r = d.get("old_per_token_logps", lp.detach()), d.get("ref_per_token_logps", lp.detach())
-    share, now = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1), lp.detach()
-    old_of = {"no old": now, "live old": lp, "frozen ratio": lp - (lp - old).detach(), "old is reference": r}
-    old_of |= {"padded length": lp - (lp - old) * share} | {f"old {name}": x for name, x in shifted(d, old).items()}
-    ref_of = {"reversed KL": 2 * lp - r, "frozen KL": lp + (r - lp).detach(), "reference is old": old}
-    ref_of |= {"no reference": r * 0, "live reference": lp, "reference is policy": now, "swapped": now}
-    ref_of |= {f"reference {name}": x for name, x in shifted(d, r).items()} | {"inverted ratio": r + 2 * (old - lp)}
+    share, now = (
+        own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1),
+        lp.detach(),
+    )
+    old_of = {
+        "no old": now,
+        "live old": lp,
+        "frozen ratio": lp - (lp - old).detach(),
+        "old is reference": r,
+    }
+    old_of |= {"padded length": lp - (lp - old) * share} | {
+        f"old {name}": x for name, x in shifted(d, old).items()
+    }
+    ref_of = {
+        "reversed KL": 2 * lp - r,
+        "frozen KL": lp + (r - lp).detach(),
+        "reference is old": old,
+    }
+    ref_of |= {
+        "no reference": r * 0,
+        "live reference": lp,
+        "reference is policy": now,
+        "swapped": now,
+    }
+    ref_of |= {f"reference {name}": x for name, x in shifted(d, r).items()} | {
+        "inverted ratio": r + 2 * (old - lp)
+    }
     policy_of = {"inverted ratio": 2 * old - lp, "swapped": r + (lp - now)}
     return policy_of.get(name, lp), old_of.get(name, old), ref_of.get(name, r)
 
 
 def shifted(d: Dump, x: Tensor) -> dict[str, Tensor]:
-    """(n, S) of other rows or tokens: with zeros from the prompt, or rolled within the completions' columns."""
+    """(n, S) of other rows or tokens: with zeros from the prompt, or rolled within the completions'
+    columns."""
     first, moves = int(d.completion.any(0).long().argmax()), (("later", 1), ("earlier", -1))
-    cut = {f"rolled {name}": torch.cat([x[:, :first], x[:, first:].roll(by, 1)], 1) for name, by in moves}
+    cut = {
+        f"rolled {name}": torch.cat([x[:, :first], x[:, first:].roll(by, 1)], 1)
+        for name, by in moves
+    }
     return cut | {name: x.roll(by, 1) for name, by in moves} | {"of next row": x.roll(1, 0)}
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
-    """What the loss of the rows `part` divides by: totals of the step, or M times those of the micro-batch."""
+    """What the loss of the rows `part` divides by: totals of the step, or M times those of the
+    micro-batch."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times
     if "rollout_tokens" in d.about and not (by_part or "divide" in change or "mask" in change):
-        tokens = d.about["rollout_tokens"] / d.about.get("steps_per_rollout", 1) / d.about.get("world_size", 1)
-    return Counts(d.about.get("step_rows", len(rows)) * times, max(tokens, 1), d.about.get("max_completion_length"))
+        tokens = (
+            d.about["rollout_tokens"]
+            / d.about.get("steps_per_rollout", 1)
+            / d.about.get("world_size", 1)
+        )
+    return Counts(
+        d.about.get("step_rows", len(rows)) * times,
+        max(tokens, 1),
+        d.about.get("max_completion_length"),
+    )
 
 
 def changed(options, change: dict):
@@ -160,17 +278,27 @@ def changed(options, change: dict):
     return result
 
 
-def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
+def policy(
+    d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict
+) -> tuple[Tensor, Tensor]:
     """GRPO and its family for the rows `part`: the loss, and the sum of the sizes of its terms."""
-    o, flip = changed(FamilyLoss(**d.about.get("loss", {})), change), -1.0 if change.get("flip") else 1.0
+    o, flip = (
+        changed(FamilyLoss(**d.about.get("loss", {})), change),
+        -1.0 if change.get("flip") else 1.0,
+    )
     o.beta *= flip * (o.beta if change.get("KL") == "beta" else change.get("KL", 1.0))
     lp, old, ref = (x[part] for x in inputs(d, lp, own, change.get("inputs")))
     a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
     a = AFTER[change.get("advantages", "own")](a)
     a = (a[part] - a[part].mean()) / (a[part].std() + 1e-8) if change.get("whitened") else a[part]
-    sampler, ratio = d.get("sampler_logps"), None if change.get("no correction") else d.get("importance_sampling_ratio")
+    sampler, ratio = (
+        d.get("sampler_logps"),
+        None if change.get("no correction") else d.get("importance_sampling_ratio"),
+    )
     ratio = None if ratio is None else (ratio if ratio.shape[1] == 1 else d.align(ratio))[part]
-    given = PolicyInputs(lp, entropies[part], old, ref, None if sampler is None else sampler[part], ratio)
+    given = PolicyInputs(
+        lp, entropies[part], old, ref, None if sampler is None else sampler[part], ratio
+    )
     x, kept, _ = policy_terms(given, a * flip, own[part], o)
     x, divide = x * flip * own[part], other_mask(d, own, change.get("divide"))
     over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
@@ -178,20 +306,29 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 
 
-def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
+def preference(
+    d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict
+) -> tuple[Tensor, Tensor]:
     """DPO and its family for the rows `part`: pairs by `pair`, `chosen` says which is."""
     lp, _, ref = inputs(d, lp, own, change.get("inputs"))
-    lp, ref = (x / (own.sum(1, keepdim=True).clamp(min=1) if change.get("mean") else 1) for x in (lp, ref))
+    lp, ref = (
+        x / (own.sum(1, keepdim=True).clamp(min=1) if change.get("mean") else 1) for x in (lp, ref)
+    )
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = order.view(-1, 2).flip([1] if change.get("exchanged") else [])
-    squares, options = d.get("log_sum_sq_probs"), changed(DPOLoss(**d.about.get("loss", {})), change)
+    squares, options = (
+        d.get("log_sum_sq_probs"),
+        changed(DPOLoss(**d.about.get("loss", {})), change),
+    )
     given = {"ref_per_token_logps": ref[index], "counts": counts(d, order, own, change, each=2)}
     given["log_sum_sq_probs"] = None if squares is None else squares[index]
     value, _ = dpo_loss(lp[index], own[index], options, **given)
     return value, value.detach().abs() + 1e-2
 
 
-def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> tuple[Tensor, Tensor]:
+def demonstrations(
+    d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict
+) -> tuple[Tensor, Tensor]:
     """SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     over = counts(d, part, other_mask(d, own, change.get("divide")), change)

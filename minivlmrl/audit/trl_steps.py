@@ -3,8 +3,9 @@
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
 
-All is seen from outside of what is checked: log-probabilities at the model's forward and the gradient where it arrives
-there, the loss as training_step returns it, rewards as the functions gave them, the weights around optimizer.step.
+All is seen from outside of what is checked: log-probabilities at the model's forward and the
+gradient where it arrives there, the loss as training_step returns it, rewards as the functions gave
+them, the weights around optimizer.step.
 """
 
 import re
@@ -20,11 +21,21 @@ from minivlmrl.algorithms.policy_losses import FamilyLoss
 from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.audit import dump
 
-ROLLOUT = ("num_generations", "scale_rewards", "temperature", "max_completion_length", "mask_truncated_completions")
+ROLLOUT = (
+    "num_generations",
+    "scale_rewards",
+    "temperature",
+    "max_completion_length",
+    "mask_truncated_completions",
+)
 ROLLOUT += ("reward_weights", "multi_objective_aggregation")
-OUTPUTS = {"log_probs": ("per_token_logps", "logps_gradient"), "entropy": ("entropies", "entropies_gradient")}
+OUTPUTS = {
+    "log_probs": ("per_token_logps", "logps_gradient"),
+    "entropy": ("entropies", "entropies_gradient"),
+}
 OUTPUTS |= {"log_sum_sq_probs": ("log_sum_sq_probs", "")}
-NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")  # what transformers.Trainer documents
+# what transformers.Trainer documents
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
@@ -41,12 +52,22 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Of a DPOTrainer: first all chosen answers, then all rejected ones."""
-    loss = {name: x for name, x in vars(trainer.args).items() if name in DPOLoss.__dataclass_fields__}
-    about = {"kind": "dpo", "loss": loss | {"loss_type": list(trainer.loss_types)}, "mean_over": "micro_batch"}
+    loss = {
+        name: x for name, x in vars(trainer.args).items() if name in DPOLoss.__dataclass_fields__
+    }
+    about = {
+        "kind": "dpo",
+        "loss": loss | {"loss_type": list(trainer.loss_types)},
+        "mean_over": "micro_batch",
+    }
 
     def rows(inputs: dict) -> dict:
         count, pairs = torch.arange(len(inputs["input_ids"])), len(inputs["input_ids"]) // 2
-        own = {"completion_mask": inputs["completion_mask"], "pair": count % pairs, "chosen": (count < pairs).long()}
+        own = {
+            "completion_mask": inputs["completion_mask"],
+            "pair": count % pairs,
+            "chosen": (count < pairs).long(),
+        }
         return own | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
@@ -58,49 +79,76 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     loss = {name: x for name, x in vars(a).items() if name in FamilyLoss.__dataclass_fields__}
     loss |= {"epsilon_low": a.epsilon, "epsilon_high": a.epsilon if high is None else high}
     about = {"kind": "grpo", "loss": loss} | {name: getattr(a, name) for name in ROLLOUT}
-    about |= {"stop_token_ids": list(trainer.eos_token_ids), "pad_token_id": trainer._tokenizer.pad_token_id}
+    about |= {
+        "stop_token_ids": list(trainer.eos_token_ids),
+        "pad_token_id": trainer._tokenizer.pad_token_id,
+    }
     about["steps_per_rollout"] = a.steps_per_generation / a.gradient_accumulation_steps
 
     def generated(result: dict, examples: list):
-        keys = [(str(e["prompt"]), *(x and x.tobytes() for x in e.get("images") or [e.get("image")])) for e in examples]
-        group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]  # a prompt may return
+        keys = [
+            (str(e["prompt"]), *(x and x.tobytes() for x in e.get("images") or [e.get("image")]))
+            for e in examples
+        ]
+        # a prompt may return
+        group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]
         record.rollout["group"] = torch.tensor([group.index(key) for key in group])
         record.rollout["rollout_advantages"] = result["advantages"].clone()
         result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
-        about["rollout_tokens"] = int((result["completion_mask"] * result.get("tool_mask", 1)).sum())
+        about["rollout_tokens"] = int(
+            (result["completion_mask"] * result.get("tool_mask", 1)).sum()
+        )
         about["old_model"] = "model"
 
     def rows(inputs: dict) -> dict:
         off = trainer.use_adaptive_entropy and trainer._last_world_entropy > a.entropy_target
         loss["entropy_coef"] = 0.0 if off else trainer.entropy_coef
         prompt = pad(inputs["prompt_mask"], (0, inputs["completion_ids"].shape[1]))
-        own = {"completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1), "prompt_mask": prompt}
+        own = {
+            "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
+            "prompt_mask": prompt,
+        }
         return {name: x for name, x in inputs.items() if name in dump.BY_ROW} | own
 
     record = Steps(trainer, folder, steps, about, rows)
     record.wrap("_generate_and_score_completions", after=generated)
-    record.wrap("_calculate_rewards", after=lambda result, *_: record.rollout.update(rewards=result.clone()))
+    record.wrap(
+        "_calculate_rewards", after=lambda result, *_: record.rollout.update(rewards=result.clone())
+    )
     return record
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Where the prompts of chats end: after the last generation prompt. {} where there is no template."""
+    """Where the prompts of chats end: after the last generation prompt.
+    {} where there is no template."""
     processor, chat = trainer.processing_class, [{"role": "user", "content": "x"}]
     if not processor.chat_template:
         return {}
-    texts = [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=on) for on in (False, True)]
-    start = getattr(processor, "tokenizer", processor).encode(texts[1].removeprefix(texts[0]), add_special_tokens=False)
+    texts = [
+        processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=on)
+        for on in (False, True)
+    ]
+    start = getattr(processor, "tokenizer", processor).encode(
+        texts[1].removeprefix(texts[0]), add_special_tokens=False
+    )
     found = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
     ends = torch.where(found, torch.arange(found.shape[1]) + len(start), 0).amax(1, keepdim=True)
     return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
 
 
 class Steps(ExitStack, TrainerCallback):
-    """Writes the first steps into folder/0, folder/1, ...; `rows` gives the tensors of a micro-batch."""
+    """Writes the first steps into folder/0, folder/1, ...;
+    `rows` gives the tensors of a micro-batch."""
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
         super().__init__()
-        self.trainer, self.folder, self.steps, self.about, self.rows = trainer, Path(folder), steps, about, rows
+        self.trainer, self.folder, self.steps, self.about, self.rows = (
+            trainer,
+            Path(folder),
+            steps,
+            about,
+            rows,
+        )
         self.parts, self.tensors, self.rollout = [], {}, {}
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
@@ -109,9 +157,15 @@ class Steps(ExitStack, TrainerCallback):
         trainer.add_callback(self)
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", self.begin)
-        self.wrap("training_step", after=lambda loss, *_: self.parts[-1].update(loss=loss.detach().view(1)))
+        self.wrap(
+            "training_step",
+            after=lambda loss, *_: self.parts[-1].update(loss=loss.detach().view(1)),
+        )
         self.wrap("_clip_grad_norm", before=lambda *_: self.copy("grad"))
-        self.wrap("_clip_grad_norm", after=lambda x, *_: self.tensors.update(grad_norm=torch.as_tensor(x).view(1)))
+        self.wrap(
+            "_clip_grad_norm",
+            after=lambda x, *_: self.tensors.update(grad_norm=torch.as_tensor(x).view(1)),
+        )
 
     def wrap(self, name: str, before=lambda *_: None, after=lambda *_: None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
@@ -135,12 +189,15 @@ class Steps(ExitStack, TrainerCallback):
     def begin(self, model, inputs: dict, *_):
         """A micro-batch: its row tensors and pictures."""
         names = ("pixel_values", "image_grid_thw", "num_images")
-        part = self.rows(inputs) | {x: torch.as_tensor(inputs[x]) for x in names if inputs.get(x) is not None}
+        part = self.rows(inputs) | {
+            x: torch.as_tensor(inputs[x]) for x in names if inputs.get(x) is not None
+        }
         part["micro_batch"] = torch.full((len(part["completion_mask"]),), len(self.parts))
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """After a forward that trains: its inputs, what it gives, and later its gradient. Also DPO's reference."""
+        """After a forward that trains: its inputs, what it gives, and later its gradient.
+        Also DPO's reference."""
         part, logps = self.parts[-1] if self.parts else {}, getattr(output, "log_probs", None)
         if not part or logps is None:
             return
@@ -153,31 +210,71 @@ class Steps(ExitStack, TrainerCallback):
             if (x := output.get(name)) is not None:
                 part[ours] = pad(x.detach(), (1, 0))
             if x is not None and x.requires_grad:
-                part[slope] = torch.zeros_like(part[ours])  # what is masked gets a gradient that goes nowhere
-                x.register_hook(lambda g, to=slope: part.update({to: pad(g * output.label_mask, (1, 0))}))
+                # what is masked gets a gradient that goes nowhere
+                part[slope] = torch.zeros_like(part[ours])
+                x.register_hook(
+                    lambda g, to=slope: part.update({to: pad(g * output.label_mask, (1, 0))})
+                )
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
         for name, p in self.trainer.model.named_parameters():
-            of = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p, **self.trainer.optimizer.state.get(p, {})}
-            self.tensors |= {f"{kind}.{name}": of[kind].detach().clone() for kind in kinds if of.get(kind) is not None}
+            of = {
+                "before": p,
+                "grad": p.grad,
+                "clipped": p.grad,
+                "after": p,
+                **self.trainer.optimizer.state.get(p, {}),
+            }
+            self.tensors |= {
+                f"{kind}.{name}": of[kind].detach().clone()
+                for kind in kinds
+                if of.get(kind) is not None
+            }
 
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
             return
-        self.copy("before", "clipped", "exp_avg", "exp_avg_sq", *(() if "grad_norm" in self.tensors else ("grad",)))
+        self.copy(
+            "before",
+            "clipped",
+            "exp_avg",
+            "exp_avg_sq",
+            *(() if "grad_norm" in self.tensors else ("grad",)),
+        )
         for name, model in self.models.items():
             model.save_pretrained(self.folder / str(state.global_step) / name)
             self.about[name] = name
-        plain = [name for name, _ in self.trainer.model.named_parameters() if NO_DECAY.search(name.lower())]
-        betas, rate = [args.adam_beta1, args.adam_beta2], self.trainer.optimizer.param_groups[0]["lr"]
-        self.about["optimizer"] = {"name": str(getattr(args.optim, "value", args.optim)).partition("_")[0]}
-        self.about["optimizer"] |= {"learning_rate": rate, "betas": betas, "eps": args.adam_epsilon, "no_decay": plain}
+        plain = [
+            name
+            for name, _ in self.trainer.model.named_parameters()
+            if NO_DECAY.search(name.lower())
+        ]
+        betas, rate = (
+            [args.adam_beta1, args.adam_beta2],
+            self.trainer.optimizer.param_groups[0]["lr"],
+        )
+        self.about["optimizer"] = {
+            "name": str(getattr(args.optim, "value", args.optim)).partition("_")[0]
+        }
+        self.about["optimizer"] |= {
+            "learning_rate": rate,
+            "betas": betas,
+            "eps": args.adam_epsilon,
+            "no_decay": plain,
+        }
         same = {"weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm}
         self.about["optimizer"] |= same | {"step": state.global_step + 1}
         warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type
-        self.about["schedule"] = {"type": str(getattr(kind, "value", kind)), "learning_rate": args.learning_rate}
-        self.about["schedule"] |= {"warmup_steps": warmup, "max_steps": state.max_steps, "step": state.global_step}
+        self.about["schedule"] = {
+            "type": str(getattr(kind, "value", kind)),
+            "learning_rate": args.learning_rate,
+        }
+        self.about["schedule"] |= {
+            "warmup_steps": warmup,
+            "max_steps": state.max_steps,
+            "step": state.global_step,
+        }
         self.about["dtype"] = str(self.trainer.model.dtype).removeprefix("torch.")
 
     def on_optimizer_step(self, args, state, control, **_):

@@ -1,4 +1,5 @@
-"""What of a step needs the model or the optimizer: log-probabilities, gradients, clipping, the update, the schedule."""
+"""What of a step needs the model or the optimizer: log-probabilities, gradients, clipping, the
+update, the schedule."""
 
 import math
 import re
@@ -14,12 +15,14 @@ from minivlmrl.logprobs import plain_per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 
-NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")  # in memory -> the hub's
+# in memory -> the hub's
+NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
-    """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and that model."""
+    """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and
+    that model."""
     dtype, given = getattr(torch, change.get("dtype", "float64")), d.about.get("temperature", 1.0)
     other = {"none": 1.0, "twice": given**2, "inverse": 1 / given}
     model, n = load_model(folder, dtype).requires_grad_(grad), len(d["input_ids"])
@@ -27,7 +30,10 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
     real, after = d["attention_mask"].bool() | d["completion_mask"].bool(), d.completion
     for row in part[(real & after)[part].any(1)].tolist():
         image = (row + 1) % n if change.get("images") == "next row" else row
-        prompt, ids = d["input_ids"][row][real[row] & ~after[row]], d["input_ids"][row][real[row] & after[row]]
+        prompt, ids = (
+            d["input_ids"][row][real[row] & ~after[row]],
+            d["input_ids"][row][real[row] & after[row]],
+        )
         given_images = patches[image].to(dtype), grids[image], torch.ones(len(grids[image]))
         batch = pack([Prompt(prompt, *given_images)], [[ids]], model.config)
         if change.get("images") == "none":  # the placeholders keep their own embeddings
@@ -43,7 +49,8 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
 
 
 def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row; num_images (n,) says how many it has, by default equally many."""
+    """Patches and grids of each row; num_images (n,) says how many it has, by default equally
+    many."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
     number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
     patches, of_row = d.get("pixel_values", torch.zeros(0, 1176)), grids.split(number)
@@ -62,25 +69,43 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 
 
 def gradients(d: Dump, change: dict) -> Answer:
-    """What the optimizer step has accumulated: the gradients of all micro-batches, through the model."""
-    has, slopes = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}, d.get("logps_gradient")
+    """What the optimizer step has accumulated: the gradients of all micro-batches, through the
+    model."""
+    has, slopes = (
+        {NAMES.sub("", name): x for name, x in d.parameters("grad").items()},
+        d.get("logps_gradient"),
+    )
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
         return None
     slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
-    for part in {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}.get(change.get("parts"), d.micro_batches):
+    for part in {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}.get(
+        change.get("parts"), d.micro_batches
+    ):
         value, model = forward(d, d.forward | change, d.about["model"], part, grad=True)
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
         own = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-        share = clip_share(own, d.about["optimizer"]["max_grad_norm"]) if change.get("clipped parts") else 1.0
+        share = (
+            clip_share(own, d.about["optimizer"]["max_grad_norm"])
+            if change.get("clipped parts")
+            else 1.0
+        )
         for name, x in own.items():
             total[name] = total.get(name, 0) + x * share
     if "without" in change:
-        lacks = "|".join(f"^{re.escape(name)}$" for name in total if not has.get(name, torch.zeros(1)).any())
-        total = {name: x * (not re.search(change["without"] or lacks or "$^", name)) for name, x in total.items()}
+        lacks = "|".join(
+            f"^{re.escape(name)}$" for name in total if not has.get(name, torch.zeros(1)).any()
+        )
+        total = {
+            name: x * (not re.search(change["without"] or lacks or "$^", name))
+            for name, x in total.items()
+        }
     unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
     none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
-    return {f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit) for name, zero in sorted(none.items())}
+    return {
+        f"grad.{name}": (has.get(name, zero), total.get(name, zero), unit)
+        for name, zero in sorted(none.items())
+    }
 
 
 def clip_share(grads: dict[str, Tensor], largest: float) -> float:
@@ -93,37 +118,56 @@ def clip(d: Dump, change: dict) -> Answer:
     grads, clipped, how = d.parameters("grad"), d.parameters("clipped"), change.get("clip", "norm")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
-    bound, length = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0, get_total_norm(grads.values()).item()
+    bound, length = (
+        d.about.get("optimizer", {}).get("max_grad_norm") or 0.0,
+        get_total_norm(grads.values()).item(),
+    )
     share = {"norm": clip_share(grads, bound), "always": bound / (length + 1e-6)}.get(how, 1.0)
-    value = {name: x * (clip_share({name: x}, bound) if how == "each" else share) for name, x in grads.items()}
+    value = {
+        name: x * (clip_share({name: x}, bound) if how == "each" else share)
+        for name, x in grads.items()
+    }
     value = {name: x.clamp(-bound, bound) for name, x in grads.items()} if how == "value" else value
     unit = max(x.abs().max() for x in grads.values()) + 1e-30
     answer = {f"clipped.{name}": (x, value[name], unit) for name, x in clipped.items()}
     if d.get("grad_norm") is not None and not d.about.get("some"):
-        logged = torch.tensor([get_total_norm(value.values()).item() if change.get("logged") == "clipped" else length])
+        logged = torch.tensor(
+            [get_total_norm(value.values()).item() if change.get("logged") == "clipped" else length]
+        )
         answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * length + 1e-30
     return answer
 
 
 def update(d: Dump, change: dict) -> Answer:
-    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients and its state."""
+    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients and its
+    state."""
     o, before, after = d.about.get("optimizer", {}), d.parameters("before"), d.parameters("after")
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
     rate, (b1, b2), answer = o["learning_rate"], change.get("betas", o["betas"]), {}
-    states = [{} if change.get("reset") else d.parameters(kind) for kind in ("exp_avg", "exp_avg_sq")]
+    states = [
+        {} if change.get("reset") else d.parameters(kind) for kind in ("exp_avg", "exp_avg_sq")
+    ]
     for name, w in before.items():
         g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         plain = (name in o.get("no_decay", ())) != (change.get("decay") == "exchanged")
-        decay = o["weight_decay"] * {"none": 0, "all": 1}.get(change.get("decay"), 0 if plain else 1)
+        decay = o["weight_decay"] * {"none": 0, "all": 1}.get(
+            change.get("decay"), 0 if plain else 1
+        )
         value, first, eps = w, 1 if change.get("reset") else o["step"], change.get("eps", o["eps"])
         for t in range(first, first + change.get("times", 1)):
-            slope, value = (g + decay * value, value) if change.get("coupled") else (g, value * (1 - rate * decay))
+            slope, value = (
+                (g + decay * value, value)
+                if change.get("coupled")
+                else (g, value * (1 - rate * decay))
+            )
             m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope.square()
             c1, c2 = (1, 1) if change.get("uncorrected") else (1 - b1**t, 1 - b2**t)
             root = (v / c2 + eps).sqrt() if change.get("inside") else (v / c2).sqrt() + eps
-            value = value - rate * {"sgd": slope, "sign": slope.sign()}.get(change.get("rule"), m / c1 / root)
+            value = value - rate * {"sgd": slope, "sign": slope.sign()}.get(
+                change.get("rule"), m / c1 / root
+            )
         value = w if change.get("frozen") and re.search(change["frozen"], name) else value
         unit = (value - w).abs().max() + 2e5 * d.eps[f"before.{name}"] * w.abs() + 1e-30
         answer[f"after.{name}"] = after.get(name, w) - w, value - w, unit
@@ -133,7 +177,11 @@ def update(d: Dump, change: dict) -> Answer:
 def schedule(d: Dump, change: dict) -> Answer:
     """The learning rate of step t = 0, 1, ... as transformers' schedules give it."""
     s, o = d.about.get("schedule"), d.about.get("optimizer", {})
-    if not s or "learning_rate" not in o or s["type"] not in ("linear", "cosine", "constant", "constant_with_warmup"):
+    if (
+        not s
+        or "learning_rate" not in o
+        or s["type"] not in ("linear", "cosine", "constant", "constant_with_warmup")
+    ):
         return None
     times = len(d.micro_batches) if change.get("micro") else change.get("steps", 1)
     t = max(0, s["step"] * times + change.get("late", 0))
@@ -141,5 +189,7 @@ def schedule(d: Dump, change: dict) -> Answer:
     done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
     falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     share = t / max(1, warmup) if t < warmup else falls.get(change.get("type", s["type"]), 1.0)
-    rate, should = torch.tensor([[o["learning_rate"]], [s["learning_rate"] * share]], dtype=torch.float64)
+    rate, should = torch.tensor(
+        [[o["learning_rate"]], [s["learning_rate"] * share]], dtype=torch.float64
+    )
     return {"learning_rate": (rate, should, s["learning_rate"])}

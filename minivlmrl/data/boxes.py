@@ -1,7 +1,7 @@
 """Boxes: which space they are in, how they overlap, and what a text says about them.
 
-A box is two corners, top left and bottom right, in continuous coordinates: an image begins at 0 and ends at its width.
-So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
+A box is two corners, top left and bottom right, in continuous coordinates: an image begins at 0 and
+ends at its width. So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
 """
 
 import json
@@ -26,10 +26,11 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return width and height of a whole image in the units of a space; original and resized are in pixels.
+    """Return width and height of a whole image in the units of a space; original and resized are in
+    pixels.
 
-    "original": pixels of the file; "resized": pixels of the image that the model sees, as Qwen2.5-VL writes;
-    "thousandths": 0 to 1000, as Qwen2-VL and Qwen3-VL write; "unit": 0 to 1.
+    "original": pixels of the file; "resized": pixels of the image that the model sees, as
+    Qwen2.5-VL writes; "thousandths": 0 to 1000, as Qwen2-VL and Qwen3-VL write; "unit": 0 to 1.
     """
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
@@ -70,7 +71,10 @@ class Box:
     def inside(self, tolerance: float = 1e-6) -> bool:
         """Whether nothing of it is out of its image, but for this share of the image's sides."""
         sides = (self.x1, self.x2, self.extent[0]), (self.y1, self.y2, self.extent[1])
-        return all(min(a, b) >= -tolerance * side and max(a, b) <= side + tolerance * side for a, b, side in sides)
+        return all(
+            min(a, b) >= -tolerance * side and max(a, b) <= side + tolerance * side
+            for a, b, side in sides
+        )
 
 
 def iou(a: Box, b: Box) -> float:
@@ -84,10 +88,12 @@ def iou(a: Box, b: Box) -> float:
 
 
 def giou(a: Box, b: Box) -> float:
-    """IoU less the share of the smallest box around both that neither fills: -1 to 1; -1 where a box is not valid.
+    """IoU less the share of the smallest box around both that neither fills: -1 to 1; -1 where a
+    box is not valid.
 
     Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
-    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's generalized_box_iou.
+    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
+    generalized_box_iou.
     """
     if not (a.valid and b.valid):
         return -1.0
@@ -107,9 +113,11 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
 ) -> list[tuple[int, int]]:
-    """Pair boxes one to one by their indices, as many as can be, so that the sum of similarities is the largest.
+    """Pair boxes one to one by their indices, as many as can be, so that the sum of similarities is
+    the largest.
 
-    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
+    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in
+    all.
     """
     if not predicted or not truth:
         return []
@@ -119,18 +127,30 @@ def match(
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise ValueError("matching several boxes needs scipy: pip install -c constraints.txt -e '.[boxes]'") from error
-    return list(zip(*(indices.tolist() for indices in linear_sum_assignment(table, maximize=True)), strict=True))
+        raise ValueError(
+            "matching several boxes needs scipy: pip install -c constraints.txt -e '.[boxes]'"
+        ) from error
+    return list(
+        zip(
+            *(indices.tolist() for indices in linear_sum_assignment(table, maximize=True)),
+            strict=True,
+        )
+    )
 
 
 def says_none(text: str) -> bool:
     """Whether an answer says that there is no such object: [], None or No such object."""
     fenced = FENCED.fullmatch(text.strip())
-    return (fenced[1] if fenced else text).strip().removesuffix(".").casefold() in ("[]", "none", "no such object")
+    return (fenced[1] if fenced else text).strip().removesuffix(".").casefold() in (
+        "[]",
+        "none",
+        "no such object",
+    )
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Read the boxes that a text consists of: one of these, in white space, a code fence or before a full stop.
+    """Read the boxes that a text consists of: one of these, in white space, a code fence or before
+    a full stop.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four
@@ -139,9 +159,9 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         1 2 5 6  or  1, 2, 5, 6                             one box
         <|box_start|>(1,2),(5,6)<|box_end|>                 as Qwen2-VL writes it, the object's name before it or not
 
-    A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a group that is no box.
-    The numbers are finite; corners may be out of order or of the image, see Box.valid.
-    Source: the cookbook of Qwen2.5-VL for "bbox_2d".
+    A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a
+    group that is no box. The numbers are finite; corners may be out of order or of the image, see
+    Box.valid. Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
     text = QWEN2.sub(" ", text).strip()
     fenced = FENCED.fullmatch(text)
@@ -159,7 +179,11 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 def _group(item: object) -> tuple[float, ...] | None:
     """Return the four numbers of {"bbox_2d": [...]} or [...], else None."""
     numbers = item.get("bbox_2d") if isinstance(item, dict) else item
-    good = isinstance(numbers, list) and len(numbers) == 4 and all(isinstance(n, float) for n in numbers)
+    good = (
+        isinstance(numbers, list)
+        and len(numbers) == 4
+        and all(isinstance(n, float) for n in numbers)
+    )
     return tuple(numbers) if good else None
 
 

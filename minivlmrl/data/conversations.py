@@ -1,4 +1,5 @@
-"""The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers to it."""
+"""The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers
+to it."""
 
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING
@@ -6,25 +7,33 @@ from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, check_messages, text_of
 
 ROLES = dict.fromkeys(("system", "user", "assistant", "tool"))
-PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}  # a row has one of them, or none: see _split
+# a row has one of them, or none: see _split
+PROMPTS = {"problem": (str,), "prompt": (str, list), "messages": (list,)}
 ANSWERS = dict.fromkeys(("completion", "chosen", "rejected"), (str, list))
 FORMS = PROMPTS | ANSWERS  # column: what it may be
 
 
 def read_conversation(
-    row: dict, listed: dict[str, list[Media]], prompt_template="{problem}", system_prompt=None, video_options=None
+    row: dict,
+    listed: dict[str, list[Media]],
+    prompt_template="{problem}",
+    system_prompt=None,
+    video_options=None,
 ) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
     """Find the prompt of a row, what its parts show in order, and its answers by column.
 
     Args:
-        row: columns, of which these are read; None counts as missing. Turns are messages as in chat.render.
-            problem, prompt: text; or prompt: turns. Text, or that of the last user turn, goes through prompt_template.
-            messages: a whole conversation. All before its first assistant turn is the prompt, the rest the completion.
-            completion, chosen, rejected: text, or turns that begin and end with one of the assistant's.
-            chosen, rejected: alone two whole conversations; what both begin with is the prompt (TRL's implicit one).
+        row: columns, of which these are read; None counts as missing. Turns are messages as in
+            chat.render. problem, prompt: text; or prompt: turns. Text, or that of the last user
+            turn, goes through prompt_template. messages: a whole conversation. All before its first
+            assistant turn is the prompt, the rest the completion. completion, chosen, rejected:
+            text, or turns that begin and end with one of the assistant's. chosen, rejected: alone
+            two whole conversations; what both begin with is the prompt (TRL's implicit one).
         listed, video_options: see place_media.
     """
-    found = {column: row[column] for column in filter(row.__contains__, FORMS) if row[column] is not None}
+    found = {
+        column: row[column] for column in filter(row.__contains__, FORMS) if row[column] is not None
+    }
     try:
         for column, value in found.items():
             _check_form(value, FORMS[column])
@@ -35,7 +44,10 @@ def read_conversation(
         and "rejected" in found
         and render(as_turns(found["chosen"])) == render(as_turns(found["rejected"]))
     ):
-        raise ValueError("column 'rejected' equals column 'chosen': there is no preference to learn; drop the row")
+        raise ValueError(
+            "column 'rejected' equals column 'chosen': there is no preference to learn; drop the "
+            "row"
+        )
     source, prompt, answers = _split(found, row)
     try:
         for name, answer in answers.items():
@@ -48,14 +60,20 @@ def read_conversation(
 
 
 def conversation(
-    prompt: str | list[dict], media: dict[str, int], prompt_template="{problem}", system_prompt: str | None = None
+    prompt: str | list[dict],
+    media: dict[str, int],
+    prompt_template="{problem}",
+    system_prompt: str | None = None,
 ) -> list[dict]:
-    """Make messages that ask about a problem, or of a prompt's turns, and show so many images and videos."""
+    """Make messages that ask about a problem, or of a prompt's turns, and show so many images and
+    videos."""
     listed = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
     return _place(prompt, listed, prompt_template, system_prompt)[0]
 
 
-def _place(prompt, listed, prompt_template, system_prompt, video_options=None) -> tuple[list[dict], list[Media]]:
+def _place(
+    prompt, listed, prompt_template, system_prompt, video_options=None
+) -> tuple[list[dict], list[Media]]:
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
@@ -74,8 +92,14 @@ def _fill(template: str, turns: list[dict]) -> list[dict]:
     texts = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
     if len(texts) != 1:
         question = f"the last user turn of this prompt has {len(texts)} texts"
-        raise ValueError(f"data.prompt_template is put around one text, but {question}; make it one, or leave it out")
-    parts[texts[0]] = {"type": "text", "text": template.replace("{problem}", parts[texts[0]]["text"])}
+        raise ValueError(
+            f"data.prompt_template is put around one text, but {question}; make it one, or leave "
+            "it out"
+        )
+    parts[texts[0]] = {
+        "type": "text",
+        "text": template.replace("{problem}", parts[texts[0]]["text"]),
+    }
     return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
 
 
@@ -85,7 +109,9 @@ def _split(found: dict, row: dict) -> tuple[str, str | list[dict], dict]:
     if given == ["messages"] and "completion" in found:
         given.append("completion")
     if len(given) > 1:
-        raise ValueError(f"columns {given[0]!r} and {given[1]!r} say the same thing twice; keep one of them")
+        raise ValueError(
+            f"columns {given[0]!r} and {given[1]!r} say the same thing twice; keep one of them"
+        )
     answers = {column: value for column, value in found.items() if column in ANSWERS}
     if not given:
         return "chosen", *_implicit_prompt(answers, sorted(row))
@@ -99,23 +125,38 @@ def _split(found: dict, row: dict) -> tuple[str, str | list[dict], dict]:
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
     """Return the turns that chosen and rejected share, and the answers without them."""
     both = {column: answers.get(column) for column in ("chosen", "rejected")}
-    pairs = list(zip(*both.values(), strict=False)) if all(isinstance(turns, list) for turns in both.values()) else []
-    start = [*(turn == other for turn, other in pairs), False].index(False)  # how many turns they share
+    pairs = (
+        list(zip(*both.values(), strict=False))
+        if all(isinstance(turns, list) for turns in both.values())
+        else []
+    )
+    # how many turns they share
+    start = [*(turn == other for turn, other in pairs), False].index(False)
     if start == 0:
-        cure = f"name its question, data.columns: {{YOURS: problem}}, or use a form: {', '.join(ASKING)}"
+        cure = (
+            f"name its question, data.columns: {{YOURS: problem}}, or use a form: "
+            f"{', '.join(ASKING)}"
+        )
         raise ValueError(f"column 'problem' is missing; the row has {columns}; {cure}")
     for column, turns in both.items():
         if len(turns) == start or turns[start]["role"] != "assistant":
             after = f"after the {start} turn(s) that chosen and rejected share"
             roles = [turn["role"] for turn in turns]
-            raise ValueError(f"column {column!r} must go on with an assistant turn {after}; its roles are {roles}")
-    return both["chosen"][:start], answers | {column: turns[start:] for column, turns in both.items()}
+            raise ValueError(
+                f"column {column!r} must go on with an assistant turn {after}; its roles are "
+                f"{roles}"
+            )
+    return both["chosen"][:start], answers | {
+        column: turns[start:] for column, turns in both.items()
+    }
 
 
 def _check_form(value: str | list[dict], types: tuple[type, ...]):
     if not isinstance(value, types):
         names = {str: "text", list: "a list of turns"}
-        raise ValueError(f"must be {' or '.join(names[kind] for kind in types)}, it is {value!r:.40}")
+        raise ValueError(
+            f"must be {' or '.join(names[kind] for kind in types)}, it is {value!r:.40}"
+        )
     turns = as_turns(value)
     check_messages(turns)
     if not turns or not {turn["role"] for turn in turns} <= ROLES.keys():
@@ -131,4 +172,7 @@ def _check_answer(turns: list[dict]):
             cure = f"{mark[1]}s belong into the prompt"
             raise ValueError(f"there is {mark[0]} after the assistant's first turn; {cure}")
         if turn["role"] == "assistant" and not text.strip():
-            raise ValueError("an answer is empty or blank, and would teach to say nothing; write it or drop the row")
+            raise ValueError(
+                "an answer is empty or blank, and would teach to say nothing; write it or drop the "
+                "row"
+            )

@@ -23,18 +23,25 @@ from minivlmrl.image import load_image
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
-MAX_SCANS = 200  # of a JPEG, each over all of the image: ten are common, and a megabyte could have 50,000
-PROGRAMS = "EPS", "IPTC", "WMF"  # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
-MAX_IMAGE_PIXELS = 178_956_970  # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
+# of a JPEG, each over all of the image: ten are common, and a megabyte could have 50,000
+MAX_SCANS = 200
+# Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
+PROGRAMS = "EPS", "IPTC", "WMF"
+# Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
+MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Pillow warns from half of our limit on. Here, for threads that read images share one list of filters.
+# Pillow warns from half of our limit on. Here, for threads that read images share one list of
+# filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
-def fetch_image(source: Source | Image, folder: str | Path | None = None, allow_url: bool | str = False) -> Image:
-    """Read an image as image.load_image does (ValueError: names the source and says why it cannot be read).
+def fetch_image(
+    source: Source | Image, folder: str | Path | None = None, allow_url: bool | str = False
+) -> Image:
+    """Read an image as image.load_image does (ValueError: names the source and says why it cannot
+    be read).
 
     Args:
         source: path, URL, data URI, bytes or image.
@@ -45,8 +52,11 @@ def fetch_image(source: Source | Image, folder: str | Path | None = None, allow_
 
 
 @contextlib.contextmanager
-def open_image(source: Source | Image, folder: str | Path | None = None, allow_url=False) -> Iterator[Image]:
-    """Open an image, or take one in memory; every error inside the block becomes a ValueError that names it."""
+def open_image(
+    source: Source | Image, folder: str | Path | None = None, allow_url=False
+) -> Iterator[Image]:
+    """Open an image, or take one in memory; every error inside the block becomes a ValueError that
+    names it."""
     if in_memory := isinstance(source, Image):
         name = f"image of {source.width} x {source.height} pixels"
     else:  # a pair is what open_source has found
@@ -55,26 +65,40 @@ def open_image(source: Source | Image, folder: str | Path | None = None, allow_u
         with contextlib.ExitStack() as stack:
             image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it down")
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it "
+                    "down"
+                )
             if image.format in ("JPEG", "MPO") and not in_memory:
                 content = file.read_bytes() if isinstance(file, Path) else file.getvalue()
                 if (scans := content.count(b"\xff\xda")) > MAX_SCANS:
-                    raise ValueError(f"{scans} scans of a progressive JPEG are over {MAX_SCANS}; save it anew")
+                    raise ValueError(
+                        f"{scans} scans of a progressive JPEG are over {MAX_SCANS}; save it anew"
+                    )
             if image.format in PROGRAMS:
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
-    except Exception as error:  # damaged files make Pillow's decoders raise anything: struct.error, IndexError, ...
+    except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
         unknown = isinstance(error, PIL.UnidentifiedImageError)
-        reason = "none of the formats that Pillow knows" if unknown else getattr(error, "strerror", None) or error
+        reason = (
+            "none of the formats that Pillow knows"
+            if unknown
+            else getattr(error, "strerror", None) or error
+        )
         raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
 
 
-def open_source(source: Source, folder: str | Path | None, allow_url: bool | str) -> tuple[str, Path | io.BytesIO]:
-    """Find a path, file:// URL, base64 data URI, http(s) URL or bytes: a name for errors; the path or the bytes."""
+def open_source(
+    source: Source, folder: str | Path | None, allow_url: bool | str
+) -> tuple[str, Path | io.BytesIO]:
+    """Find a path, file:// URL, base64 data URI, http(s) URL or bytes: a name for errors;
+    the path or the bytes."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
-        raise ValueError(f"an image or video is a path, URL, data URI or bytes, not {type(source).__name__}")
+        raise ValueError(
+            f"an image or video is a path, URL, data URI or bytes, not {type(source).__name__}"
+        )
     text, url = str(source), source if isinstance(source, str) else ""
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with naming(name):
@@ -87,7 +111,8 @@ def open_source(source: Source, folder: str | Path | None, allow_url: bool | str
     if url.startswith("file://"):
         text = urllib.parse.unquote(url.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # it might never end
+    # it might never end
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: a pipe or device; give a file")
     return str(path) if len(str(path)) <= 400 else name, path
 
@@ -102,9 +127,11 @@ def _decode_data_uri(uri: str) -> bytes:
 
 
 def _download(url: str, private: bool) -> bytes:
-    """Read a URL; `private`: also one that is, or leads to, an address of a private network or of this machine."""
+    """Read a URL; `private`: also one that is, or leads to, an address of a private network or of
+    this machine."""
     content, web = io.BytesIO(), _Web(private, deadline := time.monotonic() + TIMEOUT)
-    timer = threading.Timer(TIMEOUT, web.close)  # no read times out where a server sends a byte now and then
+    # no read times out where a server sends a byte now and then
+    timer = threading.Timer(TIMEOUT, web.close)
     timer.start()
     try:
         with urllib.request.build_opener(web).open(url, timeout=TIMEOUT) as response:
@@ -123,7 +150,9 @@ def _download(url: str, private: bool) -> bytes:
     return content.getvalue()
 
 
-class _Web(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler):
+class _Web(
+    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
+):
     """http and https to addresses that were checked, also after redirects."""
 
     def __init__(self, private: bool, deadline: float):
@@ -139,14 +168,24 @@ class _Web(urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.reque
         return super().do_open(connection, req, **options)
 
     def connect(self, address: tuple[str, int], *_) -> socket.socket:
-        """Resolve a name once, for a second answer might be another one, and connect to what was checked."""
-        found = list(dict.fromkeys(info[4][0] for info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)))
+        """Resolve a name once, for a second answer might be another one, and connect to what was
+        checked."""
+        found = list(
+            dict.fromkeys(
+                info[4][0] for info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            )
+        )
         for ip in () if self.private else map(ipaddress.ip_address, found):
             if not ip.is_global or ip.is_multicast:
-                raise ValueError(f"{address[0]} has the private address {ip}; data.allow_urls: private permits it")
+                raise ValueError(
+                    f"{address[0]} has the private address {ip}; data.allow_urls: private permits "
+                    "it"
+                )
         for ip in found:
             try:
-                connection = socket.create_connection((ip, address[1]), self.deadline - time.monotonic())
+                connection = socket.create_connection(
+                    (ip, address[1]), self.deadline - time.monotonic()
+                )
                 self.opened.append(connection.dup())  # TLS takes the socket itself over
                 return connection
             except OSError:

@@ -1,7 +1,8 @@
-"""A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and videos are.
+"""A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and
+videos are.
 
-forms.py has the forms of other projects, conversations.py those of a prompt and its answers, media.py of what is shown.
-docs/data.md has examples.
+forms.py has the forms of other projects, conversations.py those of a prompt and its answers,
+media.py of what is shown. docs/data.md has examples.
 """
 
 import itertools
@@ -25,21 +26,32 @@ from minivlmrl.rows import Row
 class RowOptions:
     """How the rows of a file are read."""
 
-    prompt_template: str = "{problem}"  # what the (last) user turn says; {problem} is the row's text of it
+    # what the (last) user turn says; {problem} is the row's text of it
+    prompt_template: str = "{problem}"
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
-    video_options: dict = field(default_factory=dict)  # asked of every video, see sizes.OPTIONS; a row's own win
+    # asked of every video, see sizes.OPTIONS; a row's own win
+    video_options: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)  # column of the file -> its name here
     allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
 
 class FileDataset:
-    """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and read when used.
+    """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and
+    read when used.
 
-    Every row must have the columns `required`; "problem" means a prompt and "completion" an answer, in any form.
+    Every row must have the columns `required`; "problem" means a prompt and "completion" an answer,
+    in any form.
     """
 
-    def __init__(self, path: str | Path, required=("problem",), limit: int | None = None, image_root=None, **options):
+    def __init__(
+        self,
+        path: str | Path,
+        required=("problem",),
+        limit: int | None = None,
+        image_root=None,
+        **options,
+    ):
         self.path, self.options, self.required = Path(path), RowOptions(**options), required
         self.source = open_rows(path)
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
@@ -58,10 +70,16 @@ class FileDataset:
             missing += [(file, index) for file in missing_files(media, folder)]
             columns.update(row.columns)
         if missing:
-            lines = (re.sub(r".*:(?=\d+$)", "line ", self.source.where(index)) for _, index in missing[:5])
+            lines = (
+                re.sub(r".*:(?=\d+$)", "line ", self.source.where(index))
+                for _, index in missing[:5]
+            )
             named = [f"{file} ({line})" for (file, _), line in zip(missing, lines, strict=False)]
             first = ", ".join(named) + (", ..." if len(missing) > 5 else "")
-            where = f"{len(missing)} file(s) that its rows name are not in {self.folder} (data.image_root)"
+            where = (
+                f"{len(missing)} file(s) that its rows name are not in {self.folder} "
+                "(data.image_root)"
+            )
             raise ValueError(f"{path}: {where}: {first}")
         self.columns = sorted(columns)
 
@@ -83,7 +101,9 @@ class FileDataset:
         return row
 
 
-def read_row(columns: dict, required: Collection[str], options: RowOptions) -> tuple[Row, list[Media]]:
+def read_row(
+    columns: dict, required: Collection[str], options: RowOptions
+) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
     given, columns = columns, to_columns(columns, options.columns)
     for name in filter(CHECKED.__contains__, columns):
@@ -102,7 +122,9 @@ def read_row(columns: dict, required: Collection[str], options: RowOptions) -> t
             own = sorted(column for column in given if given[column] is not None)
             cure = f"data.columns: {{YOURS: {name}}} renames one"
             raise ValueError(f"column {name!r} is missing; the row has {own}; {cure}")
-    columns |= {name: value for name, value in options.constants.items() if columns.get(name) is None}
+    columns |= {
+        name: value for name, value in options.constants.items() if columns.get(name) is None
+    }
     return Row(messages, [], columns, **answers), media
 
 
@@ -111,7 +133,11 @@ def _finite(value: object) -> bool:
 
 
 def _extent(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_finite(side) and side > 0 for side in value)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(_finite(side) and side > 0 for side in value)
+    )
 
 
 # what rewards are given besides the columns of their rows, which these names would hide
@@ -120,14 +146,23 @@ GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
 # column: whether its value is valid, and what it must be
 CHECKED = dict.fromkeys(
     GIVEN - {"images"},
-    (lambda value: False, "called otherwise: this is the name of something else that rewards are given; rename it"),
+    (
+        lambda value: False,
+        "called otherwise: this is the name of something else that rewards are given; rename it",
+    ),
 )
-OPTION = 'beside its source if an option is meant, {"image": ..., "max_pixels": 200704}, else called otherwise'
+OPTION = (
+    'beside its source if an option is meant, {"image": ..., "max_pixels": 200704}, else '
+    "called otherwise"
+)
 COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # of a video too, but common names of columns
 CHECKED |= dict.fromkeys({*OPTIONS["video"]} - COLUMNS_TOO, (lambda value: False, OPTION))
 CHECKED |= {
     "margin": (_finite, "a number, by how much chosen is better"),
     "answer_extent": (_extent, "[width, height], both above 0"),
     "solution": (lambda value: str(value).count("<answer>") <= 1, "one answer"),
-    "label": (lambda value: isinstance(value, bool), "true or false, whether the completion is good"),
+    "label": (
+        lambda value: isinstance(value, bool),
+        "true or false, whether the completion is good",
+    ),
 }

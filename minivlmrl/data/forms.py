@@ -1,7 +1,8 @@
-"""Rows as other projects write them become the columns that conversations.py, media.py and the rewards read.
+"""Rows as other projects write them become the columns that conversations.py, media.py and the
+rewards read.
 
-Forms add up: a row may be in the form `conversations`, and in `file_name` too if that names its image. docs/data.md has
-examples.
+Forms add up: a row may be in the form `conversations`, and in `file_name` too if that names its
+image. docs/data.md has examples.
 """
 
 import json
@@ -11,8 +12,16 @@ from collections.abc import Callable
 from minivlmrl.hub.checker import require
 
 QUESTIONS = ("problem", "prompt", "messages")
-SPEAKERS = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
-SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant")
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+SPEAKERS |= dict.fromkeys(
+    ("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant"
+)
 
 
 def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
@@ -24,7 +33,9 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
     for theirs, ours in (renamed or {}).items():
         if row.get(theirs) is not None:
             if row.get(ours) is not None:
-                raise ValueError(f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out")
+                raise ValueError(
+                    f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out"
+                )
             row = {**row, theirs: None, ours: row[theirs]}
     for name, (keys, unless, read) in FORMS.items():
         if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
@@ -36,16 +47,22 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
 
 
 def _conversations(row: dict) -> dict:
-    """VLM-R1, LLaVA, sharegpt, LLaMA-Factory: turns of `from` and `value`; the first answer is the solution too."""
+    """VLM-R1, LLaVA, sharegpt, LLaMA-Factory: turns of `from` and `value`;
+    the first answer is the solution too."""
     listed = row["conversations"]
     require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
     turns = _system(row) + [_turn(turn, number) for number, turn in enumerate(listed)]
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     if not said or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
         return {"messages": None, "prompt": turns}
-    negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()  # nothing is there
+    # nothing is there
+    negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()
     found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
-    return found if row.get("solution") is not None else {**found, "solution": "" if negative else said[0]}
+    return (
+        found
+        if row.get("solution") is not None
+        else {**found, "solution": "" if negative else said[0]}
+    )
 
 
 def _answered(turns: list[dict], row: dict) -> dict:
@@ -60,9 +77,13 @@ def _answered(turns: list[dict], row: dict) -> dict:
 def _turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise ValueError(f"turn {number} is {turn!r:.60}; it needs 'from', one of {', '.join(SPEAKERS)}, and 'value'")
+        raise ValueError(
+            f"turn {number} is {turn!r:.60}; it needs 'from', one of {', '.join(SPEAKERS)}, and "
+            "'value'"
+        )
     value = turn.get("value", turn.get("content"))
-    if isinstance(value, (int, float)) and not isinstance(value, bool):  # VLM-R1's answers may be numbers
+    # VLM-R1's answers may be numbers
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     return {"role": SPEAKERS[speaker], "content": value}
 
@@ -75,7 +96,11 @@ def _system(row: dict) -> list[dict]:
 def _messages(row: dict) -> dict:
     """ms-swift: `messages` that end with the user's turn are a prompt."""
     turns = row["messages"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, dict) for turn in turns)
+    ):
         return {}  # conversations.py says what is wrong
     said = turns[-1].get("role") == "assistant"
     return _answered(turns, row) if said else {"messages": None, "prompt": turns}
@@ -90,9 +115,17 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         if row.get("input"):  # Alpaca's
             text = f"{text}\n{row['input']}"
         before = row.get("history") or []
-        paired = isinstance(before, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in before)
-        require(paired, "column 'history'", before, "a list of pairs, each a question and its answer")
-        turns = [{"role": ("user", "assistant")[i], "content": pair[i]} for pair in before for i in (0, 1)]
+        paired = isinstance(before, list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in before
+        )
+        require(
+            paired, "column 'history'", before, "a list of pairs, each a question and its answer"
+        )
+        turns = [
+            {"role": ("user", "assistant")[i], "content": pair[i]}
+            for pair in before
+            for i in (0, 1)
+        ]
         found = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
         if said is not None and row.get("solution") is None:
             found["solution"] = said
@@ -105,7 +138,11 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
 
 def _chosen(row: dict) -> dict:
     """LLaMA-Factory: answers that are turns of `from` and `value`."""
-    return {name: [_turn(row[name], 0)] for name in ("chosen", "rejected") if isinstance(row.get(name), dict)}
+    return {
+        name: [_turn(row[name], 0)]
+        for name in ("chosen", "rejected")
+        if isinstance(row.get(name), dict)
+    }
 
 
 def _ground_truth(row: dict) -> dict:
@@ -115,7 +152,8 @@ def _ground_truth(row: dict) -> dict:
 
 
 def _objects(row: dict) -> dict:
-    """ms-swift: the texts have <ref-object> and <bbox> where the lists `ref` and `bbox` of `objects` go, in order."""
+    """ms-swift: the texts have <ref-object> and <bbox> where the lists `ref` and `bbox` of
+    `objects` go, in order."""
     given, texts = row["objects"], {name: row[name] for name in TEXTS if row.get(name) is not None}
     said, waiting = json.dumps(texts, default=str), {}
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
@@ -124,7 +162,9 @@ def _objects(row: dict) -> dict:
             count = len(listed) if isinstance(listed, list) else 0
             if count != marks:
                 more = "fewer" if count < marks else f"{count - marks} more"
-                raise ValueError(f"column 'objects' has {more} than the texts have {mark}; make them as many")
+                raise ValueError(
+                    f"column 'objects' has {more} than the texts have {mark}; make them as many"
+                )
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(value):
@@ -132,7 +172,9 @@ def _objects(row: dict) -> dict:
             return re.sub("<ref-object>|<bbox>", lambda found: next(waiting[found[0]]), value)
         if isinstance(value, list):
             return [fill(item) for item in value]
-        return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return (
+            {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
+        )
 
     return {name: fill(value) for name, value in texts.items()} if waiting else {}
 
@@ -143,11 +185,16 @@ def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
 
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
-# form: a row with all these columns and none of those, and what returns the columns that it gives the row
+# form: a row with all these columns and none of those, and what returns the columns that it gives
+# the row
 FORMS = {
     "conversations": (("conversations",), QUESTIONS, _conversations),
     "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
-    "prefix and suffix": (("prefix", "suffix"), (*QUESTIONS, "completion"), _asked("prefix", "suffix")),
+    "prefix and suffix": (
+        ("prefix", "suffix"),
+        (*QUESTIONS, "completion"),
+        _asked("prefix", "suffix"),
+    ),
     "query": (("query",), (*QUESTIONS, "completion"), _asked("query", "response")),
     "instruction": (("instruction",), (*QUESTIONS, "completion"), _asked("instruction", "output")),
     "question": (("question",), (*QUESTIONS, "completion"), _asked("question", "answer")),
@@ -159,4 +206,5 @@ FORMS = {
     "file_name": (("file_name",), SHOWN, _rename("file_name", "image")),
     "objects": (("objects",), (), _objects),
 }
-ASKING = [name for name, (_, unless, _) in FORMS.items() if "problem" in unless]  # these have a question
+# these have a question
+ASKING = [name for name, (_, unless, _) in FORMS.items() if "problem" in unless]

@@ -1,4 +1,5 @@
-"""Images and videos of a row: where each comes from, what it asks for, and the message part it belongs to."""
+"""Images and videos of a row: where each comes from, what it asks for, and the message part it
+belongs to."""
 
 import os
 import re
@@ -21,7 +22,8 @@ UNREAD = re.compile(
 )
 PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}  # keys of a part that say what it shows
+# keys of a part that say what it shows
+SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
 MARK = re.compile("<(image|video)>")  # in a prompt's text it is where one goes
 MAX_MEDIA = 1000  # of a row
 
@@ -31,14 +33,17 @@ class Media:
     """One image or video that a row names."""
 
     kind: str  # "image" or "video"
-    source: str | bytes | list[str]  # path, URL, data URI or bytes; of a video also a list of those of its frames
+    # path, URL, data URI or bytes; of a video also a list of those of its frames
+    source: str | bytes | list[str]
     options: dict[str, float]  # see sizes.OPTIONS
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """List the images and videos of a row, by kind, in its columns `image`, `images`, `video` and `videos`.
+    """List the images and videos of a row, by kind, in its columns `image`, `images`, `video` and
+    `videos`.
 
-    Each entry is a source, or an object with the source and options such as {"image": "cat.jpg", "max_pixels": 200704}.
+    Each entry is a source, or an object with the source and options such as {"image": "cat.jpg",
+    "max_pixels": 200704}.
     """
     found = {}
     for name, kind in COLUMNS.items():
@@ -58,14 +63,17 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 def place_media(
     turns: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
 ) -> tuple[list[dict], list[Media]]:
-    """Give a prompt its images and videos: a part for each, and what the parts show in order of appearance.
+    """Give a prompt its images and videos: a part for each, and what the parts show in order of
+    appearance.
 
-    They go to the parts of their kind that do not say themselves what they show, else where the text says <image> or
-    <video>, else before the text of the first user turn.
+    They go to the parts of their kind that do not say themselves what they show, else where the
+    text says <image> or <video>, else before the text of the first user turn.
 
     Args:
-        listed: by kind, the media that come with the row. The options of a part win over those listed here.
-        video_options: of every video, unless it has its own; which frames to take only of files without nframes.
+        listed: by kind, the media that come with the row. The options of a part win over those
+            listed here.
+        video_options: of every video, unless it has its own; which frames to take only of files
+            without nframes.
     """
     waiting, used = {kind: iter(media) for kind, media in listed.items()}, []
 
@@ -74,7 +82,9 @@ def place_media(
         options = media.options | (_options(part, kind) if part else {})
         if kind == "video":
             fixed = isinstance(media.source, list) or "nframes" in options
-            options = (_without(video_options, SAMPLING_OPTIONS) if fixed else video_options) | options
+            options = (
+                _without(video_options, SAMPLING_OPTIONS) if fixed else video_options
+            ) | options
         used.append(Media(kind, media.source, options))
         return {"type": kind, **_without(options, SAMPLING_OPTIONS)} if options else {"type": kind}
 
@@ -95,25 +105,36 @@ def place_media(
             if isinstance(content, list):
                 with naming(f"message {number}"):
                     shown = ((part_kind(part), part) for part in content)
-                    contents[number] = [part if kind == "text" else show(kind, part) for kind, part in shown]
+                    contents[number] = [
+                        part if kind == "text" else show(kind, part) for kind, part in shown
+                    ]
     else:
-        texts = [content for content in contents if isinstance(content, str)] + [part["text"] for part in parts]
+        texts = [content for content in contents if isinstance(content, str)] + [
+            part["text"] for part in parts
+        ]
         if marks := MARK.findall("\n".join(texts)):
             check_counts(marks, "<{}> placeholder(s)", listed)
         contents = [show_in(content) for content in contents]
         if not marks and any(listed.values()):
             first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
             if first is None:
-                names = " and ".join(f"{len(media)} {kind}(s)" for kind, media in listed.items() if media)
-                raise ValueError(f"the prompt has no user turn that could show the row's {names}; add one")
+                names = " and ".join(
+                    f"{len(media)} {kind}(s)" for kind, media in listed.items() if media
+                )
+                raise ValueError(
+                    f"the prompt has no user turn that could show the row's {names}; add one"
+                )
             contents[first][:0] = [show(kind) for kind in OPTIONS for _ in listed.get(kind, ())]
     if len(used) > MAX_MEDIA:
         raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
-    return [{**turn, "content": content} for turn, content in zip(turns, contents, strict=True)], used
+    return [
+        {**turn, "content": content} for turn, content in zip(turns, contents, strict=True)
+    ], used
 
 
 class Decoded(Sequence):
-    """The images or videos of a row, each decoded whenever it is looked at: those of a step could fill the memory."""
+    """The images or videos of a row, each decoded whenever it is looked at: those of a step could
+    fill the memory."""
 
     def __init__(self, decoders: list[Callable]):
         self.decoders = decoders
@@ -129,35 +150,47 @@ class Decoded(Sequence):
         return found
 
 
-def load_media(media: list[Media], folder: Path, allow_urls: bool | str) -> tuple[Sequence, Sequence]:
+def load_media(
+    media: list[Media], folder: Path, allow_urls: bool | str
+) -> tuple[Sequence, Sequence]:
     """Find the images and videos of a row; URLs of images are downloaded now."""
     images, videos = [], []
     for one in media:
         if one.kind == "image":
             images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
         else:
-            sampling = {name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS}
+            sampling = {
+                name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS
+            }
             videos.append(partial(load_video, one.source, folder, allow_urls, **sampling))
     return images and Decoded(images), videos and Decoded(videos)
 
 
 def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):
-    """Refuse another number of parts of a kind than of images or videos that came with the prompt."""
+    """Refuse another number of parts of a kind than of images or videos that came with the
+    prompt."""
     for kind in OPTIONS:
         found, count = kinds.count(kind), len(media.get(kind, ()))
         if found != count:
             cure = f"put one where each {kind} belongs and name as many {kind}s"
-            raise ValueError(f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; {cure}")
+            raise ValueError(
+                f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; "
+                f"{cure}"
+            )
 
 
 def check_unread(columns: dict):
-    """Refuse a row without images and videos of which a column looks like one: it would be trained on blind."""
+    """Refuse a row without images and videos of which a column looks like one: it would be trained
+    on blind."""
     for name, value in columns.items():
         first = value[0] if isinstance(value, list) and value else value
         named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
         if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
             kind = "video" if "video" in name.lower() else "image"
-            cure = f"did you mean {kind!r}? data.columns: {{{name}: {kind}}} renames it; or leave it out"
+            cure = (
+                f"did you mean {kind!r}? data.columns: {{{name}: {kind}}} renames it; or leave "
+                "it out"
+            )
             raise ValueError(f"column {name!r} looks like an {kind} and is not read; {cure}")
 
 
@@ -168,7 +201,11 @@ def missing_files(media: list[Media], folder: str) -> list[str]:
         for source in one.source if isinstance(one.source, list) else (one.source,):
             if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
                 continue
-            path = open_source(source, folder, False)[1] if ":" in source else os.path.join(folder, source)
+            path = (
+                open_source(source, folder, False)[1]
+                if ":" in source
+                else os.path.join(folder, source)
+            )
             if not os.path.isfile(path):
                 missing.append(source)
     return missing
@@ -187,14 +224,22 @@ def _media(entry: object, kind: str) -> Media:
     source, *more = _sources(entry, kind) or [None]
     if more:
         raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
-    if isinstance(source, dict) and (content := source.get("bytes")) is not None:  # Hugging Face's; in JSON base64
+    # Hugging Face's; in JSON base64
+    if isinstance(source, dict) and (content := source.get("bytes")) is not None:
         source = f"data:;base64,{content}" if isinstance(content, str) else content
     elif isinstance(source, dict):  # {"image_url": {"url": ...}} or {"bytes": None, "path": ...}
         source = source.get("path" if "bytes" in source else "url")
-    frames = kind == "video" and isinstance(source, list) and source and all(isinstance(x, str) for x in source)
+    frames = (
+        kind == "video"
+        and isinstance(source, list)
+        and source
+        and all(isinstance(x, str) for x in source)
+    )
     if not isinstance(source, str | bytes) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}")
+        raise ValueError(
+            f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}"
+        )
     return Media(kind, source, _options(entry, kind))
 
 

@@ -1,4 +1,5 @@
-"""Several files of rows as one: how often each is drawn, which of its rows, in which order, and who judges them."""
+"""Several files of rows as one: how often each is drawn, which of its rows, in which order, and who
+judges them."""
 
 import itertools
 import math
@@ -20,14 +21,18 @@ class FileSection:
     """One file of data.train."""
 
     file: str  # see row_files.py
-    weight: Annotated[float, "(0, 1000]"] = 1.0  # how often a pass has each of its rows; 0.5: every second row once
+    # how often a pass has each of its rows; 0.5: every second row once
+    weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # or first:N, end:N, random:N of its rows, or N% of them
-    image_root: str | None = None  # the folder that paths of its images begin at; None: data.image_root
-    rewards: list[str] = field(default_factory=list)  # those of the recipe that judge its rows; none named: all
+    # the folder that paths of its images begin at; None: data.image_root
+    image_root: str | None = None
+    # those of the recipe that judge its rows; none named: all
+    rewards: list[str] = field(default_factory=list)
 
 
 class Picked(Sequence):
-    """Rows of one or more datasets, in the order of `picks`: (number of the dataset, number of the row)."""
+    """Rows of one or more datasets, in the order of `picks`: (number of the dataset, number of the
+    row)."""
 
     def __init__(self, parts: Sequence, picks: list[tuple[int, int]]):
         self.parts, self.picks = parts, picks
@@ -53,7 +58,8 @@ def pick(rows: Sequence, numbers: list[int]) -> Picked:
 
 
 def split(rows: Sequence, share: float) -> tuple[Picked, Picked]:
-    """Draw a share of the rows, the same for every seed of a run, to be held out: (the others, these)."""
+    """Draw a share of the rows, the same for every seed of a run, to be held out: (the others,
+    these)."""
     order = random.Random(0).sample(range(len(rows)), len(rows))
     count = max(1, round(share * len(rows)))
     return pick(rows, sorted(order[count:])), pick(rows, sorted(order[:count]))
@@ -75,45 +81,68 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
 
 
 def sample(strategy: str, count: int) -> list[int]:
-    """The numbers of the rows that VLM-R1's sampling_strategy takes; random: the same for every seed of a run.
+    """The numbers of the rows that VLM-R1's sampling_strategy takes; random: the same for every
+    seed of a run.
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
     """
     name, _, size = strategy.partition(":")
     try:
-        number = math.ceil(int(size.removesuffix("%")) * count / 100) if size.endswith("%") else int(size or count)
+        number = (
+            math.ceil(int(size.removesuffix("%")) * count / 100)
+            if size.endswith("%")
+            else int(size or count)
+        )
     except ValueError:
         number = -1
     if name not in ("all", "first", "end", "random") or number < 0 or (name == "all") != (not size):
-        raise ValueError(f"sampling {strategy!r} must be all, or first:N, end:N or random:N, N rows or N% of them")
+        raise ValueError(
+            f"sampling {strategy!r} must be all, or first:N, end:N or random:N, N rows or N% of "
+            "them"
+        )
     if name == "random":
         return sorted(random.Random(0).sample(range(count), min(number, count)))
-    return list(range(count))[max(0, count - number) :] if name == "end" else list(range(min(number, count)))
+    return (
+        list(range(count))[max(0, count - number) :]
+        if name == "end"
+        else list(range(min(number, count)))
+    )
 
 
 def read_mix(path: Path) -> list[FileSection]:
-    """Read VLM-R1's YAML: datasets with json_path, and sampling_strategy if not all; paths from where it is read."""
+    """Read VLM-R1's YAML: datasets with json_path, and sampling_strategy if not all;
+    paths from where it is read."""
     with naming(path):
         try:
             listed = yaml.load(path.read_text(encoding="utf-8"), Loader)
         except yaml.YAMLError as error:
             raise ValueError(f"not YAML ({error})") from error
         entries = listed.get("datasets") if isinstance(listed, dict) else None
-        good = isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)
+        good = (
+            isinstance(entries, list)
+            and entries
+            and all(isinstance(entry, dict) for entry in entries)
+        )
         good = good and all(isinstance(entry.get("json_path"), str) for entry in entries)
         require(good, "datasets", entries, "a list of json_path and, maybe, sampling_strategy")
         files = []
         for entry in entries:
             if unknown := sorted(entry.keys() - {"json_path", "sampling_strategy"}):
-                raise ValueError(f"{entry['json_path']}: unknown key {unknown[0]!r}; data.train of a recipe has more")
+                raise ValueError(
+                    f"{entry['json_path']}: unknown key {unknown[0]!r}; data.train of a recipe has "
+                    "more"
+                )
             here, beside = Path(entry["json_path"]), path.parent / entry["json_path"]
             file = here if here.exists() else beside
-            files.append(FileSection(str(file), sampling=str(entry.get("sampling_strategy", "all"))))
+            files.append(
+                FileSection(str(file), sampling=str(entry.get("sampling_strategy", "all")))
+            )
     return files
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_draw row numbers, in a new order every pass; the first `skip` numbers are left out."""
+    """Endless lists of per_draw row numbers, in a new order every pass;
+    the first `skip` numbers are left out."""
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)

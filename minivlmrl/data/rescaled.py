@@ -1,4 +1,5 @@
-"""Demonstrated answers with boxes in pixels of the image file, rewritten in the space that answers are asked for."""
+"""Demonstrated answers with boxes in pixels of the image file, rewritten in the space that answers
+are asked for."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,14 +12,20 @@ from minivlmrl.rows import Dataset, Row
 
 BETWEEN = r"\)?[\s,]+\(?"
 FOUR = BETWEEN.join([f"({NUMBER})"] * 4)
-WRITTEN = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){FOUR}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
+WRITTEN = re.compile(
+    rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){FOUR}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")'
+)
 
 
 class Rescaled(Sequence):
-    """A dataset whose answers say boxes in a row's box_space: [x1, y1, x2, y2], data-bbox="..." and <|box_start|>."""
+    """A dataset whose answers say boxes in a row's box_space: [x1, y1, x2, y2], data-bbox="..." and
+    <|box_start|>."""
 
-    def __init__(self, rows: Dataset, sized: Callable[[Row], tuple[tuple[int, int], tuple[int, int]]]):
-        self.rows, self.sized = rows, sized  # row -> (width, height) of its image file, and as the model sees it
+    def __init__(
+        self, rows: Dataset, sized: Callable[[Row], tuple[tuple[int, int], tuple[int, int]]]
+    ):
+        # row -> (width, height) of its image file, and as the model sees it
+        self.rows, self.sized = rows, sized
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -30,14 +37,22 @@ class Rescaled(Sequence):
             return row
         with naming(row.where):
             if len(row.images) > 1:
-                raise ValueError("data.rescale_boxes: the row has several images, and its boxes do not say of which")
+                raise ValueError(
+                    "data.rescale_boxes: the row has several images, and its boxes do not say of "
+                    "which"
+                )
             size, resized = self.sized(row)
             space = row.columns.get("box_space") or "resized"
             target = extent(space, size, resized)
-            return replace(row, **{name: _answer(answer, size, target, space) for name, answer in answers.items()})
+            return replace(
+                row,
+                **{name: _answer(answer, size, target, space) for name, answer in answers.items()},
+            )
 
 
-def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
+def rescale(
+    text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None
+) -> str:
     """Write the boxes of a text in other units, rounded to whole numbers or to some digits.
 
     Example: "[10, 10, 20, 20]" of an image of 100 x 50 is "[100, 200, 200, 400]" in thousandths.
@@ -45,7 +60,9 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
     def written(found: re.Match) -> str:
         corners = Box(*map(float, found.groups()[1:5]), tuple(map(float, size))).to(target)
-        numbers = iter(round(value, digits) for value in (corners.x1, corners.y1, corners.x2, corners.y2))
+        numbers = iter(
+            round(value, digits) for value in (corners.x1, corners.y1, corners.x2, corners.y2)
+        )
         between = found[0][len(found[1]) : len(found[0]) - len(found[6])]
         return found[1] + re.sub(NUMBER, lambda _: str(next(numbers)), between) + found[6]
 

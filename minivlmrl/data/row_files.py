@@ -35,21 +35,30 @@ def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """A folder that datasets.save_to_disk wrote, or one with parquet files, or with one file of rows (imagefolder)."""
+    """A folder that datasets.save_to_disk wrote, or one with parquet files, or with one file of
+    rows (imagefolder)."""
     if (folder / "state.json").is_file():
         state = json.loads((folder / "state.json").read_text())
         return Arrow([folder / item["filename"] for item in state["_data_files"]])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
-        raise ValueError(f"{folder}: has the splits {', '.join(inside)}; name one, {folder / inside[0]}")
+        raise ValueError(
+            f"{folder}: has the splits {', '.join(inside)}; name one, {folder / inside[0]}"
+        )
     parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     splits = sorted({path.name.partition("-")[0].removesuffix(".parquet") for path in parquet})
     if len(splits) > 1:
-        raise ValueError(f"{folder}: has parquet files of {', '.join(splits)}; make a folder of each and name one")
+        raise ValueError(
+            f"{folder}: has parquet files of {', '.join(splits)}; make a folder of each and name "
+            "one"
+        )
     files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
     if not parquet and len(files) != 1:
         found = ", ".join(path.name for path in sorted(files)[:5]) or "none"
-        raise ValueError(f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: {found}")
+        raise ValueError(
+            f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: "
+            f"{found}"
+        )
     return Arrow(parquet) if parquet else open_rows(files[0])
 
 
@@ -73,7 +82,9 @@ class Lines:
             self.texts = self.split(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             line = 1 + content.count(b"\n", 0, error.start)
-            raise ValueError(f"{path}:{line}: not UTF-8 ({error}); save the file as UTF-8") from error
+            raise ValueError(
+                f"{path}:{line}: not UTF-8 ({error}); save the file as UTF-8"
+            ) from error
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return the line number and the text of each row."""
@@ -144,13 +155,16 @@ class Cells(Lines):
                 if name in CELLS and cell[0] in "[{":
                     with naming(f"column {name!r}"):
                         columns[name] = parse(cell)
-                elif name in ("label", "margin") and re.fullmatch(r"(?i)true|false|-?\d*\.?\d+", cell):
+                elif name in ("label", "margin") and re.fullmatch(
+                    r"(?i)true|false|-?\d*\.?\d+", cell
+                ):
                     columns[name] = json.loads(cell.lower())
             return columns
 
 
 class Arrow:
-    """Parquet or Arrow files, one after the other; a row is read with the group of rows that it is stored in."""
+    """Parquet or Arrow files, one after the other; a row is read with the group of rows that it is
+    stored in."""
 
     def __init__(self, paths: list[Path]):
         try:
@@ -158,7 +172,9 @@ class Arrow:
             import pyarrow.parquet as pq
         except ImportError as error:
             cure = "pip install -c constraints.txt -e '.[parquet]'"
-            raise ValueError(f"{paths[0]}: parquet and dataset folders need pyarrow: {cure}") from error
+            raise ValueError(
+                f"{paths[0]}: parquet and dataset folders need pyarrow: {cure}"
+            ) from error
         self.path, self.folder, self.groups, self.firsts = paths[0], paths[0].parent, [], [0]
         for path in paths:
             try:
@@ -167,8 +183,13 @@ class Arrow:
                     sizes, load = [table.num_rows], [lambda table=table: table]
                 else:
                     file = pq.ParquetFile(path)
-                    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-                    load = [functools.partial(file.read_row_group, i) for i in range(file.num_row_groups)]
+                    sizes = [
+                        file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)
+                    ]
+                    load = [
+                        functools.partial(file.read_row_group, i)
+                        for i in range(file.num_row_groups)
+                    ]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
             self.groups += [(path, self.firsts[-1], read) for read in load]

@@ -19,36 +19,55 @@ class Sizes(ImageProcessor):
     """Tells how many tokens an image has, and leaves its pixels alone."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        return torch.zeros(0, self.patch_dim), (1, height // self.patch_size, width // self.patch_size)
+        return torch.zeros(0, self.patch_dim), (
+            1,
+            height // self.patch_size,
+            width // self.patch_size,
+        )
 
 
 def summary(rows: Dataset, processor: Processor) -> str:
-    """Example: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (64 were measured)"."""
+    """Example: "1204 (1200 with 1 image, 4 with no image);
+    prompts of 212 to 580 tokens (64 were measured)"."""
     rows = rows.rows if isinstance(rows, Rescaled) else rows
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
     if isinstance(rows, Picked):
-        shown = f"{len(rows)} picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
+        shown = (
+            f"{len(rows)} picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
+        )
     else:  # all rows of an embedded task are alike
-        counts = rows.counts if isinstance(rows, FileDataset) else {(len(sample[0].images), 0): len(rows)}
-        shown = ", ".join(f"{n} with {words}" for words, n in sorted((_words(*each), n) for each, n in counts.items()))
+        counts = (
+            rows.counts
+            if isinstance(rows, FileDataset)
+            else {(len(sample[0].images), 0): len(rows)}
+        )
+        shown = ", ".join(
+            f"{n} with {words}"
+            for words, n in sorted((_words(*each), n) for each, n in counts.items())
+        )
         shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
         return shown
     of = f" ({len(lengths)} were measured)" if len(lengths) < len(rows) else ""
-    return f"{shown}; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens{of}"
+    return (
+        f"{shown}; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens{of}"
+    )
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """A row with blank images of the sizes that the headers of its files say; None: it has videos or URLs."""
+    """A row with blank images of the sizes that the headers of its files say;
+    None: it has videos or URLs."""
     if isinstance(rows, Picked):
         return outline(*rows.find(index))
     if not isinstance(rows, FileDataset):
         return rows[index]
     row, media = rows.read(index)
-    if any(one.kind == "video" or str(one.source).startswith(("http://", "https://")) for one in media):
+    if any(
+        one.kind == "video" or str(one.source).startswith(("http://", "https://")) for one in media
+    ):
         return None
     blank = []
     for one in media:
@@ -58,7 +77,8 @@ def outline(rows: Dataset, index: int) -> Row | None:
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
-    """Leave out rows with a prompt of over `limit` tokens, and describe these; videos and URLs are not measured."""
+    """Leave out rows with a prompt of over `limit` tokens, and describe these;
+    videos and URLs are not measured."""
     counter, kept, dropped = _counter(processor), [], []
     for number in range(len(rows)):
         row = outline(rows, number)
@@ -68,7 +88,9 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
         else:
             kept.append(number)
     if not kept:
-        raise ValueError(f"data.max_prompt_tokens is {limit}: all {len(rows)} prompts are longer, {dropped[0]}")
+        raise ValueError(
+            f"data.max_prompt_tokens is {limit}: all {len(rows)} prompts are longer, {dropped[0]}"
+        )
     return (pick(rows, kept) if dropped else rows), dropped
 
 
@@ -85,4 +107,7 @@ def _counter(processor: Processor) -> Processor:
 
 def _words(images: int, videos: int) -> str:
     kinds = {"image": images, "video": videos}
-    return " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count) or "no image"
+    return (
+        " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count)
+        or "no image"
+    )

@@ -1,7 +1,8 @@
 """How large the model sees one image or video: options of a message part, as in qwen-vl-utils.
 
-They are checked here, where rows are read; ImageProcessor and Video apply them. min_pixels and max_pixels bound the
-area (of a frame); resized_height and resized_width replace the image's size; total_pixels bounds all frames of a video.
+They are checked here, where rows are read; ImageProcessor and Video apply them. min_pixels and
+max_pixels bound the area (of a frame); resized_height and resized_width replace the image's size;
+total_pixels bounds all frames of a video.
 """
 
 from collections.abc import Collection
@@ -10,19 +11,24 @@ from minivlmrl.hub.preprocessor import MAX_MIN_PIXELS
 
 IMAGE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 VIDEO_OPTIONS = (*IMAGE_OPTIONS, "total_pixels")
-SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")  # see data/video.py
+# see data/video.py
+SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
 def check_options(options: dict[str, float | None], known: Collection[str]) -> dict[str, float]:
-    """Return the options of one image or video without those that are None (ValueError names the wrong one)."""
+    """Return the options of one image or video without those that are None (ValueError names the
+    wrong one)."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
         number(name, value, zero=name in SAMPLING_OPTIONS, whole=name not in SAMPLING_OPTIONS)
     if given.get("min_pixels", 0) > MAX_MIN_PIXELS:
-        raise ValueError(f"min_pixels {given['min_pixels']} is over {MAX_MIN_PIXELS}, which would fill the memory")
+        raise ValueError(
+            f"min_pixels {given['min_pixels']} is over {MAX_MIN_PIXELS}, which would fill the "
+            "memory"
+        )
     if ("resized_height" in given) != ("resized_width" in given):
         raise ValueError("resized_height and resized_width belong together: give both or neither")
     return given

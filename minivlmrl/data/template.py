@@ -22,7 +22,12 @@ from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
-FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
+FILES = (
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tokenizer_config.json",
+)
 # sha256 of what Qwen publishes with Qwen2-VL and Qwen2.5-VL, and of TRL's with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
@@ -49,13 +54,17 @@ class ChatTemplate:
 
     Args:
         source: the file, for errors.
-        special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a folder's.
+        special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a
+            folder's.
         token_names: variables such as eos_token that the template may read.
     """
 
-    def __init__(self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()):
+    def __init__(
+        self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()
+    ):
         self.text, self.source, self.token_names = text, source, dict(token_names)
-        # Longer ones first: one may begin with another. No text could do without a single character.
+        # Longer ones first: one may begin with another. No text could do without a single
+        # character.
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         names = sorted(names, key=len, reverse=True)
         self.controls = {name: Control(name) for name in names}
@@ -67,7 +76,9 @@ class ChatTemplate:
             raise self._error(error) from error
 
     @classmethod
-    def from_folder(cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS) -> "ChatTemplate | None":
+    def from_folder(
+        cls, folder: str | Path, special_tokens: Iterable[str] = SPECIAL_TOKENS
+    ) -> "ChatTemplate | None":
         """Find the template of a Hugging Face folder, in the first of FILES that has one.
 
         Returns:
@@ -84,7 +95,9 @@ class ChatTemplate:
                 return None if is_chat_render(text) else cls(text, path, special_tokens, tokens)
         return None
 
-    def render(self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False) -> list[str]:
+    def render(
+        self, messages: list[dict], *, add_generation_prompt=True, add_vision_id=False
+    ) -> list[str]:
         """Lay out a conversation: pieces as of chat.render.
 
         Joined they are what transformers' apply_chat_template renders.
@@ -95,7 +108,11 @@ class ChatTemplate:
         """
         checked = self._checked(messages, add_vision_id)
         pieces = join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
-        shown = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
+        shown = [
+            "image" if piece is IMAGE else "video"
+            for piece in pieces
+            if piece is IMAGE or piece is VIDEO
+        ]
         kinds = [part_kind(part) for message in messages for part in content_parts(message) or ()]
         if shown != (kinds := [kind for kind in kinds if kind != "text"]):
             raise self._error(f"it shows {shown}, the messages have {kinds}")
@@ -125,18 +142,24 @@ class ChatTemplate:
             if i >= len(messages) and message["role"] == "assistant":
                 begin = length(i, True)
                 spans += [begin, self._closing(text, begin, length(i + 1, False))]
-        cuts = pairwise([length(len(messages), True), *spans])  # not written, written, not written, ...
-        stretches = [(self._cut(text[begin:end]), i % 2 == 1) for i, (begin, end) in enumerate(cuts)]
+        # not written, written, not written, ...
+        cuts = pairwise([length(len(messages), True), *spans])
+        stretches = [
+            (self._cut(text[begin:end]), i % 2 == 1) for i, (begin, end) in enumerate(cuts)
+        ]
         return join_flagged([(piece, flag) for pieces, flag in stretches for piece in pieces])
 
     def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
         contents = [message.get("content") for message in messages]
-        kinds = {part_kind(part) for content in contents if isinstance(content, list) for part in content}
+        kinds = {
+            part_kind(part) for content in contents if isinstance(content, list) for part in content
+        }
         left_out = {
             "add_vision_id": add_vision_id and "add_vision_id" not in self.text,
-            "tool_calls": any(m.get("tool_calls") for m in messages) and "tool_calls" not in self.text,
+            "tool_calls": any(m.get("tool_calls") for m in messages)
+            and "tool_calls" not in self.text,
             "images": "image" in kinds and IMAGE not in self.text,
             "videos": "video" in kinds and VIDEO not in self.text,
         }
@@ -154,7 +177,9 @@ class ChatTemplate:
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
 
-    def _lay_out(self, messages: list[dict], add_generation_prompt: bool, add_vision_id: bool) -> str:
+    def _lay_out(
+        self, messages: list[dict], add_generation_prompt: bool, add_vision_id: bool
+    ) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
         options |= {"tools": None, "documents": None, **self.token_names}
         try:
@@ -199,7 +224,8 @@ def _plain(value):
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the template in one of FILES, of several the one named "default"; None: it has none."""
+    """Return the template in one of FILES, of several the one named "default";
+    None: it has none."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
@@ -207,7 +233,9 @@ def _template_in(path: Path) -> str | None:
             return path.read_text(encoding="utf-8")
     text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
     if isinstance(text, list):
-        named = [entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default"]
+        named = [
+            entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
         text, needed = named[0].get("template") if named else None, True
     if not isinstance(text, str) and (needed or text is not None):
         needed = "the text of a template, or a list of which one is named 'default'"
@@ -230,9 +258,13 @@ def environment() -> ImmutableSandboxedEnvironment:
         options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    another_day = "strftime_now: the same seed would see another day; write a date into the template"
+    another_day = (
+        "strftime_now: the same seed would see another day; write a date into the template"
+    )
     extensions = [LoopControlExtension]
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = fail
     made.globals["strftime_now"] = lambda _: fail(another_day)

@@ -11,7 +11,9 @@ from minivlmrl.rows import Processor
 MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
-def encode_completion(processor: Processor, messages: list[dict], completion: str | list) -> tuple[Tensor, Tensor]:
+def encode_completion(
+    processor: Processor, messages: list[dict], completion: str | list
+) -> tuple[Tensor, Tensor]:
     """Turn an answer to a prompt (messages) into tokens, as the model has to write them.
 
     Returns:
@@ -24,7 +26,9 @@ def encode_completion(processor: Processor, messages: list[dict], completion: st
     else:
         pieces = template.render_completion(messages, turns, add_vision_id=processor.add_vision_id)
     if pieces[-1][0] not in ENDS:
-        raise ValueError(f"the chat template closes a turn with {pieces[-1][0]!r}, at which no completion stops")
+        raise ValueError(
+            f"the chat template closes a turn with {pieces[-1][0]!r}, at which no completion stops"
+        )
     encoded = [(processor.tokenizer.encode(piece), written) for piece, written in pieces]
     ids = [token for tokens, _ in encoded for token in tokens]
     return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
@@ -38,17 +42,23 @@ def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:
 def text_of(message: dict) -> str:
     """The text of a message, without its images and videos."""
     content = message.get("content")
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(part.get("text") or "" for part in content or ())
+    )
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
-    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant "four" give, joined,
-        [two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
+    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant
+        "four" give, joined, [two<|im_end|>]\n<|im_start|>user\nAnd 2 +
+        2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of its turns and the
+        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of
+            its turns and the
         <|im_end|> that closes each. The last piece is where generation stops.
     """
     check_messages(turns)
@@ -57,25 +67,39 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         written = turn["role"] == "assistant"
-        flagged += [(start, False), (role, False), *((piece, written) for piece in inside), (newline, False)]
+        flagged += [
+            (start, False),
+            (role, False),
+            *((piece, written) for piece in inside),
+            (newline, False),
+        ]
     return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring text of the same flag, and leave out empty text: no token is half the assistant's."""
+    """Join neighbouring text of the same flag, and leave out empty text: no token is half the
+    assistant's."""
     runs = groupby(((piece, flag) for piece, flag in pieces if piece), key=lambda pair: pair[1])
     return [(piece, flag) for flag, run in runs for piece in join_text([piece for piece, _ in run])]
 
 
 def check_ends(turns: list[dict]):
-    """Refuse turns that do not begin and end with the assistant's, or that have images or videos."""
+    """Refuse turns that do not begin and end with the assistant's, or that have images or
+    videos."""
     if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         roles = [turn["role"] for turn in turns]
-        raise ValueError(f"turns must begin and end with an assistant turn; their roles are {roles}")
+        raise ValueError(
+            f"turns must begin and end with an assistant turn; their roles are {roles}"
+        )
     for turn in turns:
-        for kind in map(part_kind, turn["content"] if isinstance(turn.get("content"), list) else ()):
+        for kind in map(
+            part_kind, turn["content"] if isinstance(turn.get("content"), list) else ()
+        ):
             if kind != "text":
-                where = f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's first turn"
+                where = (
+                    f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's "
+                    "first turn"
+                )
                 raise ValueError(f"there is {where}; {kind}s belong into the prompt")
 
 

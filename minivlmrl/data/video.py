@@ -1,4 +1,5 @@
-"""Video file or list of frames -> the frames that the model sees -> patches: the rules of qwen-vl-utils."""
+"""Video file or list of frames -> the frames that the model sees -> patches: the rules of
+qwen-vl-utils."""
 
 import contextlib
 import io
@@ -29,29 +30,39 @@ MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after res
 class Video:
     """Frames and how many of them a second holds."""
 
-    frames: Sequence[PIL.Image.Image]  # of one size; (T, height, width, 3) uint8 becomes such a list
+    # of one size; (T, height, width, 3) uint8 becomes such a list
+    frames: Sequence[PIL.Image.Image]
     fps: float
 
     def __post_init__(self):
         number("fps", self.fps)
         if isinstance(self.frames, np.ndarray):
-            if self.frames.shape[3:] != (3,) or 0 in self.frames.shape or self.frames.dtype != np.uint8:
+            if (
+                self.frames.shape[3:] != (3,)
+                or 0 in self.frames.shape
+                or self.frames.dtype != np.uint8
+            ):
                 wrong = f"{self.frames.dtype} {self.frames.shape}"
-                raise ValueError(f"the frames of a video are {wrong}, they must be uint8 (T, height, width, 3)")
+                raise ValueError(
+                    f"the frames of a video are {wrong}, they must be uint8 (T, height, width, 3)"
+                )
             self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
         sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
         other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:
-            raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}; make them one size")
+            raise ValueError(
+                f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}; make them one size"
+            )
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float]:
-        """Make pixel_values and image_grid_thw, see image.patchify; and the seconds from one t to the next.
+        """Make pixel_values and image_grid_thw, see image.patchify; and the seconds from one t to
+        the next.
 
-        Frames are resized one by one: "torch" gives to the bit what transformers' Qwen2VLVideoProcessor makes of
-        them, "pil" what its image processor makes of each. (qwen-vl-utils resizes in float32: up to 24 grey levels on
-        noise.)
+        Frames are resized one by one: "torch" gives to the bit what transformers'
+        Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
+        (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
         """
         sizes = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
         depth = processor.temporal_patch_size
@@ -64,18 +75,26 @@ class Video:
 
 
 def load_video(
-    source: str | Path | bytes | Sequence, folder: str | Path | None = None, allow_url=False, **sampling: float | None
+    source: str | Path | bytes | Sequence,
+    folder: str | Path | None = None,
+    allow_url=False,
+    **sampling: float | None,
 ) -> Video:
     """Read the frames of a video that the model is to see.
 
     Args:
         source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
-        sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the rate at which they
-            were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11; 0.0.14 calls it `sample_fps`).
+        sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the
+            rate at which they were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11;
+            0.0.14 calls it `sample_fps`).
     """
     if isinstance(source, list | tuple):
-        if other := next((name for name, value in sampling.items() if name != "fps" and value is not None), None):
-            raise ValueError(f"{other} chooses frames of a video file; a list of frames is taken whole")
+        if other := next(
+            (name for name, value in sampling.items() if name != "fps" and value is not None), None
+        ):
+            raise ValueError(
+                f"{other} chooses frames of a video file; a list of frames is taken whole"
+            )
         frames, fps = [], sampling.get("fps")
         for frame in source:
             frames.append(fetch_image(frame, folder, allow_url))
@@ -85,8 +104,12 @@ def load_video(
     try:
         return _sample(file, sampling)
     except ImportError as error:
-        raise ValueError(f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'") from error
-    except Exception as error:  # damaged files make PyAV raise what Python code raises on values out of range
+        raise ValueError(
+            f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'"
+        ) from error
+    except (
+        Exception
+    ) as error:  # damaged files make PyAV raise what Python code raises on values out of range
         reason = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
             reason = f"cannot be read as a video ({error.strerror or reason})"
@@ -103,7 +126,8 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, seen = _decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps)
-        total = seen  # fewer than packets: a stream that begins in the middle shows nothing until a key frame
+        # fewer than packets: a stream that begins in the middle shows nothing until a key frame
+        total = seen
 
 
 def _count_frames(container, stream, opened) -> int:
@@ -117,7 +141,8 @@ def _count_frames(container, stream, opened) -> int:
             total += packet.size > 0 and not packet.is_discard
         if packet.pts is not None:
             end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    claimed = (container.duration or 0) / 1e6  # in other containers the index tells that packets are missing
+    # in other containers the index tells that packets are missing
+    claimed = (container.duration or 0) / 1e6
     missing = claimed + (container.start_time or 0) / 1e6 - end
     if "matroska" in container.format.name and missing > max(0.5, 0.05 * claimed):
         raise ValueError(f"cut off: it ends after {end:.6g} of {claimed:.6g} seconds")
@@ -125,7 +150,8 @@ def _count_frames(container, stream, opened) -> int:
 
 
 class _Reader(io.FileIO):
-    """A file of which FFmpeg may look at MAX_SEARCHED bytes without a packet, such as the zeros of a sparse file."""
+    """A file of which FFmpeg may look at MAX_SEARCHED bytes without a packet, such as the zeros of
+    a sparse file."""
 
     searched = 0
 
@@ -134,7 +160,9 @@ class _Reader(io.FileIO):
             return b""  # this was said
         self.searched += size
         if self.searched > MAX_SEARCHED:
-            raise ValueError(f"{MAX_SEARCHED} bytes one after the other that belong to no frame; is it whole?")
+            raise ValueError(
+                f"{MAX_SEARCHED} bytes one after the other that belong to no frame; is it whole?"
+            )
         return super().read(size)
 
 
@@ -145,7 +173,8 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
 
     # opened by us: FFmpeg would take names like concat:a|b for more than a file
     opened = _Reader(file) if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    options = {"protocol_whitelist": "none"}  # a playlist would make FFmpeg open other files and URLs
+    # a playlist would make FFmpeg open other files and URLs
+    options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
         if stream is None:
@@ -153,7 +182,8 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
         if stream.codec_context is None:
             raise ValueError("is in a format that FFmpeg cannot decode")
         _check_size(1, stream.codec_context.width, stream.codec_context.height)
-        stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a frame may claim another size
+        # a frame may claim another size
+        stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream, opened
 
 
@@ -168,10 +198,15 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                 raise ValueError(f"frame {seen} is damaged")
             if seen == following:
                 _check_size(len(indices), frame.width, frame.height)
-                turns = round(frame.rotation / 90)  # phones store what their sensor saw, and how to turn it
+                # phones store what their sensor saw, and how to turn it
+                turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * turns) > 1:
-                    raise ValueError(f"is turned by {frame.rotation} degrees; only quarter turns are supported")
-                frames.append(PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
+                    raise ValueError(
+                        f"is turned by {frame.rotation} degrees; only quarter turns are supported"
+                    )
+                frames.append(
+                    PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
+                )
                 following = next(waiting, None)
             seen += 1
             if following is None:
@@ -188,9 +223,15 @@ def _check_size(nframes: int, width: int, height: int):
 
 
 def sample_indices(
-    total_frames: int, video_fps: float, *, video_start=None, video_end=None, **sampling: float | None
+    total_frames: int,
+    video_fps: float,
+    *,
+    video_start=None,
+    video_end=None,
+    **sampling: float | None,
 ) -> tuple[list[int], float]:
-    """Choose frames of a file, evenly spread, the first and the last among them; also return their rate a second.
+    """Choose frames of a file, evenly spread, the first and the last among them; also return their
+    rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
     Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
@@ -202,22 +243,35 @@ def sample_indices(
 
 
 def frame_range(
-    total_frames: int, video_fps: float, video_start: float | None = None, video_end: float | None = None
+    total_frames: int,
+    video_fps: float,
+    video_start: float | None = None,
+    video_end: float | None = None,
 ) -> tuple[int, int]:
-    """Return the first and last frame between two times in seconds; those outside the video are moved to its ends.
+    """Return the first and last frame between two times in seconds; those outside the video are
+    moved to its ends.
 
     Source: qwen-vl-utils' calculate_video_frame_range.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
-        raise ValueError(f"a video of {total_frames} frames at {video_fps} a second has nothing to show")
+        raise ValueError(
+            f"a video of {total_frames} frames at {video_fps} a second has nothing to show"
+        )
     first, last, duration = 0, total_frames - 1, total_frames / video_fps
     if video_start is not None:
         first = math.ceil(min(number("video_start", video_start, zero=True), duration) * video_fps)
     if video_end is not None:
-        last = min(math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last)
+        last = min(
+            math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last
+        )
     if first >= last and (video_start, video_end) != (None, None):
-        video = f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
-        raise ValueError(f"no two frames lie between video_start {video_start} and video_end {video_end}; {video}")
+        video = (
+            f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        )
+        raise ValueError(
+            f"no two frames lie between video_start {video_start} and video_end {video_end}; "
+            f"{video}"
+        )
     return first, last
 
 
@@ -231,34 +285,49 @@ def smart_nframes(
     Args:
         fps: frames to take of a second, 2 if not given.
         nframes: frames to take, instead of fps.
-        min_frames, max_frames: bounds when fps decides, 4 and 768 if not given; max_frames wins over min_frames.
+        min_frames, max_frames: bounds when fps decides, 4 and 768 if not given; max_frames wins
+            over min_frames.
     Source: qwen-vl-utils' smart_nframes.
     """
     if nframes is not None:
         if (fps, min_frames, max_frames) != (None, None, None):
-            raise ValueError("nframes fixes the number of frames: give it without fps, min_frames and max_frames")
+            raise ValueError(
+                "nframes fixes the number of frames: give it without fps, min_frames and max_frames"
+            )
         chosen = round(number("nframes", nframes, whole=True) / FRAME_FACTOR) * FRAME_FACTOR
     else:
         least = MIN_FRAMES if min_frames is None else number("min_frames", min_frames, whole=True)
-        most = min(MAX_FRAMES, total_frames) if max_frames is None else number("max_frames", max_frames, whole=True)
+        most = (
+            min(MAX_FRAMES, total_frames)
+            if max_frames is None
+            else number("max_frames", max_frames, whole=True)
+        )
         least = math.ceil(least / FRAME_FACTOR) * FRAME_FACTOR
         most = math.floor(most / FRAME_FACTOR) * FRAME_FACTOR
         chosen = total_frames / video_fps * number("fps", FPS if fps is None else fps)
-        chosen = math.floor(min(max(chosen, least), most, total_frames) / FRAME_FACTOR) * FRAME_FACTOR
+        chosen = (
+            math.floor(min(max(chosen, least), most, total_frames) / FRAME_FACTOR) * FRAME_FACTOR
+        )
     if not FRAME_FACTOR <= chosen <= total_frames:
-        raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}; need {FRAME_FACTOR} or more")
+        raise ValueError(
+            f"{chosen} frames would be taken of a video of {total_frames}; need {FRAME_FACTOR} or "
+            "more"
+        )
     return chosen
 
 
-def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int, **options: int) -> tuple[int, int]:
+def frame_size(
+    processor: ImageProcessor, nframes: int, height: int, width: int, **options: int
+) -> tuple[int, int]:
     """Choose the height and width that each frame of a video is seen with, in pixels.
 
     Args:
         nframes: of the video, rounded up to whole patches in time.
-        options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth; total_pixels, by default
-            115200 tokens' worth, of which a frame gets its share twice, because two frames are one patch;
-            resized_height and resized_width, as for an image.
-    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14 resizes them twice.
+        options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth;
+            total_pixels, by default 115200 tokens' worth, of which a frame gets its share twice,
+            because two frames are one patch; resized_height and resized_width, as for an image.
+    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14
+    resizes them twice.
     """
     options, factor = check_options(options, VIDEO_OPTIONS), processor.factor
     if "resized_height" in options:

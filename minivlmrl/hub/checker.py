@@ -1,4 +1,5 @@
-"""One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says what is valid."""
+"""One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says
+what is valid."""
 
 import dataclasses
 import inspect
@@ -14,19 +15,24 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes the last."""
+    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes
+    the last."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{twice!r} is there twice", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one field."""
+    """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one
+    field."""
     if not valid:
-        shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)  # aliases of YAML would explode
+        # aliases of YAML would explode
+        shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
         raise ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
 
@@ -44,25 +50,34 @@ class naming(AbstractContextManager):
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
     """Make a dataclass of what a file says; every key, type and bound is checked.
 
-    Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
-    dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
+    Field annotations: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
+    tuple[X, X, X], dataclasses, Literal["a", "b"], and bounds: Annotated[int, ">= 1"],
+    Annotated[float, "(0, 1]"].
 
     Args:
-        where, prefix: the file and the section in it: "recipe.yaml: grpo.beta is -1.0, it must be 0 or more".
-        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may say "1e-4" (which
-            YAML reads as text) for a float and a single text for a list of texts.
+        where, prefix: the file and the section in it: "recipe.yaml: grpo.beta is -1.0, it must be 0
+            or more".
+        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may
+            say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
     """
     with naming(where):
         return _build(cls, values, prefix, json)
 
 
 def _build(cls, values: Any, prefix: str, json: bool):
-    require(isinstance(values, dict), prefix.rstrip(".") or "the file", values, "an object with names and values")
+    require(
+        isinstance(values, dict),
+        prefix.rstrip(".") or "the file",
+        values,
+        "an object with names and values",
+    )
     hints, found = typing.get_type_hints(cls, include_extras=True), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
-            raise ValueError(f"unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}")
+            raise ValueError(
+                f"unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}"
+            )
     for name, field in fields.items():
         if name in values:
             found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)
@@ -75,19 +90,23 @@ def _build(cls, values: Any, prefix: str, json: bool):
 
 
 def help_of(cls) -> dict[str, str]:
-    """Field -> the comment after it in the source of a dataclass, its bases included; "" where there is none."""
+    """Field -> the comment before or after it in the source of a dataclass, its bases included;
+    "" where none is."""
     comments = {}
     for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        above = []
         for line in inspect.getsource(part).partition("\n    def ")[0].splitlines():
-            if field := re.match(r"    (\w+): ", line):
-                name, comments[field[1]] = field[1], ""
-            if comments and "  # " in line:
-                comments[name] = f"{comments[name]} {line.partition('  # ')[2]}".strip()
+            if line.strip().startswith("# "):
+                above.append(line.strip().removeprefix("# "))
+            elif field := re.match(r"    (\w+): ", line):
+                after = line.partition("  # ")[2]
+                comments[field[1]], above = " ".join([*above, after]).strip(), []
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
 def type_text(hint) -> str:
-    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "list[str]", "float or null"."""
+    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "list[str]", "float or
+    null"."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
@@ -119,7 +138,12 @@ def _read(hint, value, name: str, json: bool):
         require(valid(value), name, value, words)
         return value
     if origin is Literal:
-        require(any(type(value) is type(choice) and value == choice for choice in inside), name, value, type_text(hint))
+        require(
+            any(type(value) is type(choice) and value == choice for choice in inside),
+            name,
+            value,
+            type_text(hint),
+        )
         return value
     if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo
@@ -139,7 +163,8 @@ def _read(hint, value, name: str, json: bool):
 
 
 def _bound(text: str):
-    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it; "; cure" may follow."""
+    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it; ";
+    cure" may follow."""
     text, _, cure = text.partition("; ")
     words = {"(-inf, inf)": "finite", "(0, inf)": "over 0 and finite"}.get(text, f"in {text}")
     if text[0] == ">":

@@ -1,4 +1,5 @@
-"""Model families: all that differs between two of them, in one record each. docs/README.md says how to add a third."""
+"""Model families: all that differs between two of them, in one record each.
+docs/README.md says how to add a third."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,24 +12,33 @@ from minivlmrl.hub.checker import build
 from minivlmrl.hub.preprocessor import read_image_processor
 
 QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-QWEN_CONTROL_TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+QWEN_CONTROL_TOKENS |= {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endoftext|>"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What hub, plan and sharding ask about a model; FAMILIES has it by the `model_type` of config.json."""
+    """What hub, plan and sharding ask about a model;
+    FAMILIES has it by the `model_type` of config.json."""
 
     architecture: str  # class of transformers, which config.json names
-    tower: dict[str, Any]  # fields of VisionConfig that config.json does not have, the positions of a video among them
+    # fields of VisionConfig that config.json does not have, the positions of a video among them
+    tower: dict[str, Any]
     # (vision_config of a config.json, its file) -> fields of VisionConfig; and the inverse
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     write_vision: Callable[[dict], dict] = lambda vision: vision
-    control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)  # of ModelConfig -> token
-    model: Callable[..., nn.Module] = Qwen2_5_VL  # (ModelConfig) -> a model with .visual, .model and .lm_head
+    # of ModelConfig -> token
+    control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)
+    # (ModelConfig) -> a model with .visual, .model and .lm_head
+    model: Callable[..., nn.Module] = Qwen2_5_VL
     template: object = None  # of a folder that has none; None: chat.py's
-    read_image_processor: Callable = read_image_processor  # of the content of a preprocessor_config.json
-    # (model) -> the blocks that sharding gathers and activation checkpointing repeats, one at a time
+    # of the content of a preprocessor_config.json
+    read_image_processor: Callable = read_image_processor
+    # (model) -> the blocks that sharding gathers and activation checkpointing repeats, one at a
+    # time
     blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
 
 
@@ -48,7 +58,10 @@ class _Qwen2VLTower:
 
 def _read_qwen2_vl(vision: dict, where: str) -> dict:
     tower = build(_Qwen2VLTower, vision, where, "vision_config.", json=True)
-    sizes = {"hidden_size": tower.embed_dim, "intermediate_size": int(tower.embed_dim * tower.mlp_ratio)}
+    sizes = {
+        "hidden_size": tower.embed_dim,
+        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
+    }
     return vision | sizes | {"out_hidden_size": tower.hidden_size}
 
 
@@ -61,6 +74,10 @@ def _write_qwen2_vl(vision: dict) -> dict:
 QWEN2_VL = {"norm": "layer_norm", "mlp": "quick_gelu"}
 QWEN2_VL |= {"window_size": None, "fullatt_block_indexes": (), "tokens_per_second": None}
 FAMILIES = {
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu"}),
-    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", QWEN2_VL, _read_qwen2_vl, _write_qwen2_vl),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu"}
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration", QWEN2_VL, _read_qwen2_vl, _write_qwen2_vl
+    ),
 }

@@ -1,4 +1,5 @@
-"""The folder of a checkpoint: found by path or repository id, its small files, and how it is replaced as a whole."""
+"""The folder of a checkpoint: found by path or repository id, its small files, and how it is
+replaced as a whole."""
 
 import errno
 import json
@@ -17,31 +18,46 @@ REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]  # none out of inner folders
+# none out of inner folders
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]
 
 
 def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder (ValueError: there is none, and no repository to download).
+    """Turn what a recipe calls a model into a folder (ValueError: there is none, and no repository
+    to download).
 
-    It is a folder, which wins, or a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch, tag or commit".
+    It is a folder, which wins, or a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct",
+    "NAME@branch, tag or commit".
     """
     folder = Path(name)
     if folder.is_dir():
         return folder
     replaced = Path(f"{folder.resolve()}.replaced")
     if replaced.is_dir():
-        killed = f"{folder}: the last save was killed while it renamed; reading {replaced}, the checkpoint before it"
+        killed = (
+            f"{folder}: the last save was killed while it renamed; reading {replaced}, the "
+            "checkpoint before it"
+        )
         warnings.warn(killed, stacklevel=2)
         return replaced
-    if not (repository := REPOSITORY.fullmatch(str(name))) or (folder.parent.is_dir() and not repository["revision"]):
+    if not (repository := REPOSITORY.fullmatch(str(name))) or (
+        folder.parent.is_dir() and not repository["revision"]
+    ):
         ids = "the id of a repository, NAME@main where its first part is a folder here"
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
     try:
         return _snapshot(repository["id"], repository["revision"])
-    except Exception as error:  # each network library that huggingface_hub has used has its own errors
+    except (
+        Exception
+    ) as error:  # each network library that huggingface_hub has used has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        missing = f"{name}: no such folder, not whole in the Hugging Face cache, and not downloaded ({reason})"
-        raise ValueError(f"{missing}; check name and network, or download it elsewhere and give its folder") from error
+        missing = (
+            f"{name}: no such folder, not whole in the Hugging Face cache, and not "
+            f"downloaded ({reason})"
+        )
+        raise ValueError(
+            f"{missing}; check name and network, or download it elsewhere and give its folder"
+        ) from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
@@ -49,36 +65,53 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    download = partial(snapshot_download, repo_id, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns="*/*")
-    with suppress(LocalEntryNotFoundError, ValueError):  # nothing of it, or parts that another program has asked for
+    download = partial(
+        snapshot_download,
+        repo_id,
+        revision=revision,
+        allow_patterns=DOWNLOADED,
+        ignore_patterns="*/*",
+    )
+    # nothing of it, or parts that another program has asked for
+    with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         weight_files(cached)
         image_settings(cached)
         if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
             return cached
-    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)  # the download alone might wait forever
+    # the download alone might wait forever
+    HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files with a folder's tensors: model.safetensors if there is one (as transformers), else the shards."""
+    """List the files with a folder's tensors: model.safetensors if there is one (as transformers),
+    else the shards."""
     one, index = folder / ONE_FILE, folder / INDEX
     if one.is_file():
         return [one]
     if not index.is_file():
-        raise ValueError(f"{one}: no such file; convert pytorch_model.bin, which can run code, with transformers")
+        raise ValueError(
+            f"{one}: no such file; convert pytorch_model.bin, which can run code, with transformers"
+        )
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
-        raise ValueError(f"{index}: it needs a weight_map, from the name of each tensor to a .safetensors file here")
+        raise ValueError(
+            f"{index}: it needs a weight_map, from the name of each tensor to a .safetensors file "
+            "here"
+        )
     files = [folder / file for file in sorted(shards)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}")
+        raise ValueError(
+            f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}"
+        )
     return files
 
 
 def read_json(path: Path) -> dict:
-    """Read a file that holds one JSON object (ValueError: it is missing, not JSON, or not an object)."""
+    """Read a file that holds one JSON object (ValueError: it is missing, not JSON, or not an
+    object)."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a Hugging Face folder has one")
     try:
@@ -91,13 +124,16 @@ def read_json(path: Path) -> dict:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Find and read preprocessor_config.json, or processor_config.json, where transformers 5 puts its content."""
+    """Find and read preprocessor_config.json, or processor_config.json, where transformers 5 puts
+    its content."""
     file, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
     if file.is_file() or not newer.is_file():
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
     if not isinstance(settings, dict):
-        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds")
+        raise ValueError(
+            f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds"
+        )
     return newer, settings
 
 
@@ -107,17 +143,20 @@ def write_json(path: Path, content: dict):
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Give an empty folder to write into, which replaces `folder` as a whole when the block has ended well.
+    """Give an empty folder to write into, which replaces `folder` as a whole when the block has
+    ended well.
 
-    It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and the next save find it
-    if a run is killed now, and the new one to NAME. The old one stays if it is no checkpoint (ValueError) or the disk
-    is full or broken (OSError).
+    It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and
+    the next save find it if a run is killed now, and the new one to NAME. The old one stays if it
+    is no checkpoint (ValueError) or the disk is full or broken (OSError).
     """
     folder = Path(folder).resolve()  # of a link, the folder that it leads to
     new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
-        raise ValueError(f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten")
+        raise ValueError(
+            f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten"
+        )
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -133,7 +172,9 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
-            raise OSError(f"{folder}: not saved ({error}); what was there before is untouched") from error
+            raise OSError(
+                f"{folder}: not saved ({error}); what was there before is untouched"
+            ) from error
         raise
     flush_file(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -141,7 +182,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Make a run's folder and keep it for this run alone (ValueError on all ranks: another one writes into it)."""
+    """Make a run's folder and keep it for this run alone (ValueError on all ranks: another one
+    writes into it)."""
     import fcntl
 
     path, failure = Path(folder) / ".lock", None
@@ -149,11 +191,13 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         try:
             if world.is_main:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+                # until it is closed
+                fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             failure = f"another run is writing into {folder}; wait for it, or take another folder"
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+            # a file system without locks
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 failure = error
         if failure := world.gather_objects(failure)[0]:
             raise ValueError(f"output_dir: {failure}")

@@ -1,4 +1,5 @@
-"""The architecture as numbers: what config.json of a Hugging Face folder says, and what we write into one."""
+"""The architecture as numbers: what config.json of a Hugging Face folder says, and what we write
+into one."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
@@ -7,13 +8,15 @@ from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import FAMILIES
 
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
-Depth = Annotated[int, "[1, 1000]"]  # more would take minutes to build, before the weights are seen to be missing
+# more would take minutes to build, before the weights are seen to be missing
+Depth = Annotated[int, "[1, 1000]"]
 HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp -> the hub's name
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower, with Qwen2.5-VL's names and transformers' class defaults, which config.json may leave out."""
+    """The vision tower, with Qwen2.5-VL's names and transformers' class defaults, which config.json
+    may leave out."""
 
     depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
@@ -24,9 +27,12 @@ class VisionConfig:
     patch_size: Size = 14  # pixels a side
     temporal_patch_size: Size = 2  # frames in one patch; an image is one frame repeated
     spatial_merge_size: Size = 2  # patches a side that become one decoder token
-    window_size: Size | None = 112  # pixels a side of an attention window; None: a frame is one window (Qwen2-VL)
-    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)  # blocks that attend to the whole frame
-    tokens_per_second: Size | None = 4  # M-RoPE positions in a second of video; None: one a time step (Qwen2-VL)
+    # pixels a side of an attention window; None: a frame is one window (Qwen2-VL)
+    window_size: Size | None = 112
+    # blocks that attend to the whole frame
+    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
+    # M-RoPE positions in a second of video; None: one a time step (Qwen2-VL)
+    tokens_per_second: Size | None = 4
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     mlp: Literal["swiglu", "quick_gelu"] = "swiglu"
 
@@ -38,7 +44,8 @@ class VisionConfig:
 
 @dataclass
 class ModelConfig:
-    """Decoder and vision tower together. Defaults are the values that all Qwen2.5-VL hub checkpoints share."""
+    """Decoder and vision tower together. Defaults are the values that all Qwen2.5-VL hub
+    checkpoints share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -50,7 +57,8 @@ class ModelConfig:
     model_type: Literal[tuple(FAMILIES)] = "qwen2_5_vl"
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
-    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)  # frequencies given to time, height, width
+    # frequencies given to time, height, width
+    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -60,16 +68,44 @@ class ModelConfig:
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    extra: dict = field(default_factory=dict)  # config.json keys that we carry along but do not read
+    # config.json keys that we carry along but do not read
+    extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        vision, heads, groups = self.vision_config, self.num_attention_heads, self.num_key_value_heads
-        require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
-        require(heads % groups == 0, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
-        half = f"three numbers whose sum is half of head_dim {self.head_dim} (hidden_size / num_attention_heads)"
-        require(sum(self.mrope_section) * 2 == self.head_dim, "mrope_section", list(self.mrope_section), half)
+        vision, heads, groups = (
+            self.vision_config,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+        )
+        require(
+            self.hidden_size % heads == 0,
+            "hidden_size",
+            self.hidden_size,
+            f"a multiple of its {heads} heads",
+        )
+        require(
+            heads % groups == 0,
+            "num_key_value_heads",
+            groups,
+            f"a divisor of num_attention_heads ({heads})",
+        )
+        half = (
+            f"three numbers whose sum is half of head_dim {self.head_dim} (hidden_size / "
+            "num_attention_heads)"
+        )
+        require(
+            sum(self.mrope_section) * 2 == self.head_dim,
+            "mrope_section",
+            list(self.mrope_section),
+            half,
+        )
         width, out, by = vision.hidden_size, vision.out_hidden_size, 4 * vision.num_heads
-        require(width % by == 0, "vision_config.hidden_size", width, "a multiple of 4 x num_heads, for 2-D rotary")
+        require(
+            width % by == 0,
+            "vision_config.hidden_size",
+            width,
+            "a multiple of 4 x num_heads, for 2-D rotary",
+        )
         same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
         require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
 
@@ -79,31 +115,52 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
-        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and rope_parameters."""
+        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and
+        rope_parameters."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
         if model_type not in list(FAMILIES):
-            raise ValueError(f"{where}: model_type is {model_type!r:.40}, this model reads {' and '.join(FAMILIES)}")
+            raise ValueError(
+                f"{where}: model_type is {model_type!r:.40}, this model reads "
+                f"{' and '.join(FAMILIES)}"
+            )
         text = _section(config, "text_config", where)
-        # rms_norm_eps: where a config does not say it, transformers takes 1e-5, which is not the hub's value
+        # rms_norm_eps: where a config does not say it, transformers takes 1e-5, which is not the
+        # hub's value
         flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": model_type}
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
         flat.pop("mrope_section", None)  # only the rope's own counts
         flat |= {name: rope[name] for name in ("rope_theta", "mrope_section") if name in rope}
-        flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-        # transformers 5 repeats this key inside text_config with its class default; the top level decides
-        flat["tie_word_embeddings"] = config.get("tie_word_embeddings", flat.get("tie_word_embeddings", False))
+        flat["torch_dtype"] = (
+            config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
+        )
+        # transformers 5 repeats this key inside text_config with its class default; the top level
+        # decides
+        flat["tie_word_embeddings"] = config.get(
+            "tie_word_embeddings", flat.get("tie_word_embeddings", False)
+        )
         family, vision = FAMILIES[model_type], _section(config, "vision_config", where)
         for name, value, known in (
             ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
             ("hidden_act", flat.get("hidden_act"), ("silu",)),
             ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
-            ("vision_config.hidden_act", vision.get("hidden_act"), (HIDDEN_ACT[family.tower["mlp"]],)),
+            (
+                "vision_config.hidden_act",
+                vision.get("hidden_act"),
+                (HIDDEN_ACT[family.tower["mlp"]],),
+            ),
         ):
             with naming(where):
-                require(value in (None, *known), name, value, f"{known[0]!r}; no other is supported")
+                require(
+                    value in (None, *known), name, value, f"{known[0]!r}; no other is supported"
+                )
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
         flat["vision_config"] = family.read_vision(vision, where) | family.tower
-        known = {field.name for field in fields(cls)} | {"text_config", "rope_parameters", "rope_scaling", "dtype"}
+        known = {field.name for field in fields(cls)} | {
+            "text_config",
+            "rope_parameters",
+            "rope_scaling",
+            "dtype",
+        }
         known |= {"layer_types", "architectures", "transformers_version"}
         flat["extra"] = {name: value for name, value in flat.items() if name not in known}
         return build(cls, flat, where, json=True)
@@ -111,10 +168,16 @@ class ModelConfig:
     def to_dict(self) -> dict:
         """Write the hub's flat config.json, which transformers 4.49 to 5.23 and vLLM read."""
         family, out = FAMILIES[self.model_type], asdict(self)
-        tower, extra, mrope_section = (out.pop(name) for name in ("vision_config", "extra", "mrope_section"))
+        tower, extra, mrope_section = (
+            out.pop(name) for name in ("vision_config", "extra", "mrope_section")
+        )
         vision = {name: value for name, value in tower.items() if name not in family.tower}
         vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
-        vision = {"model_type": self.model_type, **vision, "spatial_patch_size": tower["patch_size"]}
+        vision = {
+            "model_type": self.model_type,
+            **vision,
+            "spatial_patch_size": tower["patch_size"],
+        }
         out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
         out["vision_config"] = family.write_vision(vision)
         return {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}

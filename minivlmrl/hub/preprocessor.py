@@ -13,31 +13,59 @@ MAX_MIN_PIXELS = 2**25  # an image of so many is 2 GB as patches while they are 
 Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
-# Fast resizes with torch. In transformers 5 the plain name does so too where torchvision is installed; not here.
-TYPES = "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2_5_VLImageProcessor", "Qwen2VLImageProcessorFast"
+# Fast resizes with torch. In transformers 5 the plain name does so too where torchvision is
+# installed; not here.
+TYPES = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+)
 # settings that change pixels and have one value here: those that we write, and two more
 FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
 FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
 ALL_FIXED = {**FIXED, "do_center_crop": False, "do_pad": False}
-SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")  # as in ImageProcessor
+# as in ImageProcessor
+SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 KEYS = {"image_processor_type": Literal[TYPES], "size": dict}
 KEYS |= {name: Literal[value] for name, value in ALL_FIXED.items()}
-KEYS |= dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"), Count)
+KEYS |= dict.fromkeys(
+    ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"), Count
+)
 KEYS |= {"image_mean": tuple[Mean, Mean, Mean], "image_std": tuple[Std, Std, Std]}
-Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint in KEYS.items()])  # null is missing
+# null is missing
+Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint in KEYS.items()])
 
 
-def read_image_processor(content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None):
-    """Make an image processor of a preprocessor_config.json (ValueError names a field that is wrong or not supported).
+def read_image_processor(
+    content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
+):
+    """Make an image processor of a preprocessor_config.json (ValueError names a field that is wrong
+    or not supported).
 
-    Pixel bounds override the file's. Those that neither gives are those of transformers' class, for the same patches.
+    Pixel bounds override the file's. Those that neither gives are those of transformers' class, for
+    the same patches.
     """
     settings = build(Settings, content, where, json=True)
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}
     if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
-        raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge, areas in pixels")
-    least = (min_pixels, settings.min_pixels, size.get("shortest_edge"), size.get("min_pixels"), 56 * 56)
-    most = (max_pixels, settings.max_pixels, size.get("longest_edge"), size.get("max_pixels"), 28 * 28 * 1280)
+        raise ValueError(
+            f"{where}: size is {size!r}, it must be shortest_edge and longest_edge, areas in pixels"
+        )
+    least = (
+        min_pixels,
+        settings.min_pixels,
+        size.get("shortest_edge"),
+        size.get("min_pixels"),
+        56 * 56,
+    )
+    most = (
+        max_pixels,
+        settings.max_pixels,
+        size.get("longest_edge"),
+        size.get("max_pixels"),
+        28 * 28 * 1280,
+    )
     bounds = [next(value for value in values if value is not None) for values in (least, most)]
     same = {name: value for name in SAME_NAMES if (value := getattr(settings, name)) is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
@@ -59,7 +87,8 @@ def write_image_processor(processor: ImageProcessor) -> dict:
     """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
     return {
-        "image_processor_type": "Qwen2VLImageProcessor" + ("Fast" if processor.resize is RESIZE["torch"] else ""),
+        "image_processor_type": "Qwen2VLImageProcessor"
+        + ("Fast" if processor.resize is RESIZE["torch"] else ""),
         **FIXED,
         **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
         **{"min_pixels": least, "max_pixels": most},

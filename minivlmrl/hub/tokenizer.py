@@ -9,18 +9,30 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from minivlmrl.chat import Control
 
 # Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
-NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end vision_start"
-SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split())
-# how Qwen2 splits text before byte-pair encoding: contractions, words with one leading sign or space, digits, ...
+NAMES = (
+    "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start "
+    "quad_end vision_start"
+)
+SPECIAL_TOKENS = tuple(
+    f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split()
+)
+# how Qwen2 splits text before byte-pair encoding: contractions, words with one leading sign or
+# space, digits, ...
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-QWEN2_SPLIT = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)  # has to come back
+QWEN2_SPLIT = (
+    CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# has to come back
+PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
 class Tokenizer:
-    """Text to ids and back; `special_tokens` (control token -> id) are Qwen2's and what the backend calls special.
+    """Text to ids and back; `special_tokens` (control token -> id) are Qwen2's and what the backend
+    calls special.
 
-    Other added tokens, such as <tool_call>, are words: text that spells one is that one id, as in transformers.
+    Other added tokens, such as <tool_call>, are words: text that spells one is that one id, as in
+    transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -30,7 +42,9 @@ class Tokenizer:
         backend.no_truncation()  # a file may come with the settings of a training run
         backend.no_padding()
         added = backend.get_added_tokens_decoder().values()
-        backend.add_special_tokens([t.content for t in added if t.content in SPECIAL_TOKENS and not t.special])
+        backend.add_special_tokens(
+            [t.content for t in added if t.content in SPECIAL_TOKENS and not t.special]
+        )
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
         if missing := set(SPECIAL_TOKENS) - self.special_tokens.keys():
@@ -46,7 +60,9 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(f"{text!r:.60} is no Unicode text: is half of a surrogate pair in it?") from error
+            raise ValueError(
+                f"{text!r:.60} is no Unicode text: is half of a surrogate pair in it?"
+            ) from error
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens by their names."""
@@ -54,10 +70,17 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer.json of any Qwen2 family folder (ValueError: it is missing, unreadable or would lose text)."""
+    """Load the tokenizer.json of any Qwen2 family folder (ValueError: it is missing, unreadable or
+    would lose text)."""
     if not Path(path).is_file():
-        cure = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from vocab.json and merges.txt"
-        raise ValueError(f"{path}: no such file; a Qwen2-VL or Qwen2.5-VL folder has one, and transformers' {cure}")
+        cure = (
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from "
+            "vocab.json and merges.txt"
+        )
+        raise ValueError(
+            f"{path}: no such file; a Qwen2-VL or Qwen2.5-VL folder has one, and transformers' "
+            f"{cure}"
+        )
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
@@ -69,13 +92,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
-        raise ValueError(f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})") from error
+    except (
+        BaseException
+    ) as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
+        raise ValueError(
+            f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})"
+        ) from error
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE as Qwen2 has it (NFC, its split, its control tokens at the end) on a few texts."""
+    """Train byte-level BPE as Qwen2 has it (NFC, its split, its control tokens at the end) on a few
+    texts."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")

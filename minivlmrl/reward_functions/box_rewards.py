@@ -1,10 +1,12 @@
 """Rewards for boxes: how well an answer's boxes cover the true ones.
 
-`solution` is in pixels of the image file, an answer in whatever space it was asked for, so these rewards are given
-image_sizes and answer_extents too, see box_columns. A row without an image has None there, and cannot be judged.
+`solution` is in pixels of the image file, an answer in whatever space it was asked for, so these
+rewards are given image_sizes and answer_extents too, see box_columns. A row without an image has
+None there, and cannot be judged.
 
-data.answer says where an answer is, as for all rewards; boxes.parse_boxes reads it. Every box counts: it is matched
-with one true box or it is one too many. The sum over pairs is divided by the number of boxes on the longer side.
+data.answer says where an answer is, as for all rewards; boxes.parse_boxes reads it. Every box
+counts: it is matched with one true box or it is one too many. The sum over pairs is divided by the
+number of boxes on the longer side.
 """
 
 import json
@@ -19,25 +21,33 @@ Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # a label, "" where labels do not count, and its box
 
 
-def iou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
+def iou(
+    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
+) -> list:
     """Mean IoU over best-matched boxes, missing and extra ones as 0: from 0 to 1.
 
     Example: the one true box twice: 1/2; one of two true boxes: 1/2; half of the true box: 1/2.
 
     Args:
         answer_texts: n answers, None where a completion has none.
-        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the image file. [] and
-            "": there is no such object, and an answer has to say so, see boxes.says_none.
-        image_sizes, answer_extents: width and height of the image, in pixels of the file and in units of the answer.
+        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the
+            image file. [] and "": there is no such object, and an answer has to say so, see
+            boxes.says_none.
+        image_sizes, answer_extents: width and height of the image, in pixels of the file and in
+            units of the answer.
     Returns:
         n numbers, None where a row has no solution (None) or no image.
     Raises:
         ValueError: a solution is no box (named).
     """
-    return judge_boxes("iou", BOXES, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes(
+        "iou", BOXES, mean(overlap), answer_texts, solution, image_sizes, answer_extents
+    )
 
 
-def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
+def acc_0_5(
+    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
+) -> list:
     """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see iou.
 
     Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
@@ -46,20 +56,29 @@ def acc_0_5(answer_texts: list, solution: list, image_sizes: Extents, answer_ext
     return judge_boxes("acc_0_5", BOXES, hits, answer_texts, solution, image_sizes, answer_extents)
 
 
-def giou(answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns) -> list:
-    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: from -1 to 1, see iou.
+def giou(
+    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
+) -> list:
+    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: from -1 to
+    1, see iou.
 
-    Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The whole image earns more,
-    the share of the true box in it, so this reward alone first teaches large boxes.
+    Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The
+    whole image earns more, the share of the true box in it, so this reward alone first teaches
+    large boxes.
     """
     measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
-    return judge_boxes("giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0)
+    return judge_boxes(
+        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
+    )
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
-    """1.0 for the form of rewards.format if the answer says boxes, all valid and inside the image, or that none is."""
+    """1.0 for the form of rewards.format if the answer says boxes, all valid and inside the image,
+    or that none is."""
     found = []
-    for completion, form, extent in zip(completions, format(completions), answer_extents, strict=True):
+    for completion, form, extent in zip(
+        completions, format(completions), answer_extents, strict=True
+    ):
         said = extent and answered_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
         fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for box in said)
@@ -70,16 +89,19 @@ def box_format(completions: list[str], answer_extents: Extents, **columns) -> li
 def box_columns(
     rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
 ) -> dict[str, list]:
-    """List image_sizes and answer_extents, (width, height) of the first image for each of B * num_generations answers.
+    """List image_sizes and answer_extents, (width, height) of the first image for each of B *
+    num_generations answers.
 
-    The answer's space is the row's column answer_extent, or that of its box_space, by default the resized image.
+    The answer's space is the row's column answer_extent, or that of its box_space, by default the
+    resized image.
     """
     sizes, extents, patch = [], [], processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
         size = extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size  # known after the prompt was made
+            # known after the prompt was made
+            size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             space = row.columns.get("box_space") or "resized"
             resized = width * patch, height * patch
             extent = row.columns.get("answer_extent") or boxes.extent(space, size, resized)
@@ -89,7 +111,8 @@ def box_columns(
 
 
 def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
-    """Read the boxes of an answer, in its units; of a whole completion those in its tags, if it has any."""
+    """Read the boxes of an answer, in its units; of a whole completion those in its tags, if it has
+    any."""
     return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
 
 
@@ -98,7 +121,9 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
-def mean(similarity: Callable, nothing: float = 0.0, of: Callable = float) -> Callable[[Objects, Objects], float]:
+def mean(
+    similarity: Callable, nothing: float = 0.0, of: Callable = float
+) -> Callable[[Objects, Objects], float]:
     """Make the mean over best-matched objects: each one without a partner counts as `nothing`."""
 
     def measure(said: Objects, true: Objects) -> float:
@@ -110,8 +135,11 @@ def mean(similarity: Callable, nothing: float = 0.0, of: Callable = float) -> Ca
     return measure
 
 
-def judge_boxes(name: str, kind: tuple[Callable, str], measure: Callable, *columns: list, nothing=0.0) -> list:
-    """Measure what n answers say against the truth, see iou; `nothing`: what an answer without objects earns."""
+def judge_boxes(
+    name: str, kind: tuple[Callable, str], measure: Callable, *columns: list, nothing=0.0
+) -> list:
+    """Measure what n answers say against the truth, see iou;
+    `nothing`: what an answer without objects earns."""
     found, (read, wrong) = [], kind
     for said, solution, size, extent in zip(*columns, strict=True):
         if solution is None or size is None or extent is None:
@@ -121,7 +149,8 @@ def judge_boxes(name: str, kind: tuple[Callable, str], measure: Callable, *colum
         if not text.strip() or boxes.says_none(find_answer(text) or text):
             found.append(1.0 if boxes.says_none(said or "") else nothing)
             continue
-        true = read(find_answer(text) or text, size)  # has to be right: nothing could earn a reward otherwise
+        # has to be right: nothing could earn a reward otherwise
+        true = read(find_answer(text) or text, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"reward {name}: solution {solution!r:.300} {wrong}")
         given = [(label, box.to(size)) for label, box in read(said or "", extent)]

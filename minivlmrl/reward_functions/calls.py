@@ -1,4 +1,5 @@
-"""Rewards by name: what each is given, in which of TRL's two forms, and what is wrong when it fails."""
+"""Rewards by name: what each is given, in which of TRL's two forms, and what is wrong when it
+fails."""
 
 import asyncio
 import inspect
@@ -16,7 +17,8 @@ from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.reward_functions.names import get_reward, required_columns
 from minivlmrl.rewards import ask_rewards, reward_columns
 
-CONVERSATIONS = ("prompt", "messages", "conversations")  # columns that hold turns where a row is a conversation
+# columns that hold turns where a row is a conversation
+CONVERSATIONS = ("prompt", "messages", "conversations")
 LARGEST = 3.4e38  # of float32
 
 
@@ -26,7 +28,8 @@ def recipe_rewards(weights: dict[str, float]) -> dict[Callable, float]:
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect what the rewards of a recipe are given: see rewards.reward_columns and box_columns."""
+    """Collect what the rewards of a recipe are given: see rewards.reward_columns and
+    box_columns."""
     columns = reward_columns(rows, completions, processor)
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
@@ -42,16 +45,26 @@ def asker(name: str) -> Callable:
 
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
-    """Ask one reward about n completions: n numbers, NaN for None (ValueError: names reward, row and text)."""
+    """Ask one reward about n completions: n numbers, NaN for None (ValueError: names reward, row
+    and text)."""
     judged = [names is None or name in names for names in columns.get("row_rewards", ())]
     if not all(judged):  # some rows are of files with other rewards
-        some = {column: list(itertools.compress(values, judged)) for column, values in columns.items()}
+        some = {
+            column: list(itertools.compress(values, judged)) for column, values in columns.items()
+        }
         del some["row_rewards"]
-        values = iter(call_reward(name, list(itertools.compress(completions, judged)), some) if any(judged) else ())
+        values = iter(
+            call_reward(name, list(itertools.compress(completions, judged)), some)
+            if any(judged)
+            else ()
+        )
         return [next(values) if asked else math.nan for asked in judged]
     missing = [column for column in required_columns([name]) if column not in columns]
     if missing:
-        raise ValueError(f"reward {name} needs column {missing[0]!r}; the rows have {sorted(set(columns) - GIVEN)}")
+        raise ValueError(
+            f"reward {name} needs column {missing[0]!r}; the rows have "
+            f"{sorted(set(columns) - GIVEN)}"
+        )
     function = get_reward(name)
     if not str(getattr(function, "func", function).__module__).startswith("minivlmrl."):
         columns = columns | trl_columns(completions, columns)
@@ -64,7 +77,8 @@ def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> 
 
 
 def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
-    """Write completions and prompts as TRL does: as messages if the row is a conversation, else as text."""
+    """Write completions and prompts as TRL does: as messages if the row is a conversation, else as
+    text."""
     asked = columns.get("prompts", [[]] * len(completions))
     turns = [columns[name] for name in CONVERSATIONS if name in columns]
     found = {"completions": [], "prompts": []}
@@ -72,7 +86,9 @@ def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, l
         chat = any(isinstance(column[i], list) for column in turns)
         last = content_parts(messages[-1]) if messages else ()
         found["completions"].append([{"role": "assistant", "content": text}] if chat else text)
-        found["prompts"].append(messages if chat else "".join(part.get("text", "") for part in last))
+        found["prompts"].append(
+            messages if chat else "".join(part.get("text", "") for part in last)
+        )
     return found
 
 
@@ -84,35 +100,51 @@ def _call(function: Callable, columns: dict[str, list]) -> list:
     return values
 
 
-def _blamed(name: str, function: Callable, completions: list[str], columns: dict[str, list], error) -> ValueError:
+def _blamed(
+    name: str, function: Callable, completions: list[str], columns: dict[str, list], error
+) -> ValueError:
     """Find the first completion with which a reward fails, by asking about one at a time."""
     for i, text in enumerate(completions):
         try:
             _call(function, {column: values[i : i + 1] for column, values in columns.items()})
         except Exception as alone:
             row = f"{columns['row_names'][i]}: " if "row_names" in columns else ""
-            if isinstance(alone, ValueError) and str(alone).startswith("reward "):  # one of ours says what is wrong
+            # one of ours says what is wrong
+            if isinstance(alone, ValueError) and str(alone).startswith("reward "):
                 return ValueError(f"{row}{alone}")
-            return ValueError(f"{row}reward {name} raised {alone!r} for the completion {text!r:.200}")
-    return ValueError(f"reward {name} raised {error!r} for {len(completions)} completions together, for none alone")
+            return ValueError(
+                f"{row}reward {name} raised {alone!r} for the completion {text!r:.200}"
+            )
+    return ValueError(
+        f"reward {name} raised {error!r} for {len(completions)} completions together, for none "
+        "alone"
+    )
 
 
-def checked_values(name: str, values, completions: list[str], rows: Sequence[str] = ()) -> list[float]:
-    """Turn what reward `name` says of n completions of n rows into n numbers, NaN for None (ValueError: it is not)."""
+def checked_values(
+    name: str, values, completions: list[str], rows: Sequence[str] = ()
+) -> list[float]:
+    """Turn what reward `name` says of n completions of n rows into n numbers, NaN for None
+    (ValueError: it is not)."""
     try:
         values = list(values)
     except TypeError as error:
         cure = "it must be a list, one number a completion"
         raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
     if len(values) != len(completions):
-        raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)} completions")
+        raise ValueError(
+            f"reward {name} returned {len(values)} values for {len(completions)} completions"
+        )
     found = []
     for value, completion, row in itertools.zip_longest(values, completions, rows):
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
             value = value.item()
         if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
             cure = "it must be a finite number, or None for 'cannot judge'"
-            text = f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}; {cure}"
+            text = (
+                f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}; "
+                f"{cure}"
+            )
             raise ValueError(f"{row}: {text}" if row else text)
         found.append(math.nan if value is None else float(value))
     return found

@@ -1,7 +1,8 @@
 """Rewards for finding objects: boxes with labels, in the spaces of box_rewards.py.
 
-Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...]. An empty
-list, or None, says that there is no such object: right where the solution says so too, or is empty.
+Solution and answer are lists as Qwen2.5-VL writes them, [{"bbox_2d": [x1, y1, x2, y2], "label":
+"cat"}, ...]. An empty list, or None, says that there is no such object: right where the solution
+says so too, or is empty.
 """
 
 import json
@@ -11,36 +12,58 @@ from minivlmrl.data.boxes import FENCED, Box
 from minivlmrl.reward_functions.box_rewards import Objects, judge_boxes, mean, overlap
 
 
-def detection(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
+def detection(
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns
+) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
-    return judge_boxes("detection", LABELLED, mean(overlap), answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes(
+        "detection", LABELLED, mean(overlap), answer_texts, solution, image_sizes, answer_extents
+    )
 
 
-def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
-    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 levels of recall, then the mean over labels.
+def ap_50(
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns
+) -> list:
+    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 levels of recall, then the
+    mean over labels.
 
     Objects count in the order of the answer. A label that the picture does not have counts as 0.
     """
 
     def average_precision(said: Objects, true: Objects) -> float:
         labels = {label for label, _ in said + true}
-        both = ([[item for item in items if item[0] == label] for items in (said, true)] for label in labels)
+        both = (
+            [[item for item in items if item[0] == label] for items in (said, true)]
+            for label in labels
+        )
         return sum(_average_precision(*items) for items in both) / len(labels)
 
-    return judge_boxes("ap_50", LABELLED, average_precision, answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes(
+        "ap_50", LABELLED, average_precision, answer_texts, solution, image_sizes, answer_extents
+    )
 
 
 def weighted_sum(
-    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, weights=(0.7, 0.0, 0.3), **columns
+    answer_texts: list,
+    solution: list,
+    image_sizes: list,
+    answer_extents: list,
+    weights=(0.7, 0.0, 0.3),
+    **columns,
 ) -> list:
-    """VLM-R1's weighted sum of three scores: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
+    """VLM-R1's weighted sum of three scores: IoU of pairs, right labels, and 1 - (share missed +
+    share extra) / 2.
 
-    Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores nothing but is complete.
-    Source: detection_score in VLM-R1's grpo_jsonl.py.
+    Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores
+    nothing but is complete. Source: detection_score in VLM-R1's grpo_jsonl.py.
     """
 
     def weighted(said: Objects, true: Objects) -> float:
-        table = {(i, j): boxes.iou(a, b) for i, (_, a) in enumerate(said) for j, (_, b) in enumerate(true)}
+        table = {
+            (i, j): boxes.iou(a, b)
+            for i, (_, a) in enumerate(said)
+            for j, (_, b) in enumerate(true)
+        }
         pairs = []
         for i, j in sorted(table, key=table.get, reverse=True):
             if table[i, j] >= 0.5 and all(i != other and j != another for other, another in pairs):
@@ -48,9 +71,13 @@ def weighted_sum(
         right = [table[i, j] for i, j in pairs if said[i][0] == true[j][0]]
         complete = (len(pairs) / len(true) + len(pairs) / len(said)) / 2
         scores = sum(right) / len(true), len(right) / len(true), complete
-        return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
+        return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(
+            weights
+        )
 
-    return judge_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
+    return judge_boxes(
+        "weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents
+    )
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
@@ -58,12 +85,18 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
     fenced = FENCED.fullmatch(text.strip())
     try:
         said = json.loads(fenced[1] if fenced else text)
-        return [(item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent)) for item in said]
+        return [
+            (item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent))
+            for item in said
+        ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return []
 
 
-LABELLED = read_objects, 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+LABELLED = (
+    read_objects,
+    'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []',
+)
 
 
 def _average_precision(said: Objects, true: Objects) -> float:

@@ -1,4 +1,5 @@
-"""The reward `judge`: another model reads the answer, over HTTP (the protocol of OpenAI, vLLM, llama.cpp)."""
+"""The reward `judge`: another model reads the answer, over HTTP (the protocol of OpenAI, vLLM,
+llama.cpp)."""
 
 import json
 import os
@@ -16,13 +17,21 @@ LONGEST = 4000  # characters of an answer that are sent
 
 
 def judge(
-    answer_texts: list, url=URL, model="judge", template=TEMPLATE, concurrency=8, timeout=60.0, **columns
+    answer_texts: list,
+    url=URL,
+    model="judge",
+    template=TEMPLATE,
+    concurrency=8,
+    timeout=60.0,
+    **columns,
 ) -> list[float | None]:
-    """Ask a server for a number from 0 to 1; None where it fails, is too slow or says something else.
+    """Ask a server for a number from 0 to 1; None where it fails, is too slow or says something
+    else.
 
     Args:
         url: up to /v1; OPENAI_API_KEY in the environment is sent along.
-        template: what is asked; {answer} is the answer, {problem}, {solution} and others are columns of the row.
+        template: what is asked; {answer} is the answer, {problem}, {solution} and others are
+            columns of the row.
         concurrency: answers that are asked about at a time.
         timeout: seconds for which the server may be silent.
     """
@@ -37,11 +46,19 @@ def judge(
         body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
         key = os.environ.get("OPENAI_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            f"{url}/chat/completions", json.dumps(body).encode(), headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 value = float(json.loads(reply.read(2**20))["choices"][0]["message"]["content"])
-        except (OSError, HTTPException, ValueError, LookupError, TypeError):  # no server, no JSON, no number
+        except (
+            OSError,
+            HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):  # no server, no JSON, no number
             return None
         return value if 0 <= value <= 1 else None
 

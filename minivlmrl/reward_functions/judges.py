@@ -1,7 +1,9 @@
-"""Rewards that compare an answer with the solution: a choice, yes or no, a class. number.py has numbers.
+"""Rewards that compare an answer with the solution: a choice, yes or no, a class. number.py has
+numbers.
 
-An answer is what rewards.find_answer finds in a completion; data.answer says where. All of it has to be the answer: two
-answers, a denial of the right one, or a list of all earn 0. A row without a solution (None, "") is not judged.
+An answer is what rewards.find_answer finds in a completion; data.answer says where. All of it has
+to be the answer: two answers, a denial of the right one, or a list of all earn 0. A row without a
+solution (None, "") is not judged.
 """
 
 import functools
@@ -13,16 +15,22 @@ from pathlib import Path
 from minivlmrl.rewards import find_answer, normalize
 
 LONGEST = 2000  # characters of an answer; one that is longer earns 0
-WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
+WRAPPED = (
+    r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
+)
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
 OTHER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice: one more letter
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
-DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
+DENIED = re.compile(
+    r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I
+)
 
 
-def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq) -> list:
+def judge_rows(
+    name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq
+) -> list:
     """Compare n answers with their solutions: 1.0 where `same` holds for what `read` finds in both.
 
     Raises:
@@ -51,7 +59,8 @@ def unwrap(text: str) -> str:
 
 
 def choice(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the letter of the right choice: B, (b), B., B) a dog, the answer is B. Not: B or C, not B, A. B. C."""
+    """1.0 for the letter of the right choice: B, (b), B., B) a dog, the answer is B.
+    Not: B or C, not B, A. B. C."""
 
     def letter(text: str) -> str | None:
         said = CHOICE.fullmatch(text)
@@ -61,24 +70,30 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
 
 
 def yes_no(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the right one of yes (or true) and no (or false), alone or first. Not: yes and no, cannot, yes?"""
+    """1.0 for the right one of yes (or true) and no (or false), alone or first.
+    Not: yes and no, cannot, yes?"""
 
     def read(text: str) -> bool | None:
         said = YES_NO.fullmatch(text)
         yes = said and said[1].lower() in ("yes", "true")
         other = r"\bfalse\b" if yes else r"\b(?:yes|true)\b"
-        unclear = not said or re.search(other, said[2], re.IGNORECASE) or (yes and DENIED.search(said[2]))
+        unclear = (
+            not said or re.search(other, said[2], re.IGNORECASE) or (yes and DENIED.search(said[2]))
+        )
         return None if unclear else yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
 
 
-def class_name(answer_texts: list, solution: list, classes: list | str | None = None, **columns) -> list:
+def class_name(
+    answer_texts: list, solution: list, classes: list | str | None = None, **columns
+) -> list:
     """1.0 for the name of the class; case, spacing, - and _ do not matter.
 
     Args:
-        classes: all names, or a text file with one in each line. Then an answer may be a sentence that names one class
-            alone and does not deny it: "It is frilly." None: the answer is the name and nothing else.
+        classes: all names, or a text file with one in each line. Then an answer may be a sentence
+            that names one class alone and does not deny it: "It is frilly." None: the answer is the
+            name and nothing else.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -89,7 +104,9 @@ def class_name(answer_texts: list, solution: list, classes: list | str | None = 
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
         return found.pop() if len(found) == 1 and not denied else None
 
-    return judge_rows("class", f"class of {len(names)}", named if names else _words, answer_texts, solution)
+    return judge_rows(
+        "class", f"class of {len(names)}", named if names else _words, answer_texts, solution
+    )
 
 
 def _words(text: str) -> str:
@@ -99,4 +116,6 @@ def _words(text: str) -> str:
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
     """Whole names, the longest first: "green square" is not "square"."""
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)")
+    return re.compile(
+        rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)"
+    )

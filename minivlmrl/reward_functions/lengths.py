@@ -1,4 +1,5 @@
-"""Rewards for length and repetition, counted in tokens. Source: arXiv 2502.03373, appendix C, and TRL's rewards."""
+"""Rewards for length and repetition, counted in tokens.
+Source: arXiv 2502.03373, appendix C, and TRL's rewards."""
 
 import math
 
@@ -6,9 +7,16 @@ from minivlmrl.reward_functions.calls import call_reward
 
 
 def cosine(
-    completions: list, completion_ids: list, max_length=1024, of="accuracy", right=(1, 0.5), wrong=(-1, -0.5), **columns
+    completions: list,
+    completion_ids: list,
+    max_length=1024,
+    of="accuracy",
+    right=(1, 0.5),
+    wrong=(-1, -0.5),
+    **columns,
 ) -> list[float]:
-    """Scale another reward by length: short answers gain where they are right, and lose where they are wrong.
+    """Scale another reward by length: short answers gain where they are right, and lose where they
+    are wrong.
 
     Args:
         max_length: tokens at which the scale ends.
@@ -24,7 +32,9 @@ def cosine(
     return values
 
 
-def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
+def repetition(
+    completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns
+) -> list[float]:
     """max_penalty times the share of n-grams of tokens that are repetitions.
 
     Example: 5 5 5 5 5 has four pairs, three of them repetitions: -0.75 with ngram_size=2.

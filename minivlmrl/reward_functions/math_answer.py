@@ -1,4 +1,5 @@
-"""The reward `math`: an expression that equals the solution, judged by math-verify (the extra `math`)."""
+"""The reward `math`: an expression that equals the solution, judged by math-verify (the extra
+`math`)."""
 
 import re
 import threading
@@ -11,8 +12,11 @@ HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\
 
 
 def math(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for an expression that equals the solution: 1/2, 0.5, \\frac12, 2^{-1}; sets, intervals and equations too."""
-    return judge_rows("math", "expression that math-verify can read", _expressions, answer_texts, solution, _equal)
+    """1.0 for an expression that equals the solution: 1/2, 0.5, \\frac12, 2^{-1};
+    sets, intervals and equations too."""
+    return judge_rows(
+        "math", "expression that math-verify can read", _expressions, answer_texts, solution, _equal
+    )
 
 
 def _expressions(text: str) -> list | None:
@@ -25,7 +29,10 @@ def _expressions(text: str) -> list | None:
     if len(text) > LONGEST or HUGE.search(text):
         return None
     options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}
-    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options) or None
+    return (
+        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options)
+        or None
+    )
 
 
 def _equal(truth: list, said: list) -> bool:

@@ -24,7 +24,9 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.algorithms.reward_model_scores": "reward_model",
 }
 REWARDS: dict[str, str | Callable] = {
-    name.partition("=")[0]: f"{file}:{name.rpartition('=')[2]}" for file in FILES for name in FILES[file].split()
+    name.partition("=")[0]: f"{file}:{name.rpartition('=')[2]}"
+    for file in FILES
+    for name in FILES[file].split()
 }
 
 
@@ -39,11 +41,16 @@ def get_reward(name: str) -> Callable:
         function = found if callable(found) else load_name(found)
     except (OSError, ImportError, KeyError, AttributeError) as error:
         raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
-    return functools.partial(function, **_read_options(name, function, options)) if options.strip() else function
+    return (
+        functools.partial(function, **_read_options(name, function, options))
+        if options.strip()
+        else function
+    )
 
 
 def required_columns(names: Iterable[str]) -> list[str]:
-    """List the columns that these rewards cannot do without: their named parameters without a default."""
+    """List the columns that these rewards cannot do without: their named parameters without a
+    default."""
     functions = [inspect.signature(get_reward(name)) for name in names]
     parameters = [p for function in functions for p in function.parameters.values()]
     needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
@@ -51,7 +58,8 @@ def required_columns(names: Iterable[str]) -> list[str]:
 
 
 def _read_options(name: str, function: Callable, text: str) -> dict[str, object]:
-    """Read "tolerance=0.05, units=['cm']": named parameters of the function, with Python's literals as values."""
+    """Read "tolerance=0.05, units=['cm']": named parameters of the function, with Python's literals
+    as values."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
@@ -60,8 +68,13 @@ def _read_options(name: str, function: Callable, text: str) -> dict[str, object]
         good = False
     if not good:
         raise ValueError(f"reward {name}: its options must have the form name=value, name=value")
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+    known = [
+        p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty
+    ]
     for option in options:
         if option not in known:
-            raise ValueError(f"reward {name}: there is no option {option!r}; there are: {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"reward {name}: there is no option {option!r}; there are: "
+                f"{', '.join(known) or 'none'}"
+            )
     return options

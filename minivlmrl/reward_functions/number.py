@@ -1,4 +1,5 @@
-"""The reward `number`: an answer that is one number, in any of the ways in which people write it."""
+"""The reward `number`: an answer that is one number, in any of the ways in which people
+write it."""
 
 import functools
 import re
@@ -11,12 +12,45 @@ WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thi
 WORDS += "|seventeen|eighteen|nineteen|twenty"
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 # unit: what it measures, and its size; any other word after a number is not looked at
-UNITS = {"%": ("", "1/100"), "mm": ("m", "1/1000"), "cm": ("m", "1/100"), "m": ("m", "1"), "km": ("m", "1000")}
-UNITS |= {"in": ("m", "254/10000"), "ft": ("m", "3048/10000"), "mg": ("g", "1/1000"), "g": ("g", "1")}
+UNITS = {
+    "%": ("", "1/100"),
+    "mm": ("m", "1/1000"),
+    "cm": ("m", "1/100"),
+    "m": ("m", "1"),
+    "km": ("m", "1000"),
+}
+UNITS |= {
+    "in": ("m", "254/10000"),
+    "ft": ("m", "3048/10000"),
+    "mg": ("g", "1/1000"),
+    "g": ("g", "1"),
+}
 UNITS |= {"kg": ("g", "1000"), "s": ("s", "1"), "min": ("s", "60"), "h": ("s", "3600")}
-SPELLINGS = {"percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m"}
-SPELLINGS |= {"millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "kilometer": "km"}
-SPELLINGS |= {"kilometre": "km", "gram": "g", "kilogram": "kg", "sec": "s", "second": "s", "minute": "min", "hr": "h"}
+SPELLINGS = {
+    "percent": "%",
+    "inch": "in",
+    "inches": "in",
+    "foot": "ft",
+    "feet": "ft",
+    "meter": "m",
+    "metre": "m",
+}
+SPELLINGS |= {
+    "millimeter": "mm",
+    "millimetre": "mm",
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "kilometer": "km",
+}
+SPELLINGS |= {
+    "kilometre": "km",
+    "gram": "g",
+    "kilogram": "kg",
+    "sec": "s",
+    "second": "s",
+    "minute": "min",
+    "hr": "h",
+}
 SPELLINGS |= {"milligram": "mg", "hour": "h"}
 # after a number they make another one of it, or leave room for more
 OTHER = re.compile(
@@ -31,17 +65,29 @@ NUMBER = re.compile(
     rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|[a-zµ]+(?:/[a-z]+|\^\{{?[23]\}}?|[²³])?)?",
     re.ASCII,
 )
-LATEX = [(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"), (r"\\(?:times|cdot)", "×"), ("−", "-")]
-LATEX += [(r"\{,\}|\\[!,;]", ""), (r"\\%", "%"), (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"), (r"\^?\\circ", "°")]
+LATEX = [
+    (r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    (r"\\(?:times|cdot)", "×"),
+    ("−", "-"),
+]
+LATEX += [
+    (r"\{,\}|\\[!,;]", ""),
+    (r"\\%", "%"),
+    (r"\\(?:text|mathrm)\{([^{}]*)\}", r" \1"),
+    (r"\^?\\circ", "°"),
+]
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
-    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not for 3 or 4, not 3, 3-5, 13.
+    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not for 3 or 4, not
+    3, 3-5, 13.
 
-    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and a unit may be left out.
+    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and a unit may be
+    left out.
 
     Args:
-        tolerance: by how much it may be off, as a share of the solution: 0.05 takes 95 to 105 for 100.
+        tolerance: by how much it may be off, as a share of the solution: 0.05 takes 95 to 105 for
+            100.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
     return judge_rows("number", "number", read_number, answer_texts, solution, same)
@@ -58,7 +104,14 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     below = Fraction(((said and said["below"]) or "1").replace(",", ""))
     if not said or OTHER.fullmatch(word) or below == 0:
         return None
-    unit = next((u for u in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))) if u in UNITS), word)
+    unit = next(
+        (
+            u
+            for u in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s")))
+            if u in UNITS
+        ),
+        word,
+    )
     digits = (said["digits"] or str(WORDS.split("|").index(said["word"]))).replace(",", "")
     value = Fraction(f"{digits}e{said['power'] or 0}") / below + int(said["whole"] or 0)
     value *= SCALES.get(word, 1) * (-1 if said["sign"] == "-" else 1)

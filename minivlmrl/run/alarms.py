@@ -1,6 +1,7 @@
 """Live sentences about a run that learns nothing: what is wrong, the likely cause, and what to do.
 
-A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once, and again after it was quiet.
+A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once, and again after it
+was quiet.
 """
 
 import math
@@ -23,13 +24,17 @@ class Alarms:
         self.algorithm, self.optimizer = algorithm, optimizer
         self.last, self.said = deque(maxlen=WINDOW), set()
         self.first = None  # metrics of the first step
-        self.rollout, self.earned = None, deque(maxlen=BLIND)  # solutions and rewards of the last rollouts
+        # solutions and rewards of the last rollouts
+        self.rollout, self.earned = None, deque(maxlen=BLIND)
 
     def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
-        """Take the metrics of a step, and its Rollout if it has one; returns the sentences that are new."""
+        """Take the metrics of a step, and its Rollout if it has one;
+        returns the sentences that are new."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
-            self.earned.append(([str(row.columns.get("solution")) for row in rollout.rows], rollout.rewards))
+            self.earned.append(
+                ([str(row.columns.get("solution")) for row in rollout.rows], rollout.rewards)
+            )
         self.last.append(metrics)
         self.first = self.first or metrics
         true = dict(self.rules()) if len(self.last) == WINDOW else {}
@@ -46,53 +51,107 @@ class Alarms:
         run, stage, last = self.algorithm.run, self.algorithm.stage, self.last[-1]
         equal = self.always("frac_reward_zero_std", lambda share: share == 1)
         if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in run.rewards):
-            says = " and ".join(f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards)
+            says = " and ".join(
+                f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards
+            )
             cure = "look at completions.jsonl and at what these rewards ask for"
             yield "constant", f"of every completion reward {says}, so nothing is learned; {cure}"
         elif equal and run.sampling.temperature < 0.2:
-            cure = f"sampling.temperature {run.sampling.temperature} draws the same text again; take 1.0"
-            yield "cold", f"all completions of each group earn the same, so nothing is learned; {cure}"
+            cure = (
+                f"sampling.temperature {run.sampling.temperature} draws the same text again; "
+                "take 1.0"
+            )
+            yield (
+                "cold",
+                f"all completions of each group earn the same, so nothing is learned; {cure}",
+            )
         elif equal:
             cure = "the prompts are too easy or too hard: take others, or raise num_generations"
-            yield "equal", f"all completions of each group earn the same, so nothing is learned; {cure}"
+            yield (
+                "equal",
+                f"all completions of each group earn the same, so nothing is learned; {cure}",
+            )
         elif self.always("grad_norm", lambda norm: norm == 0):
             cause = "is everything frozen?"
             if self.first.get("grad_norm"):
-                cause = f"they were not at first, so the weights are lost: lower {stage}.learning_rate"
+                cause = (
+                    f"they were not at first, so the weights are lost: lower {stage}.learning_rate"
+                )
             yield "zero", f"all gradients are zero, so nothing is learned; {cause}"
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
-            yield "cut", f"9 of 10 completions or more are cut at {limit}; raise it, or ask for shorter answers"
+            yield (
+                "cut",
+                f"9 of 10 completions or more are cut at {limit}; raise it, or ask for shorter "
+                "answers",
+            )
         for name in (name for name in run.rewards if "format" in name):
             if self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                cure = "say the form in data.prompt_template or data.system_prompt, train sft first, or drop the reward"
+                cure = (
+                    "say the form in data.prompt_template or data.system_prompt, train sft "
+                    "first, or drop the reward"
+                )
                 yield name, f"no completion has the form that reward {name} asks for; {cure}"
         if "reward" in last and self.always("entropy", lambda nats: nats < 1e-3):
-            cure = "lower the learning rate, add beta (a KL to the reference), or go back to an earlier checkpoint"
-            yield "certain", f"the policy is certain of every token (entropy below 0.001 nats); {cure}"
+            cure = (
+                "lower the learning rate, add beta (a KL to the reference), or go back to an "
+                "earlier checkpoint"
+            )
+            yield (
+                "certain",
+                f"the policy is certain of every token (entropy below 0.001 nats); {cure}",
+            )
         uniform = math.log(self.algorithm.policy.config.vocab_size)
         became = "reward" in last and self.first.get("entropy", uniform) < 0.5 * uniform
         if became and self.always("entropy", lambda nats: nats > 0.9 * uniform):
-            yield "noise", f"the policy writes noise now (entropy {last['entropy']:.1f}); lower {stage}.learning_rate"
+            yield (
+                "noise",
+                f"the policy writes noise now (entropy {last['entropy']:.1f}); lower "
+                f"{stage}.learning_rate",
+            )
         for name, mean, always, blind in self.blind():
-            earns = f"in {BLIND} rollouts reward {name} was {mean:.3g}, and always answering {always!r:.80} {blind:.3g}"
-            cure = "are the solutions with the right rows? Else train sft first, or take easier prompts"
+            earns = (
+                f"in {BLIND} rollouts reward {name} was {mean:.3g}, and always answering "
+                f"{always!r:.80} {blind:.3g}"
+            )
+            cure = (
+                "are the solutions with the right rows? Else train sft first, or take easier "
+                "prompts"
+            )
             yield f"blind {name}", f"{earns}, so nothing is learned of the pictures; {cure}"
         if untouched := self.untouched():
-            several = f"{untouched[0]} and {len(untouched) - 1} others" if len(untouched) > 1 else untouched[0]
-            cause = "no row had an image that the model saw: " if all("visual" in name for name in untouched) else ""
-            cure = "check the image column, or set model.freeze=[vision, merger]" if cause else "freeze them"
-            yield "untouched", f"{cause}{several} are to be trained, and never had a gradient; {cure}"
+            several = (
+                f"{untouched[0]} and {len(untouched) - 1} others"
+                if len(untouched) > 1
+                else untouched[0]
+            )
+            cause = (
+                "no row had an image that the model saw: "
+                if all("visual" in name for name in untouched)
+                else ""
+            )
+            cure = (
+                "check the image column, or set model.freeze=[vision, merger]"
+                if cause
+                else "freeze them"
+            )
+            yield (
+                "untouched",
+                f"{cause}{several} are to be trained, and never had a gradient; {cure}",
+            )
 
     def blind(self) -> Iterator[tuple[str, float, str, float]]:
-        """Rewards that always giving the most frequent solution would earn too: name, mean, that solution, its mean.
+        """Rewards that always giving the most frequent solution would earn too: name, mean, that
+        solution, its mean.
 
         Labels that were shuffled end here: no policy that learns from them is better than this.
         """
         if len(self.earned) < BLIND:
             return
         solutions = [solution for some, _ in self.earned for solution in some]
-        rewards = torch.cat([rewards.view(len(some), -1, rewards.shape[1]) for some, rewards in self.earned])
+        rewards = torch.cat(
+            [rewards.view(len(some), -1, rewards.shape[1]) for some, rewards in self.earned]
+        )
         for name, values in zip(self.algorithm.run.rewards, rewards.unbind(2), strict=True):
             judged = ~values.isnan().any(1)  # rows whose completions all were
             if "solution" not in required_columns([name]) or not judged.any():
@@ -104,15 +163,22 @@ class Alarms:
                 yield name, mean, always, blind
 
     def untouched(self) -> list[str]:
-        """Parameters that are to be trained and never had a gradient: AdamW has no moments of them."""
+        """Parameters that are to be trained and never had a gradient: AdamW has no moments of
+        them."""
         named = self.algorithm.trained.named_parameters()
         return [name for name, p in named if p.requires_grad and p not in self.optimizer.state]
 
 
 def check_mismatch(run, metrics: dict[str, float]):
-    """Stop a run whose sampler and trainer disagree about a token that was just drawn (ValueError)."""
+    """Stop a run whose sampler and trainer disagree about a token that was just drawn
+    (ValueError)."""
     found, bound = metrics.get("rollout/logp_mismatch", 0.0), run.rollout.max_logp_mismatch
     if found > bound and not run.adapter.dropout:  # which the sampler has not
-        cause = "the loss would be of another policy than the one that sampled: a bug, or a dtype too coarse"
+        cause = (
+            "the loss would be of another policy than the one that sampled: a bug, or a dtype "
+            "too coarse"
+        )
         cure = f"rollout.max_logp_mismatch ({bound}) is the bound, .inf does not check"
-        raise ValueError(f"sampler and trainer differ by {found:.3g} nats about a token; {cause}; {cure}")
+        raise ValueError(
+            f"sampler and trainer differ by {found:.3g} nats about a token; {cause}; {cure}"
+        )

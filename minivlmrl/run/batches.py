@@ -25,7 +25,8 @@ NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
 
 @dataclass
 class VideoSection:
-    """Which frames of a video the model sees, and how large: see data/video.py. A row can ask for its own."""
+    """Which frames of a video the model sees, and how large: see data/video.py.
+    A row can ask for its own."""
 
     fps: float | None = None  # frames taken from a second; None: 2
     max_frames: int | None = None  # most frames of a video; None: 768
@@ -35,63 +36,99 @@ class VideoSection:
 
 @dataclass
 class DataSection:
-    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own: docs/data.md."""
+    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own:
+    docs/data.md."""
 
     task: str | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
-    train_file: str | None = None  # rows with problem or prompt, image(s), and what the stages need: docs/data.md
-    train: list[FileSection] = field(default_factory=list)  # several files instead of train_file: docs/data.md
-    files: dict[str, str] = field(default_factory=dict)  # rows of a stage alone: {sft: demonstrations.jsonl}
-    eval_file: str | None = None  # rows with problem or prompt, image(s), and solution or chosen and rejected
-    val_split: Annotated[float, "[0, 1)"] = 0.0  # share of the training rows that is held out if there is no eval_file
-    max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # training rows with a longer prompt are left out
+    # rows with problem or prompt, image(s), and what the stages need: docs/data.md
+    train_file: str | None = None
+    # several files instead of train_file: docs/data.md
+    train: list[FileSection] = field(default_factory=list)
+    # rows of a stage alone: {sft: demonstrations.jsonl}
+    files: dict[str, str] = field(default_factory=dict)
+    # rows with problem or prompt, image(s), and solution or chosen and rejected
+    eval_file: str | None = None
+    # share of the training rows that is held out if there is no eval_file
+    val_split: Annotated[float, "[0, 1)"] = 0.0
+    # training rows with a longer prompt are left out
+    max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     image_root: str | None = None  # the folder that paths of images begin at; None: the file's
-    columns: dict[str, str] = field(default_factory=dict)  # column of a file -> its name here: {label: solution}
+    # column of a file -> its name here: {label: solution}
+    columns: dict[str, str] = field(default_factory=dict)
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
-    prompt_template: str = "{problem}"  # what the (last) user turn says; {problem} is the row's text of it
+    # what the (last) user turn says; {problem} is the row's text of it
+    prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None  # upper bound of the area
-    resize: Literal["pil", "torch"] | None = None  # how images are resized: see image.py; None: as the folder says
+    # how images are resized: see image.py; None: as the folder says
+    resize: Literal["pil", "torch"] | None = None
     video: VideoSection = field(default_factory=VideoSection)
-    allow_urls: bool | Literal["private"] = False  # fetch http(s) URLs of rows; "private": of private networks too
-    image_workers: Annotated[int, "[0, 64]"] = 2  # threads that make the next step's prompts; 0: the step waits
-    skip_unreadable: bool = False  # in training leave out rows with an image that cannot be read, and count them
+    # fetch http(s) URLs of rows; "private": of private networks too
+    allow_urls: bool | Literal["private"] = False
+    # threads that make the next step's prompts; 0: the step waits
+    image_workers: Annotated[int, "[0, 64]"] = 2
+    # in training leave out rows with an image that cannot be read, and count them
+    skip_unreadable: bool = False
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
-    box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"  # of coordinates in answers
-    answer: Literal["tags", "whole", "last_line"] = "tags"  # where in a completion its answer is: docs/rewards.md
-    rescale_boxes: bool = False  # boxes of demonstrated answers are in pixels of the file: write them in box_space
-    eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])  # the first is what counts
+    # of coordinates in answers
+    box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"
+    # where in a completion its answer is: docs/rewards.md
+    answer: Literal["tags", "whole", "last_line"] = "tags"
+    # boxes of demonstrated answers are in pixels of the file: write them in box_space
+    rescale_boxes: bool = False
+    # the first is what counts
+    eval_rewards: list[str] = field(default_factory=lambda: ["accuracy", "format"])
     demonstrations: Annotated[int, ">= 1"] = 96  # tasks: rows for sft
-    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5  # tasks: share of them with a random label or box
+    # tasks: share of them with a random label or box
+    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5
     pairs: Annotated[int, ">= 1"] = 1024  # shapes: rows for dpo, kto and reward_model
 
     def __post_init__(self):
         template = self.prompt_template
-        require("{problem}" in template, "prompt_template", template, "a text with {problem} in it, the row's question")
-        require(len(self.eval_rewards) > 1, "eval_rewards", self.eval_rewards, "names of rewards: what counts, form")
+        require(
+            "{problem}" in template,
+            "prompt_template",
+            template,
+            "a text with {problem} in it, the row's question",
+        )
+        require(
+            len(self.eval_rewards) > 1,
+            "eval_rewards",
+            self.eval_rewards,
+            "names of rewards: what counts, form",
+        )
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
 
 
-def load_datasets(run, stages: dict[str, str], reward_columns=(), eval_columns=("solution",)) -> dict:
+def load_datasets(
+    run, stages: dict[str, str], reward_columns=(), eval_columns=("solution",)
+) -> dict:
     """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
 
     Args:
         run: the recipe; rewards of its files are added to its own.
         stages: for each stage what its rows must have, a key of NEEDS.
-        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of held-out rows.
+        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of
+            held-out rows.
     """
     config, files = run.data, run.data.files
     given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
     own = bool(stages) and stages.keys() <= files.keys()
     if len(given) > 1 or (given == ["task"] and files) or not (given or own):
-        ways = "data.task (embedded), data.train_file (your rows), data.train (several), or data.files of every stage"
+        ways = (
+            "data.task (embedded), data.train_file (your rows), data.train (several), or "
+            "data.files of every stage"
+        )
         raise ValueError(f"data: set either {ways}; set are {', '.join(given) or 'none'}")
     if config.task is not None:
         training, held_out = get_task(config.task).datasets(config, run.seed)
         for stage, needs in stages.items():
             if needs not in training:
-                raise ValueError(f"stages: {stage} needs {needs}, which data.task {config.task} does not have")
+                raise ValueError(
+                    f"stages: {stage} needs {needs}, which data.task {config.task} does not have"
+                )
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
     columns, datasets, held_out = NEEDS | {"prompts": tuple(reward_columns)}, {}, None
     for stage, needs in stages.items():
@@ -118,17 +155,27 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
     for section in files:
         if unknown := [name for name in section.rewards if name not in run.rewards]:
             known = ", ".join(run.rewards)
-            raise ValueError(f"data.train: {section.file}: the recipe has no reward {unknown[0]!r}; there are: {known}")
+            raise ValueError(
+                f"data.train: {section.file}: the recipe has no reward {unknown[0]!r}; there are: "
+                f"{known}"
+            )
         own = required_columns(section.rewards) if section.rewards and judged else columns
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         parts.append(_rows(config, section.file, own, None, section.image_root, constants))
     return mix(parts, files)
 
 
-def _rows(config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()) -> FileDataset:
-    options = {name: getattr(config, name) for name in ("prompt_template", "system_prompt", "allow_urls", "columns")}
+def _rows(
+    config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()
+) -> FileDataset:
+    options = {
+        name: getattr(config, name)
+        for name in ("prompt_template", "system_prompt", "allow_urls", "columns")
+    }
     options["constants"] = {"box_space": config.box_space, **dict(constants)}
-    options["video_options"] = {name: value for name, value in asdict(config.video).items() if value is not None}
+    options["video_options"] = {
+        name: value for name, value in asdict(config.video).items() if value is not None
+    }
     return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)
 
 
@@ -143,34 +190,47 @@ class MadeRow(Row):
 
 
 class Batches(Iterator):
-    """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new order.
+    """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new
+    order.
 
-    A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key that its random
-    draws depend on, "seed/stage/draw/position": any number of ranks does the same. `draws` were made before a resume.
-    Threads make the prompts of the next draw meanwhile; what is wrong with a row is raised when it is drawn.
+    A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key
+    that its random draws depend on, "seed/stage/draw/position": any number of ranks does the same.
+    `draws` were made before a resume. Threads make the prompts of the next draw meanwhile; what is
+    wrong with a row is raised when it is drawn.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
         data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
-        self.key, self.size, self.steps = f"{seed}/{algorithm.stage}", size, algorithm.steps_per_rollout
+        self.key, self.size, self.steps = (
+            f"{seed}/{algorithm.stage}",
+            size,
+            algorithm.steps_per_rollout,
+        )
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
-        # each with one CPU thread: with teams of their own OpenMP counts more threads than cores, and all wait longer
-        self.workers = ThreadPoolExecutor(max(1, data.image_workers), initializer=torch.set_num_threads, initargs=(1,))
+        # each with one CPU thread: with teams of their own OpenMP counts more threads than cores,
+        # and all wait longer
+        self.workers = ThreadPoolExecutor(
+            max(1, data.image_workers), initializer=torch.set_num_threads, initargs=(1,)
+        )
         self.most = AHEAD if data.image_workers else 0
         self.coming, self.ahead = self.draw(draws), []
 
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
         numbers, size = next(self.numbers), self.size
-        positions = [i for k in range(self.steps) for i in self.world.share(range(k * size, (k + 1) * size))]
+        positions = [
+            i for k in range(self.steps) for i in self.world.share(range(k * size, (k + 1) * size))
+        ]
         return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
 
     def __next__(self) -> list[Row]:
         drawn, self.coming = self.coming, self.draw(self.draws + 1)
-        made = self.ahead + [self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]]
+        made = self.ahead + [
+            self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]
+        ]
         self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[: self.most]]
         try:
             rows = [self.noted(*future.result()) for future in made]
@@ -181,11 +241,13 @@ class Batches(Iterator):
         return rows
 
     def row(self, index: int, key: str) -> Row:
-        """The row of a number, with the key that its random draws depend on; the next readable one if asked for."""
+        """The row of a number, with the key that its random draws depend on;
+        the next readable one if asked for."""
         return self.noted(*self.make(index, key))
 
     def make(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
-        """Make the prompt of a row or of the next readable one; what is wrong with those before it, by number."""
+        """Make the prompt of a row or of the next readable one;
+        what is wrong with those before it, by number."""
         failures = {}
         for number in (number % len(self.dataset) for number in range(index, index + MOST_SKIPPED)):
             try:
@@ -204,7 +266,9 @@ class Batches(Iterator):
                 self.skipped.add(number)
                 warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
         if row is None:
-            raise ValueError(f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it")
+            raise ValueError(
+                f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it"
+            )
         return row
 
 

@@ -1,8 +1,10 @@
-"""completions.jsonl: what the policy wrote in training, one line for a prompt and its group of completions.
+"""completions.jsonl: what the policy wrote in training, one line for a prompt and its group of
+completions.
 
-A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the run's folder), truth
-(boxes), and completions: text, rewards by name, reward (their weighted sum), advantage, stopped, boxes, and tokens
-[[text, log-probability in nats], ...]. Boxes are [x1, y1, x2, y2] in shares of the image's width and height.
+A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the
+run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
+advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
+y2] in shares of the image's width and height.
 """
 
 import json
@@ -34,7 +36,8 @@ LONGEST_SIDE = 384  # pixels of an image that is saved here
 class CompletionsLog:
     """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
 
-    A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of steps that come again.
+    A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of
+    steps that come again.
     """
 
     def __init__(self, config, world: World, progress):
@@ -46,7 +49,11 @@ class CompletionsLog:
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
-            kept = "".join(line for line in self.path.read_text().splitlines(keepends=True) if is_past(line, progress))
+            kept = "".join(
+                line
+                for line in self.path.read_text().splitlines(keepends=True)
+                if is_past(line, progress)
+            )
         self.path.write_text(kept)
 
     def step(self, algorithm: Algorithm, step: Step, number: int):
@@ -62,7 +69,8 @@ class CompletionsLog:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def save(self, image, name: str) -> str:
-        """Save an image, scaled down, unless it is there; returns its path from the run's folder."""
+        """Save an image, scaled down, unless it is there;
+        returns its path from the run's folder."""
         path = self.folder / IMAGES / f"{name}.webp"
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
@@ -96,30 +104,46 @@ def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """A prompt of a rollout and its G completions, all but the images: see the file's docstring."""
     row, processor, G = rollout.rows[index], algorithm.processor, len(advantages)
-    rewards, weights = rollout.rewards[index * G :][:G], torch.tensor(list(algorithm.run.rewards.values()))
+    rewards, weights = (
+        rollout.rewards[index * G :][:G],
+        torch.tensor(list(algorithm.run.rewards.values())),
+    )
     [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
     solution, said = row.columns.get("solution"), []
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
     total = combine(rewards, weights).tolist()
-    for completion, values, *worth in zip(rollout.completions[index], rewards.tolist(), total, advantages, strict=True):
+    for completion, values, *worth in zip(
+        rollout.completions[index], rewards.tolist(), total, advantages, strict=True
+    ):
         text = processor.decode(completion.ids)
-        line = {"text": text, "rewards": dict(zip(algorithm.run.rewards, map(finite, values), strict=True))}
+        line = {
+            "text": text,
+            "rewards": dict(zip(algorithm.run.rewards, map(finite, values), strict=True)),
+        }
         line |= {"reward": finite(worth[0]), "advantage": worth[1], "stopped": completion.stopped}
-        line |= {"tokens": list(tokens(completion, processor.tokenizer)), "boxes": boxes(text, extent) if truth else []}
+        line |= {
+            "tokens": list(tokens(completion, processor.tokenizer)),
+            "boxes": boxes(text, extent) if truth else [],
+        }
         said.append(line)
-    asked = "\n".join(part.get("text") or "" for m in row.messages for part in content_parts(m)).strip()
+    asked = "\n".join(
+        part.get("text") or "" for m in row.messages for part in content_parts(m)
+    ).strip()
     about = {"row": row.index, "where": row.where, "prompt": asked, "solution": solution}
     return about | {"truth": truth, "completions": said}
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Read the boxes of a text, in shares of the image's sides; none without an image."""
-    found = [box.to((1.0, 1.0)) for box in answered_boxes(text, extent) if box.valid] if extent else []
+    found = (
+        [box.to((1.0, 1.0)) for box in answered_boxes(text, extent) if box.valid] if extent else []
+    )
     return [[box.x1, box.y1, box.x2, box.y2] for box in found]
 
 
 def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float]]:
-    """Text and log-probability of each token; a character of several tokens is with the last of them."""
+    """Text and log-probability of each token; a character of several tokens is with the last of
+    them."""
     stream = DecodeStream(skip_special_tokens=False)
     for token_id, logp in zip(completion.ids.tolist(), completion.logps.tolist(), strict=True):
         yield stream.step(tokenizer.backend, token_id) or "", round(logp, 4)

@@ -1,4 +1,5 @@
-"""A whole recipe as one dataclass: options are declared beside the code that reads them and only composed here."""
+"""A whole recipe as one dataclass: options are declared beside the code that reads them and only
+composed here."""
 
 import dataclasses
 import typing
@@ -30,22 +31,29 @@ Weight = Annotated[float, "(-inf, inf)"]
 
 @dataclass
 class ModelSection:
-    """Which weights to train: `path`, a Hugging Face folder, or `config`, a config.json to fill with random ones."""
+    """Which weights to train: `path`, a Hugging Face folder, or `config`, a config.json to fill
+    with random ones."""
 
     path: str | None = None  # a Hugging Face folder or the id of a repository
     config: str | None = None  # a config.json, relative to the recipe
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of parameters, gradients and AdamW
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None  # of layers and activations
-    freeze: list[Part] = field(default_factory=list)  # parts that no stage trains; vision is without the merger
-    activation_checkpointing: bool = False  # keep only the inputs of blocks and compute the rest again in the backward
+    # of parameters, gradients and AdamW
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    # of layers and activations
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    # parts that no stage trains; vision is without the merger
+    freeze: list[Part] = field(default_factory=list)
+    # keep only the inputs of blocks and compute the rest again in the backward
+    activation_checkpointing: bool = False
 
 
 @dataclass
 class RolloutSection:
     """How a model samples while it is trained."""
 
-    max_logp_mismatch: Annotated[float, "> 0"] = 1.0  # nats by which sampler and trainer may differ about a token
-    gather_weights: bool = True  # weights are full on every rank during a rollout; False: layer by layer
+    # nats by which sampler and trainer may differ about a token
+    max_logp_mismatch: Annotated[float, "> 0"] = 1.0
+    # weights are full on every rank during a rollout; False: layer by layer
+    gather_weights: bool = True
 
 
 @dataclass
@@ -59,29 +67,45 @@ class RunConfig:
 
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
-    overwrite: bool = False  # begin anew in a folder that holds a finished run, and remove its states
+    # begin anew in a folder that holds a finished run, and remove its states
+    overwrite: bool = False
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # end a stage after so many passes over its rows
-    num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads of a rank; None: the machine's / its ranks
-    state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state after this many minutes and at the end of a stage
-    state_steps: Annotated[int, ">= 0"] = 0  # also every this many optimizer steps; both 0: only after a signal
-    keep_states: Annotated[int, ">= 1"] = 2  # how many are kept; more than 1, in case the newest is damaged
-    resume: str | None = None  # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
-    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every this many steps of a stage too; 0: between stages only
-    save_steps: Annotated[int, ">= 0"] = 0  # write checkpoint/ every this many steps too; 0: after a stage only
-    save_total_limit: Annotated[int, ">= 1"] | None = None  # keep so many, in checkpoints/; None: replace one
-    log_completions: Annotated[int, ">= 0"] = 10  # write completions of every this many steps to completions.jsonl
-    keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None  # weights of the best such result, in best/
-    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)  # send metrics there too
-    check_memory: bool = True  # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
-    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another before the run ends
+    # end a stage after so many passes over its rows
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None
+    # CPU threads of a rank; None: the machine's / its ranks
+    num_threads: Annotated[int, "[1, 4096]"] | None = None
+    # save the state after this many minutes and at the end of a stage
+    state_minutes: Annotated[float, ">= 0"] = 10.0
+    # also every this many optimizer steps; both 0: only after a signal
+    state_steps: Annotated[int, ">= 0"] = 0
+    # how many are kept; more than 1, in case the newest is damaged
+    keep_states: Annotated[int, ">= 1"] = 2
+    # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    resume: str | None = None
+    # evaluate every this many steps of a stage too; 0: between stages only
+    eval_steps: Annotated[int, ">= 0"] = 0
+    # write checkpoint/ every this many steps too; 0: after a stage only
+    save_steps: Annotated[int, ">= 0"] = 0
+    # keep so many, in checkpoints/; None: replace one
+    save_total_limit: Annotated[int, ">= 1"] | None = None
+    # write completions of every this many steps to completions.jsonl
+    log_completions: Annotated[int, ">= 0"] = 10
+    # weights of the best such result, in best/
+    keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
+    # send metrics there too
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    # refuse to load a model that does not fit its GPUs by `python -m minivlmrl plan`
+    check_memory: bool = True
+    # seconds that a rank waits for another before the run ends
+    timeout: Annotated[float, "(0, 1e9)"] = 600.0
     model: ModelSection = field(default_factory=ModelSection)
     adapter: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataSection = field(default_factory=DataSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutSection = field(default_factory=RolloutSection)
-    rewards: dict[str, Weight] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})  # name -> weight
+    # name -> weight
+    rewards: dict[str, Weight] = field(default_factory=lambda: {"format": 0.5, "accuracy": 1.0})
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
@@ -100,17 +124,21 @@ class RunConfig:
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
         given = {name: getattr(self.adapter, name) for name in ("dropout", "path", "quantize")}
-        if lacking := [f"adapter.{name} is {x!r}" for name, x in given.items() if x and not self.adapter.r]:
+        if lacking := [
+            f"adapter.{name} is {x!r}" for name, x in given.items() if x and not self.adapter.r
+        ]:
             raise ValueError(f"{lacking[0]}, it needs adapter.r")
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP2 holds the weights: they are sharded, or the layers compute in a dtype of their own."""
+        """Whether FSDP2 holds the weights: they are sharded, or the layers compute in a dtype of
+        their own."""
         return self.sharding.enabled or self.model.compute_dtype is not None
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
-    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: a key or value in it is not valid).
+    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: a key or value in it is
+    not valid).
 
     Args:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
@@ -162,24 +190,30 @@ def _hint(key: str):
 
 
 def _value(key: str, text: str):
-    """What the command line says of a field: YAML, or for a field of text the text itself, such as {problem}."""
+    """What the command line says of a field: YAML, or for a field of text the text itself, such as
+    {problem}."""
     is_text = _hint(key) in (str, str | None)
     try:
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if is_text:
             return text
-        raise ValueError(f"command line: the value of {key} is not YAML, quote it ({error})") from error
+        raise ValueError(
+            f"command line: the value of {key} is not YAML, quote it ({error})"
+        ) from error
     return text if is_text and not isinstance(value, str | None) else value
 
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved config as a recipe that reproduces it, in a folder that is free."""
-    return yaml.safe_dump(dataclasses.asdict(config) | {"overwrite": False, "resume": None}, sort_keys=False)
+    return yaml.safe_dump(
+        dataclasses.asdict(config) | {"overwrite": False, "resume": None}, sort_keys=False
+    )
 
 
 def _replace(values, path: list[str], value):
-    """`values` with another value at `path`; sections on the way are made where they are missing."""
+    """`values` with another value at `path`; sections on the way are made where they are
+    missing."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

@@ -1,4 +1,5 @@
-"""Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a progress bar."""
+"""Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a
+progress bar."""
 
 import json
 import math
@@ -17,20 +18,33 @@ from minivlmrl.run.completions import CompletionsLog
 from minivlmrl.run.trackers import TRACKERS, curves
 from minivlmrl.scale.ranks import World
 
-METRICS, TIMINGS, EVALUATIONS, WARNINGS = "metrics.jsonl", "timings.jsonl", "evaluations.jsonl", "warnings.jsonl"
+METRICS, TIMINGS, EVALUATIONS, WARNINGS = (
+    "metrics.jsonl",
+    "timings.jsonl",
+    "evaluations.jsonl",
+    "warnings.jsonl",
+)
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}  # of micro-batches; of all other metrics the mean counts
+# of micro-batches; of all other metrics the mean counts
+OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 
 
 class MetricsLog(ExitStack):
-    """Writes what happens in a run, on the first rank: lines of files, a bar, completions and trackers.
+    """Writes what happens in a run, on the first rank: lines of files, a bar, completions and
+    trackers.
 
     Its files begin with what a resumed run had written when its state was saved.
     """
 
     def __init__(self, config, world: World, progress):
         super().__init__()
-        self.world, self.steps, self.files, self.trackers, self.bar = world, progress.steps, {}, [], None
+        self.world, self.steps, self.files, self.trackers, self.bar = (
+            world,
+            progress.steps,
+            {},
+            [],
+            None,
+        )
         self.completions = CompletionsLog(config, world, progress)
         if world.is_main:
             for name in FILES:
@@ -49,7 +63,8 @@ class MetricsLog(ExitStack):
             log(values, self.steps)
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
-        """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was resumed."""
+        """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was
+        resumed."""
         self.algorithm, self.name = algorithm, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
         bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
@@ -73,30 +88,54 @@ class MetricsLog(ExitStack):
             return
         for file in self.files.values():
             if not Path(file.name).exists():
-                raise ValueError(f"{file.name}: deleted while the run writes it; nothing of this run would be left")
+                raise ValueError(
+                    f"{file.name}: deleted while the run writes it; nothing of this run would be "
+                    "left"
+                )
         line, seconds = {"stage": self.name, "step": number}, self.seconds
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        # JSON has no NaN
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.write(METRICS, line | finite)
         self.track({name: value for name, value in finite.items() if value is not None})
-        tokens, step_time = sum(len(batch.group.input_ids) for batch in step.micro_batches), seconds - self.last
-        timing = {"seconds": seconds, "step_time": step_time, "tokens_per_second": tokens / step_time}
+        tokens, step_time = (
+            sum(len(batch.group.input_ids) for batch in step.micro_batches),
+            seconds - self.last,
+        )
+        timing = {
+            "seconds": seconds,
+            "step_time": step_time,
+            "tokens_per_second": tokens / step_time,
+        }
         self.write(TIMINGS, line | timing | peak_memory())
         self.last = seconds
-        means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")][:3]
-        shown = ["reward", *means, "completions/mean_length", "kl"] if means else ["loss", "rewards/accuracies"]
+        means = [
+            name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")
+        ][:3]
+        shown = (
+            ["reward", *means, "completions/mean_length", "kl"]
+            if means
+            else ["loss", "rewards/accuracies"]
+        )
         short = {_short(name): f"{metrics[name]:.3f}" for name in shown if name in metrics}
-        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)  # more would leave no room for the bar
+        # more would leave no room for the bar
+        self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)
         self.bar.update()
         if self.bar.disable:  # no terminal: a line a step
             said = (f"{name}={value}" for name, value in short.items())
-            print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{step_time:.2f} s", flush=True)
+            print(
+                f"{self.name} {number + 1}/{self.bar.total}",
+                *said,
+                f"{step_time:.2f} s",
+                flush=True,
+            )
         self.completions.step(self.algorithm, step, number)
         for warning in self.alarms.step(metrics, step.rollout):
             self.write(WARNINGS, line | {"warning": warning})
             tqdm.write(f"step {number}: {warning}", file=sys.stderr)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
-        """Record what held-out rows say after `done` steps of a stage; the `seconds` it took are not the stage's."""
+        """Record what held-out rows say after `done` steps of a stage;
+        the `seconds` it took are not the stage's."""
         if self.bar is not None:
             self.begin += seconds
         if not self.files:
@@ -117,25 +156,38 @@ def _short(name: str) -> str:
 
 
 def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
-    """A bar on the first rank's terminal, which is left there at its end; without a terminal there is none."""
-    options = {"disable": not is_main or not sys.stderr.isatty(), "mininterval": 0.5, "dynamic_ncols": True}
+    """A bar on the first rank's terminal, which is left there at its end;
+    without a terminal there is none."""
+    options = {
+        "disable": not is_main or not sys.stderr.isatty(),
+        "mininterval": 0.5,
+        "dynamic_ncols": True,
+    }
     return tqdm(total=total, initial=done, desc=name, leave=leave, **options)
 
 
 def peak_memory() -> dict[str, float]:
     """Most memory that this process has held so far, in GiB: of its GPU, or of the machine."""
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    )
     return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
-    """Bring the metrics of all micro-batches to the host at once: each transfer waits for the GPU."""
-    numbers = iter(torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist())
+    """Bring the metrics of all micro-batches to the host at once: each transfer waits for the
+    GPU."""
+    numbers = iter(
+        torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist()
+    )
     return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine (metrics, tokens or pairs that they are means over) of micro-batches or ranks, and add up the latter."""
+    """Combine (metrics, tokens or pairs that they are means over) of micro-batches or ranks, and
+    add up the latter."""
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
         if name in OVER_STEP:

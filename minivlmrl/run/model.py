@@ -22,25 +22,43 @@ from minivlmrl.scale.sharding import Sharding, recompute_blocks
 from minivlmrl.tasks.task import get_task
 
 
-def build_model(config, world: World, datasets: dict[str, Dataset] | None = None) -> tuple[nn.Module, Processor]:
-    """Load the recipe's checkpoint, or make a random model, with a tokenizer of the embedded task or of the rows."""
+def build_model(
+    config, world: World, datasets: dict[str, Dataset] | None = None
+) -> tuple[nn.Module, Processor]:
+    """Load the recipe's checkpoint, or make a random model, with a tokenizer of the embedded task
+    or of the rows."""
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
-        raise ValueError("model: set either model.path (a Hugging Face folder) or model.config (random weights)")
+        raise ValueError(
+            "model: set either model.path (a Hugging Face folder) or model.config (random weights)"
+        )
     dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
     if config.uses_fsdp:
-        sharding = Sharding(config.sharding, world, dtype, recompute, DTYPES.get(section.compute_dtype))
+        sharding = Sharding(
+            config.sharding, world, dtype, recompute, DTYPES.get(section.compute_dtype)
+        )
     if section.path:
-        processor = load_processor(section.path, data.min_pixels, data.max_pixels)  # before the weights: it may not fit
+        # before the weights: it may not fit
+        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
         if config.check_memory and world.device.type == "cuda":
-            check_memory(config, world.size, torch.cuda.get_device_properties(world.device).total_memory)
+            check_memory(
+                config, world.size, torch.cuda.get_device_properties(world.device).total_memory
+            )
         model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
     elif data.task is None and not datasets:
-        raise ValueError("model.config builds a model for an embedded task or rows to train on; set model.path")
+        raise ValueError(
+            "model.config builds a model for an embedded task or rows to train on; set model.path"
+        )
     else:
         size = read_json(Path(section.config)).get("vocab_size", 0)
-        tokenizer = get_task(data.task).tokenizer() if data.task else train_tokenizer(_texts(datasets), size)
-        model, processor = random_model(section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels)
+        tokenizer = (
+            get_task(data.task).tokenizer()
+            if data.task
+            else train_tokenizer(_texts(datasets), size)
+        )
+        model, processor = random_model(
+            section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels
+        )
         config.adapter.place(model.to(world.device, dtype))
         if sharding is not None:
             sharding.shard(model)
@@ -58,11 +76,14 @@ def build_model(config, world: World, datasets: dict[str, Dataset] | None = None
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """What a tokenizer of one's own rows is trained on: what 10,000 rows of each stage ask and answer."""
+    """What a tokenizer of one's own rows is trained on: what 10,000 rows of each stage ask and
+    answer."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
         for row in islice(rows, 10_000):
-            answers = (as_turns(answer) for answer in (row.completion, row.chosen, row.rejected) if answer)
+            answers = (
+                as_turns(answer) for answer in (row.completion, row.chosen, row.rejected) if answer
+            )
             for turn in chain(row.messages, *answers):
                 yield text_of(turn)
             yield str(row.columns.get("solution") or "")

@@ -18,13 +18,17 @@ from minivlmrl.scale.sharding import is_sharded, reshard
 class OptimizerSection:
     """AdamW as all stages have it; learning rate and adam_beta2 are each stage's own."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"  # moments of the weights' dtype, or of 8 bits a value
+    # moments of the weights' dtype, or of 8 bits a value
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
     max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig, section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW over all parameters that require gradients; moments of the weights' dtype have one fused update a step."""
+def build_optimizer(
+    model: nn.Module, config: TrainingConfig, section: OptimizerSection
+) -> torch.optim.Optimizer:
+    """AdamW over all parameters that require gradients;
+    moments of the weights' dtype have one fused update a step."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
@@ -42,7 +46,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Add up the gradients of all ranks (a sharded backward has done so), and clip them; returns the norm before."""
+    """Add up the gradients of all ranks (a sharded backward has done so), and clip them;
+    returns the norm before."""
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -50,14 +55,20 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Rise over warmup_steps, one step ahead of TRL, which begins at 0; then fall to min_lr_ratio at max_steps.
+    """Rise over warmup_steps, one step ahead of TRL, which begins at 0; then fall to min_lr_ratio
+    at max_steps.
 
-    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25 from step 0 on.
+    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25
+    from step 0 on.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
     if config.lr_scheduler_type == "constant":
         return config.learning_rate
-    remaining = 1 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = (
+        1 - progress
+        if config.lr_scheduler_type == "linear"
+        else 0.5 * (1 + math.cos(math.pi * progress))
+    )
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)

@@ -1,4 +1,5 @@
-"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote; no server, no network.
+"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote; no
+server, no network.
 
 python -m minivlmrl page runs/shapes                 # writes runs/shapes/page.html, also while the run goes on
 python -m minivlmrl page runs/a runs/b --out ab.html
@@ -19,8 +20,15 @@ STEPS = 60  # logged steps on a page, at most: a page has to open
 
 def main(arguments: list[str]):
     """Write the page of one or two runs."""
-    p = argparse.ArgumentParser(prog="python -m minivlmrl page", description=__doc__.splitlines()[0])
-    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; two are shown beside each other")
+    p = argparse.ArgumentParser(
+        prog="python -m minivlmrl page", description=__doc__.splitlines()[0]
+    )
+    p.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="output_dir of a run; two are shown beside each other",
+    )
     p.add_argument("--out", help="the file to write; default: page.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
@@ -35,28 +43,37 @@ def main(arguments: list[str]):
 
 def write_page(folders: list[Path], out: Path):
     """Write the page of these runs' folders."""
-    text = json.dumps([collect(folder) for folder in folders]).replace("<", "\\u003c")  # no </script> in it
+    # no </script> in it
+    text = json.dumps([collect(folder) for folder in folders]).replace("<", "\\u003c")
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{DATA}}", text), encoding="utf-8")
     print(f"wrote {out}")
 
 
 def collect(folder: Path) -> dict:
-    """What the page shows of a run; at most STEPS logged steps, evenly spread, with the last one."""
+    """What the page shows of a run; at most STEPS logged steps, evenly spread, with the last
+    one."""
     lines = read_lines(folder / COMPLETIONS)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     kept = set(steps[:: -(-len(steps) // STEPS) or 1]) | set(steps[-1:])
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
-    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS)}  # the last of each stage
-    before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}  # steps of earlier stages
-    evaluations = [(line.pop("stage"), line.pop("step"), curves(line)) for line in read_lines(folder / EVALUATIONS)]
+    # the last of each stage
+    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS)}
+    # steps of earlier stages
+    before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}
+    evaluations = [
+        (line.pop("stage"), line.pop("step"), curves(line))
+        for line in read_lines(folder / EVALUATIONS)
+    ]
     return {
         "name": folder.resolve().name,
         "metrics": metrics,
         "timings": list(timings.values()),
         "warnings": read_lines(folder / WARNINGS),
-        "evaluations": [{"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations],
+        "evaluations": [
+            {"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations
+        ],
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder / path) for path in paths},
@@ -64,7 +81,8 @@ def collect(folder: Path) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a JSON lines file; a run may be writing the last one. No file: no lines."""
+    """The whole lines of a JSON lines file; a run may be writing the last one.
+    No file: no lines."""
     text = path.read_text() if path.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

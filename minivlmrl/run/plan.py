@@ -2,11 +2,12 @@
 
 python -m minivlmrl plan --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
 
-Of the model only config.json is read. Activations are not estimated but counted: the model is built on the meta device,
-where tensors have shapes but no numbers, and forward and backward run there. The rest is parameters times bytes,
-divided by the shards of the recipe.
+Of the model only config.json is read. Activations are not estimated but counted: the model is built
+on the meta device, where tensors have shapes but no numbers, and forward and backward run there.
+The rest is parameters times bytes, divided by the shards of the recipe.
 
-Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them), and evaluations.
+Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them),
+and evaluations.
 """
 
 import argparse
@@ -50,8 +51,16 @@ GB = 10**9
 RESERVE = 3 * GB
 TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
 # options that save memory, cheapest first
-SAVINGS = ["model.activation_checkpointing=true", "sharding.enabled=true", "{stage}.micro_batch_size=1"]
-SAVINGS += ["model.compute_dtype=bfloat16", "rollout.gather_weights=false", "sharding.cpu_offload=true"]
+SAVINGS = [
+    "model.activation_checkpointing=true",
+    "sharding.enabled=true",
+    "{stage}.micro_batch_size=1",
+]
+SAVINGS += [
+    "model.compute_dtype=bfloat16",
+    "rollout.gather_weights=false",
+    "sharding.cpu_offload=true",
+]
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ class Work:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors created in this context that still exist (.now), and their maximum (.most)."""
+    """Count the bytes of tensors created in this context that still exist (.now), and their maximum
+    (.most)."""
 
     def __init__(self, known: list[Tensor]):  # they and their views are not counted
         super().__init__()
@@ -92,8 +102,15 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
     merge, rows = config.vision_config.spatial_merge_size, max(math.isqrt(work.image_tokens), 1)
     columns = math.ceil(work.image_tokens / rows)
-    grid = torch.tensor([[1, rows * merge, columns * merge]] if work.image_tokens else []).view(-1, 3).long()
-    tokens = [torch.full((columns * rows,), config.image_token_id), torch.zeros(work.text_tokens, dtype=torch.long)]
+    grid = (
+        torch.tensor([[1, rows * merge, columns * merge]] if work.image_tokens else [])
+        .view(-1, 3)
+        .long()
+    )
+    tokens = [
+        torch.full((columns * rows,), config.image_token_id),
+        torch.zeros(work.text_tokens, dtype=torch.long),
+    ]
     patches = torch.empty(int(grid.prod(1).sum()), config.vision_config.patch_dim, device="meta")
     completion = torch.zeros(work.completion_tokens, dtype=torch.long)
     prompts = [Prompt(torch.cat(tokens), patches, grid)] * work.prompts
@@ -107,11 +124,14 @@ class Costs:
         with torch.device("meta"):
             self.config, self.model = config, FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.backbone = self.parameters - (0 if config.tie_word_embeddings else self.model.lm_head.weight.numel())
+        self.backbone = self.parameters - (
+            0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
+        )
         self.known = {}
 
     def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
-        """The model of a run on the meta device, which knows what is trained; `layers` are shared with a reference."""
+        """The model of a run on the meta device, which knows what is trained;
+        `layers` are shared with a reference."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
         select_trained(model, run.model.freeze)
@@ -120,7 +140,8 @@ class Costs:
         return model
 
     def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
-        """Maximum bytes of a forward, with or without its backward, in addition to weights and gradients."""
+        """Maximum bytes of a forward, with or without its backward, in addition to weights and
+        gradients."""
         key = repr((run.model, run.adapter, work, train, layers))
         if key in self.known:
             return self.known[key]
@@ -132,9 +153,12 @@ class Costs:
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        # the memory of a fused kernel, which keeps no scores: the meta device would write the formula out
+        # the memory of a fused kernel, which keeps no scores: the meta device would write the
+        # formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0])
+        fused = mock.patch.object(
+            F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0]
+        )
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
         live = LiveBytes([*model.parameters(), *model.buffers()])
         with torch.set_grad_enabled(train), fused, dropped, live:
@@ -150,11 +174,14 @@ class Costs:
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
         """Bytes of a rollout's cache: a prompt's once, and those of each completion."""
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
-        tokens = work.text_tokens + work.image_tokens + work.num_generations * work.completion_tokens
+        tokens = (
+            work.text_tokens + work.image_tokens + work.num_generations * work.completion_tokens
+        )
         return 2 * layers * heads * self.config.head_dim * dtype.itemsize * work.prompts * tokens
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
-        """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes from them."""
+        """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes
+        from them."""
         dtype = torch.promote_types(dtype, torch.float32)
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         index = torch.empty(rows, dtype=torch.long, device="meta")
@@ -171,12 +198,17 @@ def _bytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int) -> dict[str, dict]:
-    """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights": ...}, ...}."""
+def plan(
+    run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int
+) -> dict[str, dict]:
+    """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights":
+    ...}, ...}."""
     config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
     online = not algorithm.answers
     if gpus % sharding.replicas:
-        raise ValueError(f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it")
+        raise ValueError(
+            f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it"
+        )
     has_reference = algorithm.has_reference(config)
     layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
@@ -186,27 +218,38 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
         state = _bytes(x for p in trained for x in empty_state(p).values())
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
-    whole, backbone = _bytes([*model.parameters(), *model.buffers()]), costs.backbone * dtype.itemsize
-    critic = getattr(config, "critic", None) == "separate"  # its weights, gradients and the two of AdamW
+    whole, backbone = (
+        _bytes([*model.parameters(), *model.buffers()]),
+        costs.backbone * dtype.itemsize,
+    )
+    # its weights, gradients and the two of AdamW
+    critic = getattr(config, "critic", None) == "separate"
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
-    copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))  # with FSDP models share nothing
+    # with FSDP models share nothing
+    copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
     copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
     held = {  # all the time
         "weights": whole,
         "optimizer": state,
         "value model": (4 + summed) * (adapted or backbone) * critic,
         "reference": (adapted or copied) * has_reference,
-        "policy": (adapted or whole) * (not algorithm.trains_policy),  # in addition to the copy that is trained
+        # in addition to the copy that is trained
+        "policy": (adapted or whole) * (not algorithm.trains_policy),
         "reward model": backbone * (online and "reward_model" in run.rewards),
     }
-    part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)  # that is here
+    # that is here
+    part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
     always = {name: size * part for name, size in held.items() if size}
 
     every, *blocks = (
-        sum(p.numel() * (computed.itemsize if p.is_floating_point() else 1) for p in part.parameters())
+        sum(
+            p.numel() * (computed.itemsize if p.is_floating_point() else 1)
+            for p in part.parameters()
+        )
         for part in (model, *family_of(model).blocks(model))
     )
-    gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0  # one block runs while the next arrives
+    # one block runs while the next arrives
+    gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
     G, lengths = (
         len(algorithm.answers) or config.num_generations,
         (text_tokens, image_tokens, run.sampling.max_new_tokens),
@@ -218,7 +261,9 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
     logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
         prompts = math.ceil(config.prompts_per_step * config.steps_per_generation / gpus)
-        prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once)
+        prompts, _ = largest_piece(
+            prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once
+        )
         phases["rollout"] = {
             "gathered": every if fsdp and run.rollout.gather_weights else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
@@ -226,7 +271,11 @@ def plan(run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, 
             "logits": costs.one_draw(computed, run.sampling, prompts * G),
         }
     if online or "reference" in always:
-        phases["score"] = {"gathered": gathered, "forward": costs.activations(run, micro, False), "logits": logits}
+        phases["score"] = {
+            "gathered": gathered,
+            "forward": costs.activations(run, micro, False),
+            "logits": logits,
+        }
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": _bytes(trained) * part * (1 + summed),
@@ -241,10 +290,15 @@ def most(phases: dict[str, dict]) -> float:
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
-def smallest_saving(needed: Callable[[list[str]], float], stage: str, memory: float) -> list[str] | None:
-    """The fewest of SAVINGS, cheap ones first, whose bytes fit; None if even all of them are not enough."""
+def smallest_saving(
+    needed: Callable[[list[str]], float], stage: str, memory: float
+) -> list[str] | None:
+    """The fewest of SAVINGS, cheap ones first, whose bytes fit;
+    None if even all of them are not enough."""
     savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
-    for overrides in (list(some) for count in range(len(savings) + 1) for some in combinations(savings, count)):
+    for overrides in (
+        list(some) for count in range(len(savings) + 1) for some in combinations(savings, count)
+    ):
         with suppress(ValueError):  # an option that needs another one, which is left out here
             if needed(overrides) <= memory:
                 return overrides
@@ -253,44 +307,74 @@ def smallest_saving(needed: Callable[[list[str]], float], stage: str, memory: fl
 
 def table(phases: dict[str, dict], memory: float) -> str:
     """A Markdown table in GB with one column for each phase."""
-    rows = {name: [items.get(name) for items in phases.values()] for items in phases.values() for name in items}
-    rows |= {"in reserve": [RESERVE] * len(phases), "all": [most({name: phases[name]}) for name in phases]}
+    rows = {
+        name: [items.get(name) for items in phases.values()]
+        for items in phases.values()
+        for name in items
+    }
+    rows |= {
+        "in reserve": [RESERVE] * len(phases),
+        "all": [most({name: phases[name]}) for name in phases],
+    }
     lines = [f"| GB on each GPU | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
     for name, row in rows.items():
         limit = memory if name == "all" else math.inf
-        cells = ["" if size is None else f"{size / GB:.1f}" + " (too much)" * (size > limit) for size in row]
+        cells = [
+            "" if size is None else f"{size / GB:.1f}" + " (too much)" * (size > limit)
+            for size in row
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def check_memory(run: RunConfig, gpus: int, memory: int):
-    """Refuse a run (ValueError) that does not fit GPUs of these bytes, for prompts with images of data.max_pixels."""
+    """Refuse a run (ValueError) that does not fit GPUs of these bytes, for prompts with images of
+    data.max_pixels."""
     costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
     image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // 28**2)
     for stage in run.stages:
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
-            text = f"{stage} needs about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
-            cure = "`python -m minivlmrl plan` says which options make it fit; --check_memory=false starts it as it is"
+            text = (
+                f"{stage} needs about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has "
+                f"{memory / GB:.1f}"
+            )
+            cure = (
+                "`python -m minivlmrl plan` says which options make it fit; "
+                "--check_memory=false starts it as it is"
+            )
             raise ValueError(f"{text}: {cure}")
 
 
 def main(arguments: list[str]):
     """Print the plan that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m minivlmrl plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m minivlmrl plan", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", required=True, help="a folder with a config.json, or that file")
     parser.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    parser.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt, without its image")
-    parser.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="of its image: height/28 x width/28")
+    parser.add_argument(
+        "--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt, without its image"
+    )
+    parser.add_argument(
+        "--image_tokens", type=int, default=IMAGE_TOKENS, help="of its image: height/28 x width/28"
+    )
     given, rest = parser.parse_known_args(arguments)
-    recipe = rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
+    recipe = (
+        rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
+    )
     path = Path(given.model)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder; of a repository do: hf download {path} config.json")
+        raise ValueError(
+            f"{path}: no such file or folder; of a repository do: hf download {path} config.json"
+        )
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
-    print(f"{given.model}: {costs.parameters:,} parameters; {given.gpus} GPUs of {given.gpu_memory:g} GB")
+    print(
+        f"{given.model}: {costs.parameters:,} parameters; {given.gpus} GPUs of "
+        f"{given.gpu_memory:g} GB"
+    )
     config = load_config(recipe, rest)
     for stage in config.stages:
         find_algorithm(stage, config)  # refuses an unknown one
@@ -302,6 +386,8 @@ def main(arguments: list[str]):
         print(f"\n{stage}\n" + table(phases([]), memory))
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
-            print("does not fit with any saving: take more GPUs, shorter prompts or a smaller model")
+            print(
+                "does not fit with any saving: take more GPUs, shorter prompts or a smaller model"
+            )
         elif saving:
             print(f"fits with {' '.join(saving)}\n" + table(phases(saving), memory))

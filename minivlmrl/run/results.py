@@ -1,4 +1,5 @@
-"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and its checkpoints."""
+"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and its
+checkpoints."""
 
 import shutil
 import time
@@ -18,27 +19,37 @@ SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 
 
 def check_outputs(config: RunConfig):
-    """Refuse to begin in the folder of a finished run, or of any run if nothing is trained (ValueError).
+    """Refuse to begin in the folder of a finished run, or of any run if nothing is trained
+    (ValueError).
 
-    A folder with states is left to run/resume.py. Also refuse a tracker that is not installed, and evaluations
-    without held-out rows.
+    A folder with states is left to run/resume.py. Also refuse a tracker that is not installed, and
+    evaluations without held-out rows.
     """
     check_trackers(config.report_to)
     asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
     if asked and not config.data.task and not config.data.eval_file:
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
-    finished = (folder / SUMMARY).exists() or (not config.stages and metrics.exists() and metrics.stat().st_size)
+    finished = (folder / SUMMARY).exists() or (
+        not config.stages and metrics.exists() and metrics.stat().st_size
+    )
     if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
         ways = "--overwrite begins anew there, another --output_dir leaves it alone"
         raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
 
 class Results:
-    """Evaluations of a run, added to progress.results, and its folder; without held_out nothing is evaluated."""
+    """Evaluations of a run, added to progress.results, and its folder;
+    without held_out nothing is evaluated."""
 
     def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
-        self.config, self.model, self.processor, self.log, self.world = config, model, processor, log, log.world
+        self.config, self.model, self.processor, self.log, self.world = (
+            config,
+            model,
+            processor,
+            log,
+            log.world,
+        )
         self.held_out, self.progress, self.results = held_out, progress, progress.results
         self.folder = Path(config.output_dir)
         if self.world.is_main:
@@ -48,10 +59,13 @@ class Results:
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
-            self.results[name] = self.evaluate(name, algorithm, algorithm.config.max_steps if algorithm else 0)
+            self.results[name] = self.evaluate(
+                name, algorithm, algorithm.config.max_steps if algorithm else 0
+            )
 
     def after_step(self, algorithm, done: int):
-        """Evaluate and save if it is time, after `done` steps of a stage; at its end measure() evaluates."""
+        """Evaluate and save if it is time, after `done` steps of a stage;
+        at its end measure() evaluates."""
         config, stage = self.config, algorithm.stage
         due = config.eval_steps and done % config.eval_steps == 0
         if due and done < algorithm.config.max_steps:
@@ -61,23 +75,36 @@ class Results:
         if config.save_total_limit is None:
             return algorithm.save(self.folder)
         algorithm.save(self.folder / CHECKPOINTS / f"{stage}-{done:06d}")
-        numbers = [int(path.name.partition("-")[2]) for path in (self.folder / CHECKPOINTS).glob(f"{stage}-*")]
-        numbers.sort(key=lambda number: (number <= done, number))  # later ones are of an earlier run: they go first
+        numbers = [
+            int(path.name.partition("-")[2])
+            for path in (self.folder / CHECKPOINTS).glob(f"{stage}-*")
+        ]
+        # later ones are of an earlier run: they go first
+        numbers.sort(key=lambda number: (number <= done, number))
         for number in numbers[: -config.save_total_limit] if self.world.is_main else ():
             shutil.rmtree(self.folder / CHECKPOINTS / f"{stage}-{number:06d}")
 
     def evaluate(self, name: str, algorithm, done: int) -> Evaluation:
-        """Evaluate the model as it is now, write what it says, and save it if it is the best so far."""
+        """Evaluate the model as it is now, write what it says, and save it if it is the best so
+        far."""
         begin = time.perf_counter()
         options = self.config.data.eval_rewards, self.config.rollout.gather_weights
         try:
-            result = evaluate(self.model, self.processor, self.held_out, self.config.sampling, self.world, *options)
+            result = evaluate(
+                self.model,
+                self.processor,
+                self.held_out,
+                self.config.sampling,
+                self.world,
+                *options,
+            )
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage, values = self.config.stages[0] if self.config.stages else name, result.values
         if algorithm is not None:
             stage, values = algorithm.stage, values | algorithm.evaluate(self.held_out)
-        result.values = {name: value for name, value in values.items() if name != "loss"}  # only some stages have one
+        # only some stages have one
+        result.values = {name: value for name, value in values.items() if name != "loss"}
         self.log.evaluation(stage, done, values, time.perf_counter() - begin)
         kind, best = self.config.keep_best, self.progress.best
         if algorithm is not None and kind in values:
@@ -88,7 +115,8 @@ class Results:
         return result
 
     def write(self, seconds: dict[str, float], algorithm=None):
-        """Write the table of the run and draw its picture; after that, which may fill the disk, save the weights."""
+        """Write the table of the run and draw its picture;
+        after that, which may fill the disk, save the weights."""
         if self.world.is_main:
             self.write_summary(seconds)
         if algorithm is not None:
@@ -99,7 +127,9 @@ class Results:
     def write_summary(self, seconds: dict[str, float]):
         """Print and write the table of the run, and draw its picture."""
         task = self.config.data.task and get_task(self.config.data.task)
-        chance, chance_name = (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
+        chance, chance_name = (
+            (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
+        )
         summary = {
             "chance": chance,
             **{name: result.values for name, result in self.results.items()},

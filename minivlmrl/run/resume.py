@@ -5,8 +5,9 @@ output_dir/states/000120/    after 120 optimizer steps of all stages
     run.json                 Progress
     complete.json            checksums of the other files; written last
 
-A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a key, so no random
-generator is. While it is written its folder is called 000120.partial: under its own name it is complete or absent.
+A state is written between rollouts, so nothing of a rollout is in it, and every draw depends on a
+key, so no random generator is. While it is written its folder is called 000120.partial: under its
+own name it is complete or absent.
 """
 
 import hashlib
@@ -41,7 +42,8 @@ RUN, COMPLETE = "run.json", "complete.json"
 
 @dataclass
 class Progress:
-    """How far a run has come: the same on all ranks, except `seconds` and `logs`, of which rank 0's are kept."""
+    """How far a run has come: the same on all ranks, except `seconds` and `logs`, of which rank 0's
+    are kept."""
 
     seed: int  # of the run
     stages: list[str]  # as in the recipe
@@ -51,10 +53,12 @@ class Progress:
     steps: Annotated[int, ">= 0"] = 0  # ... and those of all stages
     draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
     rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
-    results: dict[str, Evaluation] = field(default_factory=dict)  # evaluations between stages so far
+    # evaluations between stages so far
+    results: dict[str, Evaluation] = field(default_factory=dict)
     best: float | None = None  # of keep_best so far, a loss with a minus
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
-    logs: dict[str, str] = field(default_factory=dict)  # metrics.jsonl, timings.jsonl and evaluations.jsonl so far
+    # metrics.jsonl, timings.jsonl and evaluations.jsonl so far
+    logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
         self.stage, self.step, self.draws, self.rows = number, 0, 0, 0
@@ -62,7 +66,9 @@ class Progress:
     def check_rows(self, rows: int):
         """Refuse to go on with another number of rows: they would come in another order."""
         if self.rows not in (0, rows):
-            raise ValueError(f"resume: the state is of a run with {self.rows} rows, this one has {rows}")
+            raise ValueError(
+                f"resume: the state is of a run with {self.rows} rows, this one has {rows}"
+            )
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
@@ -74,8 +80,13 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name all tensors of a state; a parameter that never had a gradient has no moments."""
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
-    base = shared_base(algorithm.policy)  # which model.path has; layers that policy and reference share are there once
-    found = {name: parameter for name, parameter in modules.named_parameters() if id(parameter) not in base}
+    # which model.path has; layers that policy and reference share are there once
+    base = shared_base(algorithm.policy)
+    found = {
+        name: parameter
+        for name, parameter in modules.named_parameters()
+        if id(parameter) not in base
+    }
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value
@@ -86,19 +97,43 @@ class States:
     """The states of one run."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
-        self.folder, self.config, self.world, self.signals = Path(config.output_dir) / "states", config, world, signals
-        self.saved, self.time = 0, clock()  # optimizer steps of the last state, and when it was saved
-        data = {name: value for name, value in asdict(config.data).items() if not name.startswith("eval_")}
+        self.folder, self.config, self.world, self.signals = (
+            Path(config.output_dir) / "states",
+            config,
+            world,
+            signals,
+        )
+        # optimizer steps of the last state, and when it was saved
+        self.saved, self.time = 0, clock()
+        data = {
+            name: value
+            for name, value in asdict(config.data).items()
+            if not name.startswith("eval_")
+        }
         file = config.data.train_file and Path(config.data.train_file)
         self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
-    def after_step(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer, log: MetricsLog, ends_rollout):
-        """Save a state at the end of a rollout if one is due or a signal has come; after a signal leave (Preempted)."""
-        stage_ends = progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
+    def after_step(
+        self,
+        progress: Progress,
+        algorithm: Algorithm,
+        optimizer: Optimizer,
+        log: MetricsLog,
+        ends_rollout,
+    ):
+        """Save a state at the end of a rollout if one is due or a signal has come;
+        after a signal leave (Preempted)."""
+        stage_ends = (
+            progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
+        )
         self.signals.saved = False
         if not ends_rollout and not stage_ends:
             return
-        every, minutes, stop = self.config.state_steps, self.config.state_minutes, self.signals.asked()
+        every, minutes, stop = (
+            self.config.state_steps,
+            self.config.state_minutes,
+            self.signals.asked(),
+        )
         late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
         late = late or (every and progress.steps // every > self.saved // every)
         if stop or late or (stage_ends and (every or minutes)):
@@ -108,8 +143,12 @@ class States:
             raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
 
     def to_resume(self) -> Progress:
-        """Find the state to go on from, as config.resume says, and read how far it is; without one begin anew."""
-        self.resumed, progress = self.choose() or (None, Progress(self.config.seed, self.config.stages, self.data))
+        """Find the state to go on from, as config.resume says, and read how far it is;
+        without one begin anew."""
+        self.resumed, progress = self.choose() or (
+            None,
+            Progress(self.config.seed, self.config.stages, self.data),
+        )
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
@@ -121,18 +160,23 @@ class States:
             raise ValueError(f"resume: {self.resumed} is of {of}; keep them")
         if self.world.is_main:
             print(
-                f"resumes from {self.resumed}: {progress.step} steps of {config.stages[known - 1]} are done", flush=True
+                f"resumes from {self.resumed}: {progress.step} steps of {config.stages[known - 1]} "
+                "are done",
+                flush=True,
             )
         if config.resume not in ("auto", "never", None):
             progress.rows, progress.data = 0, self.data
         if progress.data != self.data:
             cure = f"undo that, or go on with other rows by --resume={self.resumed}"
-            raise ValueError(f"resume: the section data or the rows of data.train_file have changed; {cure}")
+            raise ValueError(
+                f"resume: the section data or the rows of data.train_file have changed; {cure}"
+            )
         progress.stages, self.saved = config.stages, progress.steps
         return progress
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
-        """Read the state that was found, if any, into a new algorithm and optimizer (ValueError: it does not fit)."""
+        """Read the state that was found, if any, into a new algorithm and optimizer (ValueError: it
+        does not fit)."""
         path, self.resumed = self.resumed, None
         if path is None:
             return False
@@ -142,37 +186,56 @@ class States:
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
                     optimizer.state[parameter] = empty_state(optimizer, parameter)
             others = [key for key in pieces if key.startswith("algorithm.")]
-            algorithm.load_state_dict({key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others})
+            algorithm.load_state_dict(
+                {key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others}
+            )
             found = tensors(algorithm, optimizer)
             if other := min(found.keys() ^ pieces.keys(), default=None):
                 raise ValueError(f"only one of the two has {other}")
             for name, tensor in found.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path}: this state is of another model or recipe; {error}") from error
+            raise ValueError(
+                f"{path}: this state is of another model or recipe; {error}"
+            ) from error
         return True
 
     def choose(self) -> tuple[Path, Progress] | None:
-        """Find and read the state that config.resume means, and remove those of the run that is given up by that."""
+        """Find and read the state that config.resume means, and remove those of the run that is
+        given up by that."""
         resume = self.config.resume
-        paths = self.world.gather_objects(self.paths())[0]  # a shared file system may show another host an older list
+        # a shared file system may show another host an older list
+        paths = self.world.gather_objects(self.paths())[0]
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and resume != "auto":
-            raise ValueError("resume: torchrun's --max-restarts needs --resume=auto, or a restart would begin anew")
+            raise ValueError(
+                "resume: torchrun's --max-restarts needs --resume=auto, or a restart would begin "
+                "anew"
+            )
         if resume == "auto":
             state = next(filter(None, map(self.read, reversed(paths))), None)
             if paths and state is None:
-                raise ValueError(f"{self.folder}: all states are damaged; --resume=never removes them and begins anew")
+                raise ValueError(
+                    f"{self.folder}: all states are damaged; --resume=never removes them and "
+                    "begins anew"
+                )
         elif resume in (None, "never"):
             state = None
         elif not Path(resume).is_dir():
-            raise ValueError(f"resume: {resume}: no such folder; give 'auto', 'never' or the folder of a state")
+            raise ValueError(
+                f"resume: {resume}: no such folder; give 'auto', 'never' or the folder of a state"
+            )
         elif (state := self.read(Path(resume))) is None:
             raise ValueError(f"resume: {resume} is damaged")
         own = state is not None and state[0].resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
-            cure = "--resume=auto goes on from there, --resume=never removes them and begins anew, another --output_dir"
+            cure = (
+                "--resume=auto goes on from there, --resume=never removes them and begins anew, "
+                "another --output_dir"
+            )
             of = "of an earlier run, the newest"
-            raise ValueError(f"{self.folder} holds states {of} {paths[-1].name}; {cure} leaves them alone")
+            raise ValueError(
+                f"{self.folder} holds states {of} {paths[-1].name}; {cure} leaves them alone"
+            )
         for other in paths if self.world.is_main else ():
             if not own or int(other.name) > int(state[0].name):
                 shutil.rmtree(other)
@@ -181,19 +244,32 @@ class States:
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((path for path in found if re.fullmatch(r"\d{6,}", path.name)), key=lambda path: int(path.name))
+        return sorted(
+            (path for path in found if re.fullmatch(r"\d{6,}", path.name)),
+            key=lambda path: int(path.name),
+        )
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
-        """Read a state without its tensors; None, and a line that says why, if it is damaged. Ranks share the check."""
+        """Read a state without its tensors; None, and a line that says why, if it is damaged.
+        Ranks share the check."""
         damages = []
         try:
             files = read_json(path / COMPLETE)
             if {file.name for file in path.iterdir()} != {COMPLETE, RUN, *files}:
                 raise ValueError(f"{path} does not have the files that {COMPLETE} lists")
             own = sorted(files)[self.world.rank :: self.world.size]
-            damages = [f"{name} is not what was written" for name in own if _checksum(path / name) != files[name]]
+            damages = [
+                f"{name} is not what was written"
+                for name in own
+                if _checksum(path / name) != files[name]
+            ]
             progress = build(Progress, read_json(path / RUN), str(path / RUN), json=True)
-            require(progress.stage < len(progress.stages), "stage", progress.stage, f"one of {len(progress.stages)}")
+            require(
+                progress.stage < len(progress.stages),
+                "stage",
+                progress.stage,
+                f"one of {len(progress.stages)}",
+            )
         except (OSError, ValueError) as error:
             damages.append(str(error))
         damages = [damage for part in self.world.gather_objects(damages) for damage in part]
@@ -202,7 +278,8 @@ class States:
         return None if damages else (path, progress)
 
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
-        """Write a state, all ranks together, and remove the oldest if there are too many; returns its folder."""
+        """Write a state, all ranks together, and remove the oldest if there are too many;
+        returns its folder."""
         path = self.folder / f"{progress.steps:06d}"
         partial = path.with_name(path.name + ".partial")
         found, files = tensors(algorithm, optimizer), {}
@@ -231,7 +308,11 @@ class States:
             self.world.together(finish if self.world.is_main else int)
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            last = f"the last complete state is {kept[-1]}" if (kept := self.paths()) else "there is no earlier state"
+            last = (
+                f"the last complete state is {kept[-1]}"
+                if (kept := self.paths())
+                else "there is no earlier state"
+            )
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
         self.saved, self.time, self.signals.saved = progress.steps, clock(), True
         return path

@@ -1,4 +1,5 @@
-"""SIGTERM and SIGUSR1 of a scheduler, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the rollout, save, leave."""
+"""SIGTERM and SIGUSR1 of a scheduler, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the
+rollout, save, leave."""
 
 import os
 import signal
@@ -8,7 +9,8 @@ import time
 from minivlmrl.scale.ranks import World
 
 PREEMPTED = 75  # exit code: come again later (EX_TEMPFAIL of sysexits.h)
-SAME_REQUEST = 5.0  # seconds in which further signals say the same: a scheduler and torchrun may both pass one on
+# seconds in which further signals say the same: a scheduler and torchrun may both pass one on
+SAME_REQUEST = 5.0
 
 
 class Preempted(Exception):
@@ -16,7 +18,8 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once. Use as a context."""
+    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once.
+    Use as a context."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -29,8 +32,10 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no other
-        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]  # which nohup sets
+        # Python allows no other
+        heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        # which nohup sets
+        asked = [number for number in heard if signal.getsignal(number) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self.note) for number in asked}
         return self
 
@@ -47,7 +52,10 @@ class StopSignals:
 
     def note(self, number: int, _frame):
         """Handle a signal."""
-        now, same = time.monotonic(), min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
+        now, same = (
+            time.monotonic(),
+            min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST,
+        )
         if number == signal.SIGHUP:
             for stream in self.terminals:  # to write to one that is gone is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -58,13 +66,20 @@ class StopSignals:
             self.first = now
             if self.world.is_main:  # print is not safe in a handler
                 name = signal.Signals(number).name
-                os.write(2, f"\n{name}: the state is saved after this rollout; again: end now\n".encode())
+                os.write(
+                    2, f"\n{name}: the state is saved after this rollout; again: end now\n".encode()
+                )
 
     def leave(self):
-        """After a signal end long work between states (Preempted), if nothing is lost; all ranks call this together."""
+        """After a signal end long work between states (Preempted), if nothing is lost;
+        all ranks call this together."""
         if self.saved and self.asked():
-            raise Preempted("preempted: --resume=auto goes on from the last state, or begins anew if there is none")
+            raise Preempted(
+                "preempted: --resume=auto goes on from the last state, or begins anew if there is "
+                "none"
+            )
 
     def asked(self) -> bool:
-        """Whether any rank was signalled. All ranks call this together, so that they stop after the same step."""
+        """Whether any rank was signalled. All ranks call this together, so that they stop after the
+        same step."""
         return self.world.sum(self.first is not None)[0] > 0

@@ -1,4 +1,5 @@
-"""What a run does and says before its first step: it tries the rewards, counts the rows, says what runs where."""
+"""What a run does and says before its first step: it tries the rewards, counts the rows, says what
+runs where."""
 
 import math
 from collections.abc import Collection
@@ -32,8 +33,11 @@ class Inventor(Processor):
         return INVENTED
 
 
-def prepare(config, algorithms: dict[str, type], world: World) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
-    """Model, processor, and the rows of each stage and of "eval"; refuse what would fail later (ValueError)."""
+def prepare(
+    config, algorithms: dict[str, type], world: World
+) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
+    """Model, processor, and the rows of each stage and of "eval";
+    refuse what would fail later (ValueError)."""
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
@@ -46,7 +50,8 @@ def prepare(config, algorithms: dict[str, type], world: World) -> tuple[nn.Modul
 
 
 def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Ask the rewards about an invented completion: one that fails (ValueError) does so now, not after the weights.
+    """Ask the rewards about an invented completion: one that fails (ValueError) does so now, not
+    after the weights.
 
     Args:
         needs: for each stage what its rows must have, a key of batches.NEEDS.
@@ -62,14 +67,19 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
 def _try(rewards: Collection[str], row: Row):
     patches = [[1, max(1, image.height // 14), max(1, image.width // 14)] for image in row.images]
     grids = torch.tensor(patches, dtype=torch.long).view(-1, 3)
-    prompt = Prompt(torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176), grids, torch.zeros(len(grids)))
+    prompt = Prompt(
+        torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176), grids, torch.zeros(len(grids))
+    )
     completion = Completion(torch.arange(3), torch.zeros(3), True)
     columns = recipe_columns([row], [prompt], [[completion]], Inventor(None, ImageProcessor()))
     ask_by_name(rewards, columns | {"reward_model_scores": [0.0]})
 
 
-def fit_rows(config, datasets: dict[str, Dataset], processor: Processor, world: World) -> dict[str, Dataset]:
-    """Leave out rows of stages whose prompts are too long, end stages after max_epochs, and print what rows there are.
+def fit_rows(
+    config, datasets: dict[str, Dataset], processor: Processor, world: World
+) -> dict[str, Dataset]:
+    """Leave out rows of stages whose prompts are too long, end stages after max_epochs, and print
+    what rows there are.
 
     Image files are opened, not decoded.
     """
@@ -99,7 +109,11 @@ def describe_run(config, model: nn.Module, world: World):
     dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
     cuda = world.device.type == "cuda"
-    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU (threads: {torch.get_num_threads()})"
+    device = (
+        torch.cuda.get_device_name(world.device)
+        if cuda
+        else f"CPU (threads: {torch.get_num_threads()})"
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)

@@ -1,7 +1,9 @@
-"""The tensors of a state in safetensors files, which hold numbers and cannot run code, as a pickle can.
+"""The tensors of a state in safetensors files, which hold numbers and cannot run code, as a pickle
+can.
 
-Each rank writes the rows that it holds, and any number of ranks reads the rows that each of them needs. The tensor
-"128:policy.model.norm.weight" of a file has the rows from 128 on of policy.model.norm.weight.
+Each rank writes the rows that it holds, and any number of ranks reads the rows that each of them
+needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128 on of
+policy.model.norm.weight.
 """
 
 from pathlib import Path
@@ -20,11 +22,14 @@ FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memo
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, as a view that has rows, and the index of the first of them."""
+    """What this rank holds of a tensor, as a view that has rows, and the index of the first of
+    them."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     mesh = tensor.device_mesh
-    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1))
+    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(
+        -len(tensor) // mesh.size(mesh.ndim - 1)
+    )
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
@@ -35,7 +40,8 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's part of tensors into a folder, every row once; returns the names of its files."""
+    """Write this rank's part of tensors into a folder, every row once;
+    returns the names of its files."""
     files, content = [], {}
     own = [name for number, name in enumerate(tensors) if writes(tensors[name], number, world)]
     for name in own:
@@ -51,30 +57,37 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Name of a tensor -> (index of the first row, number of rows, file) of its pieces; a number is one row."""
+    """Name of a tensor -> (index of the first row, number of rows, file) of its pieces;
+    a number is one row."""
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118
                 first, name = key.split(":", 1)
-                pieces.setdefault(name, []).append((int(first), handle.get_slice(key).get_shape()[0], file))
+                pieces.setdefault(name, []).append(
+                    (int(first), handle.get_slice(key).get_shape()[0], file)
+                )
     return {name: sorted(parts) for name, parts in pieces.items()}
 
 
-def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int = 0, end: int = 2**62) -> Tensor:
+def read_rows(
+    name: str, pieces: list[tuple[int, int, Path]], start: int = 0, end: int = 2**62
+) -> Tensor:
     """Read the rows from `start` to `end` of a tensor, by default all."""
     found = []
     for first, rows, file in pieces:
         low, high = max(start, first), min(end, first + rows)
         if low < high:
-            with safe_open(file, framework="pt") as handle:  # not kept open: all that was read would be in memory
+            # not kept open: all that was read would be in memory
+            with safe_open(file, framework="pt") as handle:
                 found.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(found)
 
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Read the rows that this rank holds of a tensor into it (ValueError: shape or dtype are others)."""
+    """Read the rows that this rank holds of a tensor into it (ValueError: shape or dtype are
+    others)."""
     own, start = local_rows(tensor)
     saved, count = sum(rows for _, rows, _ in pieces), len(tensor) if tensor.dim() else 1
     require(saved == count, name, f"{saved} rows", f"{count} rows")

@@ -1,4 +1,5 @@
-"""Trackers of other people: metrics go to TensorBoard or Weights & Biases under the names of metrics.jsonl.
+"""Trackers of other people: metrics go to TensorBoard or Weights & Biases under the names of
+metrics.jsonl.
 
 The x axis is optimizer steps done, over all stages. Names of evaluations begin with eval/.
 """
@@ -12,7 +13,8 @@ from pathlib import Path
 
 
 def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
-    """Write the folder tensorboard/ of the run; a resumed run hides what an earlier attempt wrote of later steps.
+    """Write the folder tensorboard/ of the run; a resumed run hides what an earlier attempt wrote
+    of later steps.
 
     Returns:
         log(values, steps), as every tracker; `closing` closes it.
@@ -32,7 +34,8 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
 
 
 def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
-    """Send to the project minivlmrl, or with WANDB_MODE=offline write wandb/; a resumed run is another one there."""
+    """Send to the project minivlmrl, or with WANDB_MODE=offline write wandb/;
+    a resumed run is another one there."""
     import wandb
 
     folder = Path(config.output_dir)
@@ -41,11 +44,13 @@ def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
     return lambda values, steps: run.log(values, step=steps)
 
 
-TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}  # by the name of package and extra
+# by the name of package and extra
+TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
 
 
 def curves(evaluation: dict[str, float]) -> dict[str, float]:
-    """Name the values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy": 0.5}."""
+    """Name the values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy":
+    0.5}."""
     return {f"eval/{name.replace(' ', '_')}": value for name, value in evaluation.items()}
 
 

@@ -23,7 +23,8 @@ SHRINK = 4  # rows move together when one in so many slots is enough
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """DecodeAttention on tensors that stay where they are; every prompt has the same number of slots."""
+    """DecodeAttention on tensors that stay where they are;
+    every prompt has the same number of slots."""
 
     ask_every = 16
 
@@ -46,7 +47,8 @@ class StaticDecodeAttention(DecodeAttention):
         self.steps += 1
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Move rows together if a quarter of the slots is enough: those that go on and some that fill up."""
+        """Move rows together if a quarter of the slots is enough: those that go on and some that
+        fill up."""
         going_on = going_on.view(len(self.bias), -1)  # (B, slots)
         prompts, slots = going_on.any(1).nonzero()[:, 0], int(going_on.sum(1).max())
         if len(prompts) * slots * SHRINK > going_on.numel():

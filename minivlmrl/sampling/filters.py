@@ -16,18 +16,26 @@ from minivlmrl.kernels.backend import to_device
 class SamplingOptions(SamplingConfig):
     """How completions are drawn and where they end: the section `sampling` of a recipe."""
 
-    top_k: Annotated[int, ">= 0"] = 0  # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
-    top_p: Annotated[float, "(0, 1]"] = 1.0  # keep the likeliest tokens that together reach this probability
+    # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
+    top_k: Annotated[int, ">= 0"] = 0
+    # keep the likeliest tokens that together reach this probability
+    top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
-    repetition_penalty: Annotated[float, "> 0"] = 1.0  # logits of tokens seen before: / if positive, x if negative
+    # logits of tokens seen before: / if positive, x if negative
+    repetition_penalty: Annotated[float, "> 0"] = 1.0
     min_new_tokens: Annotated[int, ">= 0"] = 0  # no stop token is drawn before this many tokens
-    stop_strings: list[str] = field(default_factory=list)  # the token that completes one ends the completion
-    max_tokens_at_once: Annotated[int, ">= 1"] | None = None  # of prompts and completions, at full length; None: all
-    graph: Literal["auto", "always", "never"] = "auto"  # decode steps as a CUDA graph; always: elsewhere without graph
+    # the token that completes one ends the completion
+    stop_strings: list[str] = field(default_factory=list)
+    # of prompts and completions, at full length; None: all
+    max_tokens_at_once: Annotated[int, ">= 1"] | None = None
+    # decode steps as a CUDA graph; always: elsewhere without graph
+    graph: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self):
         bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
-        require(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, bound)
+        require(
+            self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, bound
+        )
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property
@@ -38,7 +46,8 @@ class SamplingOptions(SamplingConfig):
 
 
 class Filters:
-    """What a recipe's filters make of the logits of one call of generate: the `warp` of its chooser.
+    """What a recipe's filters make of the logits of one call of generate: the `warp` of its
+    chooser.
 
     Args:
         prompts: (P,) int64 ids of each prompt.
@@ -78,18 +87,23 @@ class Filters:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=None) -> Tensor:
-    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped becomes -inf.
+    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped
+    becomes -inf.
 
-    With temperature 0 only penalty and ban, as in transformers' generate, which this equals bit for bit, ties included.
+    With temperature 0 only penalty and ban, as in transformers' generate, which this equals bit for
+    bit, ties included.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a repetition penalty.
+        seen: (r, V) bool, tokens in each row's prompt and completion so far; needed with a
+            repetition penalty.
         banned: (b,) int64, ids that are not to be drawn.
     """
     scores = logits
     if sampling.repetition_penalty != 1:
-        penalised = torch.where(scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty)
+        penalised = torch.where(
+            scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
+        )
         scores = torch.where(seen, penalised, scores)
     if banned is not None:
         scores = scores.index_fill(-1, banned, float("-inf"))
@@ -106,5 +120,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)
-        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+        scores = scores.masked_fill(
+            probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf")
+        )
     return scores

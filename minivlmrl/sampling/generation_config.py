@@ -1,9 +1,11 @@
-"""A folder's generation_config.json as options of ours: draw what transformers' generate would draw by it."""
+"""A folder's generation_config.json as options of ours: draw what transformers' generate would draw
+by it."""
 
 from minivlmrl.hub.checker import build
 from minivlmrl.sampling.filters import SamplingOptions
 
-# keys of a generation_config.json that change what is drawn and have no counterpart here, at their neutral values
+# keys of a generation_config.json that change what is drawn and have no counterpart here, at their
+# neutral values
 NOT_SUPPORTED = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None,
     "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "encoder_repetition_penalty": 1,
@@ -15,11 +17,13 @@ NOT_SUPPORTED = {
 
 
 def from_generation_config(values: dict, **overrides) -> SamplingOptions:
-    """Read a generation_config.json as transformers 5.23 does (ValueError: a key that is not supported, a wrong value).
+    """Read a generation_config.json as transformers 5.23 does (ValueError: a key that is not
+    supported, a wrong value).
 
-    Without do_sample each token is the likeliest one, whatever else the file says; with do_sample and without top_k it
-    is one of the 50 likeliest. A length that the file leaves open stays ours: transformers would stop at 20 tokens.
-    What does not change the draw (use_cache, pad_token_id ...) is ignored.
+    Without do_sample each token is the likeliest one, whatever else the file says; with do_sample
+    and without top_k it is one of the 50 likeliest. A length that the file leaves open stays ours:
+    transformers would stop at 20 tokens. What does not change the draw (use_cache, pad_token_id
+    ...) is ignored.
 
     Args:
         overrides: fields of SamplingOptions, which win; a temperature over 0 asks for sampling.
@@ -28,13 +32,22 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
     for name in values.keys() & NOT_SUPPORTED:
         if values[name] != NOT_SUPPORTED[name]:
             found = f"{name} = {values[name]!r} changes what is drawn and is not supported"
-            raise ValueError(f"generation_config: {found}; do without the file and set what you need of it yourself")
-    asked, kept = {"temperature": 0.0}, ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
+            raise ValueError(
+                f"generation_config: {found}; do without the file and set what you need of it "
+                "yourself"
+            )
+    asked, kept = (
+        {"temperature": 0.0},
+        ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"],
+    )
     if overrides.get("temperature", values.get("do_sample")):
         asked = {"temperature": 1.0, "top_k": 50}
         kept += ["temperature", "top_k", "top_p", "min_p"]
-    if "max_length" in values and "max_new_tokens" not in values | overrides:  # transformers heeds one of both
-        raise ValueError("generation_config: max_length counts the prompt too; give max_new_tokens instead")
+    # transformers heeds one of both
+    if "max_length" in values and "max_new_tokens" not in values | overrides:
+        raise ValueError(
+            "generation_config: max_length counts the prompt too; give max_new_tokens instead"
+        )
     if (stop := values.get("eos_token_id")) is not None:
         asked["stop_token_ids"] = stop if isinstance(stop, list) else [stop]
     asked |= {name: values[name] for name in kept if name in values}

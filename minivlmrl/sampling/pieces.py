@@ -1,7 +1,8 @@
-"""A rollout in pieces of a token budget: what one forward holds is bounded, however many rows there are.
+"""A rollout in pieces of a token budget: what one forward holds is bounded, however many rows there
+are.
 
-Draws go by key and a loss takes the counts of the whole step. So pieces change no completion, and no gradient but for
-the order in which numbers are added.
+Draws go by key and a loss takes the counts of the whole step. So pieces change no completion, and
+no gradient but for the order in which numbers are added.
 """
 
 import math
@@ -14,16 +15,21 @@ from typing import Annotated
 class PiecesConfig:
     """Micro-batches of stages that sample."""
 
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # also at most so many: a group may be divided
+    # also at most so many: a group may be divided
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
 
 
 def pieces(
-    lengths: Sequence[tuple[int, Sequence[int]]], most_prompts: int, most_tokens: int | None, world=None
+    lengths: Sequence[tuple[int, Sequence[int]]],
+    most_prompts: int,
+    most_tokens: int | None,
+    world=None,
 ) -> list[list[tuple[int, int]]]:
     """Divide the rows of some prompts.
 
-    With most_tokens prompts of like length come together, and a prompt whose completions are too many for one piece is
-    computed again for the next of them. All ranks get equally many pieces, as sharded models need them.
+    With most_tokens prompts of like length come together, and a prompt whose completions are too
+    many for one piece is computed again for the next of them. All ranks get equally many pieces, as
+    sharded models need them.
 
     Example: lengths [(10, [5, 5]), (10, [40, 2])], 9 prompts and 40 tokens at most:
         [(0, 0), (0, 1)], [(1, 1)], [(1, 0)]; the last has 50 tokens, as a row is never cut
@@ -42,8 +48,14 @@ def pieces(
     limit, found, tokens = most_tokens or float("inf"), [[]], 0
     for i in order:
         prompt, completions = lengths[i]
-        rows = sorted(enumerate(completions), key=lambda row: row[1] if prompt + sum(completions) > limit else 0)
-        if len({i for i, _ in found[-1]}) == most_prompts or tokens + prompt + sum(completions) > limit:
+        rows = sorted(
+            enumerate(completions),
+            key=lambda row: row[1] if prompt + sum(completions) > limit else 0,
+        )
+        if (
+            len({i for i, _ in found[-1]}) == most_prompts
+            or tokens + prompt + sum(completions) > limit
+        ):
             found, tokens = [*found, []], 0
         for number, (j, length) in enumerate(rows):
             if number and tokens + length > limit:
@@ -59,8 +71,11 @@ def pieces(
     return found
 
 
-def largest_piece(prompts: int, prompt: int, completions: list[int], most_tokens: int | None) -> tuple[int, int]:
-    """Of prompts of one length with completions of these lengths: how many are in a piece, with how many of each."""
+def largest_piece(
+    prompts: int, prompt: int, completions: list[int], most_tokens: int | None
+) -> tuple[int, int]:
+    """Of prompts of one length with completions of these lengths: how many are in a piece, with how
+    many of each."""
     piece = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
     some = len({i for i, _ in piece})
     return some, math.ceil(len(piece) / some)
@@ -69,9 +84,12 @@ def largest_piece(prompts: int, prompt: int, completions: list[int], most_tokens
 def in_pieces(
     sample: Callable, prompts: Sequence, num_generations: int, keys: Sequence[str], sampling, world
 ) -> list[list]:
-    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit max_tokens_at_once, or one."""
+    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit
+    max_tokens_at_once, or one."""
     completions: list = [None] * len(prompts)
-    lengths = [(len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts]
+    lengths = [
+        (len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts
+    ]
     for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
         own = [i for i, _ in piece]
         drawn = sample([prompts[i] for i in own], num_generations, [keys[i] for i in own])

@@ -1,10 +1,20 @@
-"""The sampler of a recipe: filters, stop strings, weights that are sharded, decoding as a CUDA graph."""
+"""The sampler of a recipe: filters, stop strings, weights that are sharded, decoding as a CUDA
+graph."""
 
 from collections.abc import Sequence
 
 import torch
 
-from minivlmrl.generate import Choose, Completion, Decode, Sampler, chooser, draw_by, generate, stop_tokens
+from minivlmrl.generate import (
+    Choose,
+    Completion,
+    Decode,
+    Sampler,
+    chooser,
+    draw_by,
+    generate,
+    stop_tokens,
+)
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.rows import Processor, Prompt, uniform_numbers
 from minivlmrl.sampling.captured import CapturedDecode
@@ -24,7 +34,14 @@ class RunSampler(Sampler):
 
     keeps_vision = False  # the tower is frozen: prompts keep what it makes of their images
 
-    def __init__(self, model, processor: Processor, sampling: SamplingOptions, world: World, gather_weights=True):
+    def __init__(
+        self,
+        model,
+        processor: Processor,
+        sampling: SamplingOptions,
+        world: World,
+        gather_weights=True,
+    ):
         super().__init__(model, processor, sampling)
         self.world, self.gather_weights = world, gather_weights
         on_gpu = sampling.graph == "auto" and world.device.type == "cuda"
@@ -35,13 +52,17 @@ class RunSampler(Sampler):
                 raise ValueError(f"sampling.graph is 'always', {cure}")
             self.captured = False
 
-    def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
         """Sample num_generations completions of each prompt; all ranks call this."""
         if self.sampling.max_tokens_at_once is None:
             return self.sample(prompts, num_generations, keys)
         return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
 
-    def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
+    def sample(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> list[list[Completion]]:
         """Sample completions of these prompts together."""
         limit = self.sampling.max_new_tokens
         decode = CapturedDecode() if self.captured else Decode()
@@ -56,7 +77,9 @@ class RunSampler(Sampler):
                 keep_vision(model, prompts, device)
             return generate(model, prompts, num_generations, limit, choose, decode, device)
 
-    def chooser(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> Choose:
+    def chooser(
+        self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
+    ) -> Choose:
         """Make the function that chooses tokens: the book's, with filters and stop strings."""
         sampling, device = self.sampling, self.world.device
         vocab_size = self.model.config.vocab_size

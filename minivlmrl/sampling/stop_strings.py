@@ -1,4 +1,5 @@
-"""Texts that end a completion, found byte by byte: they may begin and end inside tokens, even inside characters."""
+"""Texts that end a completion, found byte by byte: they may begin and end inside tokens, even
+inside characters."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,15 +10,18 @@ from torch import Tensor
 from minivlmrl.generate import Choose
 from minivlmrl.hub.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character: printable ones of Latin-1 as themselves, the others from 256 on.
+# Byte-level BPE writes each byte as one character: printable ones of Latin-1 as themselves, the
+# others from 256 on.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = {chr(byte): byte for byte in PRINTABLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
-NO_TEXT = b"\xff"  # for an id without a token; it is nowhere in UTF-8, so no text is found across it
+# for an id without a token; it is nowhere in UTF-8, so no text is found across it
+NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = None) -> bytes | None:
-    """What a token adds to the text: Ġcat gives b" cat", Ã© the two bytes of one é, and Ã alone the first of them."""
+    """What a token adds to the text: Ġcat gives b" cat", Ã© the two bytes of one é, and Ã alone the
+    first of them."""
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
         return missing
@@ -27,8 +31,9 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = Non
 class StopStrings:
     """Which rows have just completed one of the texts, as StopStringCriteria of transformers 5.23.
 
-    A text is complete with the token that has its last byte, whatever else that token says: "</answ" and "er>." end
-    with </answer> too, and the point stays. The text may begin in the row's prompt, but not end there.
+    A text is complete with the token that has its last byte, whatever else that token says:
+    "</answ" and "er>." end with </answer> too, and the point stays. The text may begin in the row's
+    prompt, but not end there.
 
     Args:
         prompts: (P,) int64 ids of each row's prompt.
@@ -38,22 +43,29 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        self.before = [b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts]
+        self.before = [
+            b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts
+        ]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Note that each of these rows drew a token, (r,) numbers of rows and (r,) ids; (r,) bool: that ends it."""
+        """Note that each of these rows drew a token, (r,) numbers of rows and (r,) ids;
+        (r,) bool: that ends it."""
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before, token = self.before[row], self.bytes_of(token_id)
             # so little of what comes before that a match needs the token
-            ends.append(any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings))
+            ends.append(
+                any(s in before[max(0, len(before) - len(s) + 1) :] + token for s in self.strings)
+            )
             self.before[row] = (before + token)[-self.longest :]
         return torch.tensor(ends, device=ids.device)
 
     def ending(self, choose: Choose) -> Choose:
         """Make a `choose` whose rows also end with one of the texts."""
 
-        def choose_and_look(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        def choose_and_look(
+            logits: Tensor, rows: Tensor, step: int
+        ) -> tuple[Tensor, Tensor, Tensor]:
             ids, logps, ends = choose(logits, rows, step)
             return ids, logps, ends | self.completed(rows, ids)
 

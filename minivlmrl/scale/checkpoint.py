@@ -17,7 +17,15 @@ from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, ChatTemplate
 from minivlmrl.hub.family import FAMILIES
-from minivlmrl.hub.folder import INDEX, find_folder, image_settings, read_json, replacing, weight_files, write_json
+from minivlmrl.hub.folder import (
+    INDEX,
+    find_folder,
+    image_settings,
+    read_json,
+    replacing,
+    weight_files,
+    write_json,
+)
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.hub.tokenizer import load_tokenizer
@@ -27,36 +35,58 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
 INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files that belong to a model without being its weights: a checkpoint that we write keeps those it was read with
+# files that belong to a model without being its weights: a checkpoint that we write keeps those it
+# was read with
 JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
 CARRIED = re.compile(rf"({JSON})\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*")
-TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+}
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype | None = None, device="cpu", sharding: Sharding | None = None, adapt=None
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device="cpu",
+    sharding: Sharding | None = None,
+    adapt=None,
 ) -> nn.Module:
-    """Build the model of a folder or repository with its weights (ValueError: names the file or tensor that is wrong).
+    """Build the model of a folder or repository with its weights (ValueError: names the file or
+    tensor that is wrong).
 
     Args:
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
-        adapt: (model on the meta device) -> puts adapters on it, whose weights are not in the folder.
+        adapt: (model on the meta device) -> puts adapters on it, whose weights are not in the
+            folder.
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
     try:
         with torch.device("meta"):
-            model = FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
+            model = (
+                FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
+            )
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(f"{folder}/config.json: there is no model of these sizes ({error})") from error
+        raise ValueError(
+            f"{folder}/config.json: there is no model of these sizes ({error})"
+        ) from error
     if adapt is not None:
         adapt(model)
     if sharding is not None:
         sharding.shard(model)
-    copied = sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
+    copied = (
+        sharding.part if sharding else lambda tensor, like: tensor.to(device, like.dtype, copy=True)
+    )
     assign(model, _read_weights(folder, files, model, copied, device))
     return model
 
@@ -66,42 +96,70 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
-def _read_weights(folder: Path, files: list[Path], model: nn.Module, copied: Callable, device) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this rank has."""
-    # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of equal names
-    expected = plain_weights(model, merged=False)  # a tied head is there once, under the embedding's name
+def _read_weights(
+    folder: Path, files: list[Path], model: nn.Module, copied: Callable, device
+) -> dict[str, Tensor]:
+    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this
+    rank has."""
+    # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of
+    # equal names a tied head is there once, under the embedding's name
+    expected = plain_weights(model, merged=False)
     tied = model.config.tie_word_embeddings
     found: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_tensors(file):
-            like = expected.get(EMBEDDING if tied and name == HEAD else name)  # some folders have the tied head too
+            # some folders have the tied head too
+            like = expected.get(EMBEDDING if tied and name == HEAD else name)
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in found:
-                raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out of the folder")
+                raise ValueError(
+                    f"{file}: tensor {name} is there twice; take the wrong one out of the folder"
+                )
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
-                raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}")
-            found[name] = copied(tensor, like) if isinstance(like, Tensor) else like.read(tensor.to(device), copied)
+                raise ValueError(
+                    f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}"
+                )
+            found[name] = (
+                copied(tensor, like)
+                if isinstance(like, Tensor)
+                else like.read(tensor.to(device), copied)
+            )
     if missing := expected.keys() - found.keys():
-        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first {min(missing)}")
-    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal, one of them errs
+        raise ValueError(
+            f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first "
+            f"{min(missing)}"
+        )
+    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal,
+    # one of them errs
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
-        cure = "set tie_word_embeddings to false to use it (as transformers 5), or take it out (as transformers 4)"
-        raise ValueError(f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: {cure}")
+        cure = (
+            "set tie_word_embeddings to false to use it (as transformers 5), or take it out (as "
+            "transformers 4)"
+        )
+        raise ValueError(
+            f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
+            f"{cure}"
+        )
     return found
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be copied."""
+    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be
+    copied."""
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        for name in names:  # opened anew for each: what was read of an open file counts as memory of this process
+        # opened anew for each: what was read of an open file counts as memory of this process
+        for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
-                cure = "quantised checkpoints are not read, take the bfloat16 one that this was made of"
+                cure = (
+                    "quantised checkpoints are not read, take the bfloat16 one that this was "
+                    "made of"
+                )
                 raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
             # transformers >= 4.52 calls them model.visual.* and model.language_model.* in memory
             yield re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name), tensor
@@ -110,9 +168,14 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_model(
-    config_file: str, tokenizer, seed: int, min_pixels: int | None = None, max_pixels: int | None = None
+    config_file: str,
+    tokenizer,
+    seed: int,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
 ) -> tuple[nn.Module, Processor]:
-    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its Processor."""
+    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its
+    Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
     ids = {name: tokenizer.special_tokens[token] for name, token in family.control_tokens.items()}
@@ -121,57 +184,104 @@ def random_model(
     initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
     patch, merge = vision.patch_size, vision.spatial_merge_size
-    settings = {"patch_size": patch, "temporal_patch_size": vision.temporal_patch_size, "merge_size": merge}
-    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels  # from one merged token on
+    settings = {
+        "patch_size": patch,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": merge,
+    }
+    # from one merged token on
+    bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
     images = family.read_image_processor(settings, "data", *bounds)
     return model, Processor(tokenizer, images, family.template)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1, biases 0."""
+    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1,
+    biases 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
-            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0  # the sum does not grow
+            # the sum does not grow
+            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    """Read tokenizer, chat template and image settings of a folder or repository (ValueError: a file does not fit)."""
+def load_processor(
+    folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Processor:
+    """Read tokenizer, chat template and image settings of a folder or repository (ValueError: a
+    file does not fit)."""
     folder = find_folder(folder)
     config, (file, settings) = read_config(folder), image_settings(folder)
     family, vision = FAMILIES[config.model_type], config.vision_config
     images = family.read_image_processor(settings, str(file), min_pixels, max_pixels)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     pairs = []  # (what config.json has, its value, what the other file has, its value)
-    for name, other in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("spatial_merge_size", "merge_size")):
+    for name, other in (
+        ("patch_size",) * 2,
+        ("temporal_patch_size",) * 2,
+        ("spatial_merge_size", "merge_size"),
+    ):
         value = getattr(images, other)
-        pairs.append((f"vision_config.{name}", getattr(vision, name), f"{file.name} has {other}", value))
+        pairs.append(
+            (f"vision_config.{name}", getattr(vision, name), f"{file.name} has {other}", value)
+        )
     for name in ("image_token_id", "video_token_id"):
         token = family.control_tokens[name]
-        pairs.append((name, getattr(config, name), f"tokenizer.json has {token}", tokenizer.special_tokens[token]))
-    wrong = [f"{name} is {ours}, but {other} {theirs}" for name, ours, other, theirs in pairs if ours != theirs]
+        pairs.append(
+            (
+                name,
+                getattr(config, name),
+                f"tokenizer.json has {token}",
+                tokenizer.special_tokens[token],
+            )
+        )
+    wrong = [
+        f"{name} is {ours}, but {other} {theirs}"
+        for name, ours, other, theirs in pairs
+        if ours != theirs
+    ]
     if config.vocab_size < len(tokenizer):  # more are common: embeddings that no token uses
-        wrong.append(f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens")
+        wrong.append(
+            f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens"
+        )
     if wrong:
-        raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model")
+        raise ValueError(
+            f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model"
+        )
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()]
-    if out := [f for f in files if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"]:
-        raise ValueError(f"{out[0]}: a link to {out[0].resolve()}; checkpoints copy it, so put the file itself there")
-    tokenizer.files = {file.name: file.read_bytes() for file in files}  # now: the folder may be gone at the next save
+    files = [
+        file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()
+    ]
+    if out := [
+        f
+        for f in files
+        if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"
+    ]:
+        raise ValueError(
+            f"{out[0]}: a link to {out[0].resolve()}; checkpoints copy it, so put the file itself "
+            "there"
+        )
+    # now: the folder may be gone at the next save
+    tokenizer.files = {file.name: file.read_bytes() for file in files}
     return Processor(tokenizer, images, template or family.template)
 
 
 def save_model(
-    folder: str | Path, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
+    folder: str | Path,
+    model: nn.Module,
+    processor: Processor,
+    world=None,
+    more=None,
+    max_shard_size=5 * 10**9,
 ):
-    """Write a folder that transformers and vLLM read, adapters merged and as PEFT's; all or nothing (see replacing).
+    """Write a folder that transformers and vLLM read, adapters merged and as PEFT's; all or nothing
+    (see replacing).
 
     Args:
         world: all its ranks call this and the first one writes; None: this process alone.
@@ -181,7 +291,10 @@ def save_model(
     reshard(model)
     weights, base = plain_weights(model), getattr(model, "adapter_base", None)
     write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None
-    shapes = {name: torch.empty_like(getattr(w, "weight", w), device="meta") for name, w in weights.items()}
+    shapes = {
+        name: torch.empty_like(getattr(w, "weight", w), device="meta")
+        for name, w in weights.items()
+    }
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World(0, 1, torch.device("cpu"))
     with ExitStack() as held:
@@ -193,11 +306,15 @@ def save_model(
 
         def write(file: str, tensors: dict[str, Tensor]):
             check_finite(tensors, folder)
-            save_file(tensors, held.new / file, metadata={"format": "pt"})  # transformers 4 asks for the format
+            # transformers 4 asks for the format
+            save_file(tensors, held.new / file, metadata={"format": "pt"})
 
         def finish():
             if shards.is_sharded:
-                write_json(held.new / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
+                write_json(
+                    held.new / INDEX,
+                    {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename},
+                )
             _write_processor(held.new, processor)
             write_adapter(held.new / "adapter")
             if more is not None:
@@ -205,19 +322,28 @@ def save_model(
             held.pop_all().close()
 
         world.together(begin if world.is_main else int)
-        for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):  # joint work
+        # joint work
+        for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):
             world.together(partial(write, file, tensors) if world.is_main else int)
         world.together(finish if world.is_main else int)
 
 
 def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
-    if name := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
-        raise ValueError(f"{where}: not saved, {name} has values that are not finite; what was there is untouched")
+    if name := next(
+        (name for name, tensor in tensors.items() if not tensor.isfinite().all()), None
+    ):
+        raise ValueError(
+            f"{where}: not saved, {name} has values that are not finite; what was there is "
+            "untouched"
+        )
 
 
-def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Gather the weights of one file after the other; torch's get_model_state_dict would gather all at once."""
+def _full_weights(
+    weights: dict, files: dict[str, list[str]], keep: bool
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Gather the weights of one file after the other;
+    torch's get_model_state_dict would gather all at once."""
     for file, names in files.items():
         tensors = {}
         for name in names:
@@ -228,13 +354,16 @@ def _full_weights(weights: dict, files: dict[str, list[str]], keep: bool) -> Ite
 
 
 def _write_processor(folder: Path, processor: Processor):
-    write_json(folder / "preprocessor_config.json", write_image_processor(processor.image_processor))
+    write_json(
+        folder / "preprocessor_config.json", write_image_processor(processor.image_processor)
+    )
     carried = processor.tokenizer.files
     for name, content in carried.items():
         (folder / name).write_bytes(content)
     template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
-        # that file is not carried, for its image settings may be others now; this is the next that a loader reads
+        # that file is not carried, for its image settings may be others now; this is the next that
+        # a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if template is None and "chat_template.jinja" not in carried:
         (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")

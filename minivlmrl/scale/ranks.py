@@ -1,4 +1,5 @@
-"""The processes of a run: which one this is, its share of the work, and what is added up or gathered over all."""
+"""The processes of a run: which one this is, its share of the work, and what is added up or
+gathered over all."""
 
 import os
 import re
@@ -19,15 +20,19 @@ class World:
     rank: int
     size: int
     device: torch.device
-    leave: Callable[[], None] = lambda: None  # called in long work between states; StopSignals.leave ends it
+    # called in long work between states; StopSignals.leave ends it
+    leave: Callable[[], None] = lambda: None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def share(self, items: Sequence) -> Sequence:
-        """Take this rank's part of a sequence that all ranks hold: in order, lengths differ by one at most."""
-        return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
+        """Take this rank's part of a sequence that all ranks hold: in order, lengths differ by one
+        at most."""
+        return items[
+            len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size
+        ]
 
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
@@ -38,10 +43,14 @@ class World:
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Join the tensors of all ranks in rank order: (n, ...) on each rank -> (n * size, ...) on every rank."""
+        """Join the tensors of all ranks in rank order: (n, ...) on each rank -> (n * size, ...) on
+        every rank."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(self.size)
+        ]
         dist.all_gather(parts, tensor.contiguous())
         return torch.cat(parts)
 
@@ -58,12 +67,14 @@ class World:
         return values
 
     def together(self, work: Callable[[], object]):
-        """Call work on every rank; it may take longer than `timeout`, and an error of one is raised on all."""
+        """Call work on every rank; it may take longer than `timeout`, and an error of one is raised
+        on all."""
         if self.size == 1:
             return work()
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
-            while self.sum(not future.done())[0]:  # ranks that have finished hear of those that still work
+            # ranks that have finished hear of those that still work
+            while self.sum(not future.done())[0]:
                 wait([future], 0.1)
         for error in filter(None, self.gather_objects(future.exception())):
             raise error
@@ -74,12 +85,14 @@ class World:
             dist.barrier()
 
     def sum_gradients(self, model: nn.Module):
-        """Add up the gradients of all ranks. No mean: each loss is divided by the global count already."""
+        """Add up the gradients of all ranks. No mean: each loss is divided by the global count
+        already."""
         if self.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ranks = self.sum(*(parameter.grad is not None for parameter in trained))
-        trained = [parameter for parameter, n in zip(trained, ranks, strict=True) if n]  # others stay None, as alone
+        # others stay None, as alone
+        trained = [parameter for parameter, n in zip(trained, ranks, strict=True) if n]
         for parameter in trained:
             if parameter.grad is None:  # a rank without images still takes part
                 parameter.grad = torch.zeros_like(parameter)
@@ -90,24 +103,32 @@ class World:
 
 
 def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
-    """Join the process group if torchrun started several of us, and choose device, attention and CPU threads.
+    """Join the process group if torchrun started several of us, and choose device, attention and
+    CPU threads.
 
     Args:
-        num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for several ranks.
+        num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for
+            several ranks.
         timeout: seconds that a rank waits for another before the run ends with an error.
         sharded: weights are sharded: a single process needs a group too.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
+    local_rank, local_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+    # macOS lacks it
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(num_threads or max(1, cores // local_size))
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention may generate wrongly with fewer than 8 key heads, as 3B and 7B have (pytorch issue 193893)
+    # cuDNN's attention may generate wrongly with fewer than 8 key heads, as 3B and 7B have (pytorch
+    # issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # objects and offloaded parts go by gloo
+        # objects and offloaded parts go by gloo
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(seconds=timeout)
         store = attempt_store(limit) if size > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -115,17 +136,24 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Choose the GPU of a rank, or the CPU if there is none (ValueError: it is missing, or CUDA cannot use it)."""
+    """Choose the GPU of a rank, or the CPU if there is none (ValueError: it is missing, or CUDA
+    cannot use it)."""
     if torch.cuda.is_available():
         if local_rank >= (count := torch.cuda.device_count()):
-            cure = f"start at most {count} (--nproc_per_node), or show more of them in CUDA_VISIBLE_DEVICES"
-            raise ValueError(f"local rank {local_rank} has no GPU, {count} are visible here: {cure}")
+            cure = (
+                f"start at most {count} (--nproc_per_node), or show more of them in "
+                "CUDA_VISIBLE_DEVICES"
+            )
+            raise ValueError(
+                f"local rank {local_rank} has no GPU, {count} are visible here: {cure}"
+            )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):  # then there is nothing to miss
+            # then there is nothing to miss
+            if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
                 cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): {cure}"
@@ -134,14 +162,18 @@ def find_device(local_rank: int = 0) -> torch.device:
 
 
 def attempt_store(limit: timedelta) -> dist.Store:
-    """Make the store of the ranks' addresses, a separate one for each attempt of --max-restarts on a single host.
+    """Make the store of the ranks' addresses, a separate one for each attempt of --max-restarts on
+    a single host.
 
-    torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of a dead one (pytorch
-    issue 135712). On several hosts not all ranks know the number of the attempt, see docs/many_gpus.md.
+    torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of
+    a dead one (pytorch issue 135712). On several hosts not all ranks know the number of the
+    attempt, see docs/many_gpus.md.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
+    return dist.PrefixStore(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store
+    )
 
 
 def shutdown():

@@ -1,10 +1,13 @@
-"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), from outside: models know nothing of it.
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), from outside: models know
+nothing of it.
 
-Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed after that. All
-other weights are one more unit, the root: embeddings and head may be one tensor, and logprobs.py reads the head's.
+Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed
+after that. All other weights are one more unit, the root: embeddings and head may be one tensor,
+and logprobs.py reads the head's.
 
-All ranks must run the same units in the same order, or they wait for ever. So they have equal numbers of prompts and of
-micro-batches; VisionInStep and Lockstep make equal whether there are images, and how many decode steps a rank runs.
+All ranks must run the same units in the same order, or they wait for ever. So they have equal
+numbers of prompts and of micro-batches; VisionInStep and Lockstep make equal whether there are
+images, and how many decode steps a rank runs.
 """
 
 import copy
@@ -26,17 +29,21 @@ from minivlmrl.scale.ranks import World
 
 @dataclass
 class ShardingSection:
-    """Weights, gradients and optimizer state sharded over the ranks. Off: each rank has them all."""
+    """Weights, gradients and optimizer state sharded over the ranks.
+    Off: each rank has them all."""
 
     enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
-    replicas: Annotated[int, ">= 1"] = 1  # groups of ranks that hold a full model each; one a node gathers within nodes
+    # groups of ranks that hold a full model each; one a node gathers within nodes
+    replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
 
     def __post_init__(self):
         for name in ("replicas", "cpu_offload"):
             value, default = getattr(self, name), getattr(type(self), name)
             if not self.enabled and value != default:
-                raise ValueError(f"{name} is {value!r}, it must be {default!r} unless sharding is enabled")
+                raise ValueError(
+                    f"{name} is {value!r}, it must be {default!r} unless sharding is enabled"
+                )
 
 
 class Sharding:
@@ -44,24 +51,46 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        compute_dtype: of gathered weights and activations, else dtype; a section that is not enabled has only this.
+        compute_dtype: of gathered weights and activations, else dtype; a section that is not
+            enabled has only this.
     """
 
-    def __init__(self, section: ShardingSection, world: World, dtype: torch.dtype, recompute=False, compute_dtype=None):
-        import torch.distributed.fsdp as fsdp  # here: it takes 40 MiB and half a second of runs that shard nothing
+    def __init__(
+        self,
+        section: ShardingSection,
+        world: World,
+        dtype: torch.dtype,
+        recompute=False,
+        compute_dtype=None,
+    ):
+        # here: it takes 40 MiB and half a second of runs that shard nothing
+        import torch.distributed.fsdp as fsdp
 
-        size, device, replicas = world.size, world.device, section.replicas if section.enabled else world.size
+        size, device, replicas = (
+            world.size,
+            world.device,
+            section.replicas if section.enabled else world.size,
+        )
         if size % replicas:
-            raise ValueError(f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it")
+            raise ValueError(
+                f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it"
+            )
         self.device = torch.device("cpu") if section.cpu_offload else device
         names, shape = ("replicate", "shard"), (replicas, size // replicas)
         first = int(replicas == 1)  # without replicas the mesh has one dimension
         self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
-        # inputs keep their dtypes: rotary angles stay float32, as without sharding; so do adapters on a base of less
+        # inputs keep their dtypes: rotary angles stay float32, as without sharding; so do adapters
+        # on a base of less
         summed = torch.promote_types(dtype, torch.float32)
-        precision = fsdp.MixedPrecisionPolicy(compute_dtype, reduce_dtype=summed, cast_forward_inputs=False)
-        offload = fsdp.CPUOffloadPolicy(device.type == "cuda") if section.cpu_offload else fsdp.OffloadPolicy()
+        precision = fsdp.MixedPrecisionPolicy(
+            compute_dtype, reduce_dtype=summed, cast_forward_inputs=False
+        )
+        offload = (
+            fsdp.CPUOffloadPolicy(device.type == "cuda")
+            if section.cpu_offload
+            else fsdp.OffloadPolicy()
+        )
         self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
 
     def shard(self, model: nn.Module):
@@ -71,15 +100,18 @@ class Sharding:
         for block in family_of(model).blocks(model):
             dist.fsdp.fully_shard(block, **self.options)
         self.shard_alone(model)
-        # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards since the last
-        # backward, of which a rank may have had more: two ranks would then gather different layers as if they were one.
+        # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards
+        # since the last backward, of which a rank may have had more: two ranks would then gather
+        # different layers as if they were one.
         model.set_modules_to_backward_prefetch([model.model.layers[-1]])
         for tower in (list(model.visual.blocks), list(model.model.layers)):
             for before, block in zip([tower[0], *tower], tower, strict=False):
                 block.set_modules_to_backward_prefetch([before])
         vision = VisionInStep()
-        model.register_forward_pre_hook(vision.before)  # runs after FSDP's own, which gathers the root
-        model.register_forward_hook(vision.after, prepend=True)  # runs before FSDP's own, which waits for the gradient
+        # runs after FSDP's own, which gathers the root
+        model.register_forward_pre_hook(vision.before)
+        # runs before FSDP's own, which waits for the gradient
+        model.register_forward_hook(vision.after, prepend=True)
         model.sharding, model.vision_in_step = self, vision
 
     def shard_head(self, head: nn.Module):
@@ -90,7 +122,8 @@ class Sharding:
         """Shard what is not in a unit yet, as one unit."""
         dist.fsdp.fully_shard(module, **self.options | options)
         for unit in units(module):
-            unit.set_gradient_divide_factor(1.0)  # a sum: each loss is divided by the global count already
+            # a sum: each loss is divided by the global count already
+            unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         module.set_modules_to_backward_prefetch([module])
 
@@ -105,9 +138,11 @@ class Sharding:
 
 
 class VisionInStep:
-    """Makes a rank without images run the vision tower if another rank has some, on one black image that counts 0.
+    """Makes a rank without images run the vision tower if another rank has some, on one black image
+    that counts 0.
 
-    Without images on any rank none runs it: its parameters then have no gradient, and AdamW does not move them.
+    Without images on any rank none runs it: its parameters then have no gradient, and AdamW does
+    not move them.
     """
 
     def __init__(self):
@@ -116,7 +151,10 @@ class VisionInStep:
 
     def before(self, model: nn.Module, arguments: tuple):
         batch, vision = arguments[0], model.config.vision_config
-        images, device = len(batch.image_grid_thw) * (batch.vision_embeds is None), batch.input_ids.device
+        images, device = (
+            len(batch.image_grid_thw) * (batch.vision_embeds is None),
+            batch.input_ids.device,
+        )
         if not self.joint or dist.get_world_size() == 1:
             return
         on_any_rank = torch.tensor(int(images > 0), device=device)
@@ -142,20 +180,25 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module):
-    """Free gathered weights. Call it before weights are changed: the root's stay gathered after a forward."""
+    """Free gathered weights. Call it before weights are changed: the root's stay gathered after a
+    forward."""
     for unit in units(module):
         unit.reshard()
 
 
 @contextmanager
-def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Iterator["Lockstep | None"]:
+def rollout_weights(
+    model: nn.Module, world: World, gather_weights: bool
+) -> Iterator["Lockstep | None"]:
     """Run a model without gradient, to sample or to judge.
 
     Args:
-        gather_weights: gather a sharded model's full weights on every rank first; each rank may then run it as often
-            as it likes. False: gather layer by layer, which saves memory; all ranks must run it equally often.
+        gather_weights: gather a sharded model's full weights on every rank first; each rank may
+            then run it as often as it likes. False: gather layer by layer, which saves memory; all
+            ranks must run it equally often.
     Yields:
-        None, or for a model that is gathered layer by layer what makes its decode steps equally many on all ranks.
+        None, or for a model that is gathered layer by layer what makes its decode steps equally
+        many on all ranks.
     """
     if not is_sharded(model):
         with torch.inference_mode():
@@ -164,7 +207,8 @@ def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Ite
     if gather_weights:
         _keep_full(model, True)
     try:
-        with torch.no_grad():  # not inference mode: what FSDP allocates in it could not be trained later
+        # not inference mode: what FSDP allocates in it could not be trained later
+        with torch.no_grad():
             yield None if gather_weights else Lockstep(world)
     finally:
         if gather_weights:
@@ -173,7 +217,8 @@ def rollout_weights(model: nn.Module, world: World, gather_weights: bool) -> Ite
 
 
 def _keep_full(module: nn.Module, full: bool):
-    """Gather all units and keep them so after their forward, or free each again after its forward but for the root."""
+    """Gather all units and keep them so after their forward, or free each again after its forward
+    but for the root."""
     for unit in units(module):
         if full:
             unit.unshard()
@@ -229,12 +274,15 @@ def gathered(model: nn.Module) -> nn.Module:
 
 
 def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
-    """Copy a model but the base of adapters, of a sharded one each rank its part; to_compute: in that dtype."""
+    """Copy a model but the base of adapters, of a sharded one each rank its part;
+    to_compute: in that dtype."""
     if not is_sharded(model):
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
     with torch.device("meta"):
-        twin = type(model)(model.config).to(model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype)
+        twin = type(model)(model.config).to(
+            model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
+        )
     place_like(twin, model)
     model.sharding.shard(twin)
     dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
@@ -251,6 +299,9 @@ def assign(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def recompute_blocks(model: nn.Module):
-    """Keep only the input of each block, and compute the block again in the backward (the head does so anyway)."""
+    """Keep only the input of each block, and compute the block again in the backward (the head does
+    so anyway)."""
     for block in family_of(model).blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )

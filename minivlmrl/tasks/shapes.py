@@ -1,9 +1,9 @@
 """The task of the default run: name the colour and the shape of the one object in a small picture.
 
-A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2 shapes):
-    <think>I see green</think><answer>green square</answer>
-Demonstrations for sft are few and often wrong: they teach the form of an answer and a vague idea of the task. The rest
-is left to reinforcement learning, with a reward that is always right.
+A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2
+    shapes): <think>I see green</think><answer>green square</answer>
+Demonstrations for sft are few and often wrong: they teach the form of an answer and a vague idea of
+the task. The rest is left to reinforcement learning, with a reward that is always right.
 """
 
 import random
@@ -31,7 +31,8 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 class Shapes:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
-    `solution` is right in every row; for preferences every row has it as `chosen` and one of `worse` as `rejected`.
+    `solution` is right in every row; for preferences every row has it as `chosen` and one of
+    `worse` as `rejected`.
     """
 
     size: int
@@ -51,16 +52,23 @@ class Shapes:
         shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # its own generator: pictures, labels and demonstrations are those of a row without preferences
+        # its own generator: pictures, labels and demonstrations are those of a row without
+        # preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         return Row(
-            messages, [image], columns, answer(shown) if self.tags else shown, chosen=answer(label), rejected=rejected
+            messages,
+            [image],
+            columns,
+            answer(shown) if self.tags else shown,
+            chosen=answer(label),
+            rejected=rejected,
         )
 
 
 @dataclass
 class LabelledShapes:
-    """Rows with one answer and a column `label`, for kto: in turn the chosen answer of a pair and the rejected one."""
+    """Rows with one answer and a column `label`, for kto: in turn the chosen answer of a pair and
+    the rejected one."""
 
     pairs: Shapes
 
@@ -79,7 +87,8 @@ def answer(label: str) -> str:
 
 
 def worse(label: str, rng: random.Random) -> str:
-    """Make a worse answer: another colour, shape, or colour than in the thought, or up to 12 characters missing.
+    """Make a worse answer: another colour, shape, or colour than in the thought, or up to 12
+    characters missing.
 
     docs/experiments.md says why there are four kinds, each in a quarter of the rows.
     """
@@ -109,7 +118,9 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
     left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1  # PIL's last pixel is inside
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
-        pen.polygon([((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color])
+        pen.polygon(
+            [((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color]
+        )
     else:
         paint = pen.ellipse if shape == "circle" else pen.rectangle
         paint((left, top, right, bottom), fill=COLORS[color])
@@ -117,7 +128,12 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
 
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says; some 370 tokens."""
-    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *map(answer, LABELS)]
+    texts = [
+        "system\nYou are a helpful assistant.",
+        f"user\n{PROBLEM}",
+        "assistant\n",
+        *map(answer, LABELS),
+    ]
     return train_tokenizer(texts, vocab_size=512)
 
 
@@ -125,9 +141,19 @@ def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
     tags = data.answer == "tags"  # demonstrations say the label where the rewards look for it
-    demonstrations = Shapes(data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, tags=tags, **wording)
-    pairs, prompts = Shapes(data.pairs, f"{seed}/pairs", **wording), Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
-    training = {"demonstrations": demonstrations, "pairs": pairs, "labels": LabelledShapes(pairs), "prompts": prompts}
+    demonstrations = Shapes(
+        data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, tags=tags, **wording
+    )
+    pairs, prompts = (
+        Shapes(data.pairs, f"{seed}/pairs", **wording),
+        Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
+    )
+    training = {
+        "demonstrations": demonstrations,
+        "pairs": pairs,
+        "labels": LabelledShapes(pairs),
+        "prompts": prompts,
+    }
     return training, Shapes(data.eval_rows, "eval", **wording)
 
 

@@ -1,4 +1,5 @@
-"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object. docs/data.md adds one."""
+"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object.
+docs/data.md adds one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one t
 class Task:
     """What a run asks of a task."""
 
-    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed)
+    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its rows, held-out rows of
+    # any seed)
     datasets: Callable[[object, int], tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
     chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
@@ -26,15 +28,20 @@ TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Find a task: of the table, or of "file.py:name" or "package.module:name" (ValueError: there is none)."""
+    """Find a task: of the table, or of "file.py:name" or "package.module:name" (ValueError: there
+    is none)."""
     task = TASKS.get(name, name)
     if isinstance(task, str):
         if ":" not in task:
-            raise ValueError(f"data.task is {name!r}; there are {', '.join(TASKS)}, or file.py:TASK of your own")
+            raise ValueError(
+                f"data.task is {name!r}; there are {', '.join(TASKS)}, or file.py:TASK of your own"
+            )
         try:
             task = load_name(task)
         except (OSError, ImportError, KeyError, AttributeError) as error:
             raise ValueError(f"data.task {name}: there is no such task ({error!r})") from error
     if not isinstance(task, Task):
-        raise ValueError(f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.task")
+        raise ValueError(
+            f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.task"
+        )
     return task

@@ -1,13 +1,15 @@
-"""Answer the rows of a file and score the answers: one line a row in a results file, and a summary beside it.
+"""Answer the rows of a file and score the answers: one line a row in a results file, and a summary
+beside it.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl        # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                                    # on many GPUs
 
-The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives the prompt template,
-the size of images, where completions end, and data.answer; --section.name=value changes any of its fields. Rewards are
-those of data.eval_rewards. Its section adapter is not used: checkpoint/ of a run has the adapter in its weights.
+The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives
+the prompt template, the size of images, where completions end, and data.answer;
+--section.name=value changes any of its fields. Rewards are those of data.eval_rewards. Its section
+adapter is not used: checkpoint/ of a run has the adapter in its weights.
 """
 
 import argparse
@@ -45,21 +47,49 @@ def main(arguments: list[str]):
 
 def generate(arguments: list[str]):
     """Write answers without judging them."""
-    run(parser("generate", "Answer the rows of a file: one line a row.").parse_known_args(arguments), judged=False)
+    run(
+        parser("generate", "Answer the rows of a file: one line a row.").parse_known_args(
+            arguments
+        ),
+        judged=False,
+    )
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    more = "--section.name=value changes the recipe: --data.eval_rewards='[iou, box_format]', --data.max_pixels=401408"
+    more = (
+        "--section.name=value changes the recipe: --data.eval_rewards='[iou, box_format]', "
+        "--data.max_pixels=401408"
+    )
     options = {"description": description, "epilog": more, "allow_abbrev": False}
     p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", **options)
-    p.add_argument("--recipe", metavar="FILE", help="default: config.yaml of the model's run, else own_data.yaml")
-    p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
-    p.add_argument("--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md")
+    p.add_argument(
+        "--recipe",
+        metavar="FILE",
+        help="default: config.yaml of the model's run, else own_data.yaml",
+    )
+    p.add_argument(
+        "--model", required=True, help="a Hugging Face folder, or the id of a repository"
+    )
+    p.add_argument(
+        "--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md"
+    )
     p.add_argument("--out", metavar="FILE", help=f"the results file; default: {name}.jsonl")
-    p.add_argument("--num_generations", type=int, default=1, metavar="K", help="answers to each row; default: 1")
-    p.add_argument("--temperature", type=float, help="default: 0 (the likeliest answer), with several answers 1")
-    p.add_argument("--rows", type=int, default=10**9, metavar="N", help="take the first N rows; default: all")
+    p.add_argument(
+        "--num_generations",
+        type=int,
+        default=1,
+        metavar="K",
+        help="answers to each row; default: 1",
+    )
+    p.add_argument(
+        "--temperature",
+        type=float,
+        help="default: 0 (the likeliest answer), with several answers 1",
+    )
+    p.add_argument(
+        "--rows", type=int, default=10**9, metavar="N", help="take the first N rows; default: all"
+    )
     return p
 
 
@@ -68,27 +98,44 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     options, overrides = given
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
-    files = {"model.path": options.model, "data.train_file": options.data, "data.eval_file": options.data}
+    files = {
+        "model.path": options.model,
+        "data.train_file": options.data,
+        "data.eval_file": options.data,
+    }
     fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
-    near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]  # of RUN/best/checkpoint
-    recipe = options.recipe or next((path for path in near if path.is_file()), recipes_folder() / "own_data.yaml")
-    overrides = ["--adapter={}", *overrides, *(f"--{key}={json.dumps(value)}" for key, value in fixed.items())]
+    # of RUN/best/checkpoint
+    near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
+    recipe = options.recipe or next(
+        (path for path in near if path.is_file()), recipes_folder() / "own_data.yaml"
+    )
+    overrides = [
+        "--adapter={}",
+        *overrides,
+        *(f"--{key}={json.dumps(value)}" for key, value in fixed.items()),
+    ]
     config, temperature = load_config(recipe, overrides), options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling, names = replace(config.sampling, temperature=temperature), config.data.eval_rewards if judged else []
+    sampling, names = (
+        replace(config.sampling, temperature=temperature),
+        config.data.eval_rewards if judged else [],
+    )
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
         print(f"recipe: {recipe}", flush=True)
     model, processor = build_model(config, world)
     decoding = {**asdict(sampling), "num_generations": options.num_generations}
-    decoding["seed"] = config.seed if temperature > 0 else None  # the likeliest answer does not depend on it
+    # the likeliest answer does not depend on it
+    decoding["seed"] = config.seed if temperature > 0 else None
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
     out = Path(options.out or ("evaluate.jsonl" if judged else "generate.jsonl"))
     lines, sample = [], RunSampler(model, processor, sampling, world)
     describe = partial(line, processor, names)
-    for part in answer_rows(sample, rows, options.num_generations, names, f"{config.seed}/evaluate", describe):
+    for part in answer_rows(
+        sample, rows, options.num_generations, names, f"{config.seed}/evaluate", describe
+    ):
         if world.is_main:
             with out.open("a" if lines else "w") as file:
                 file.writelines(json.dumps(one) + "\n" for one in part)
@@ -101,28 +148,48 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     ranks.shutdown()
 
 
-def line(processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]], _) -> dict:
+def line(
+    processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]], _
+) -> dict:
     """Make a row's line of the results file."""
     answers = []
     for completion, worth in zip(completions, earned, strict=True):
         text = processor.decode(completion.ids)
-        found = {"text": text, "answer": find_answer(text, processor.answer), "tokens": len(completion.ids)}
-        found |= {"stopped": completion.stopped, "rewards": dict(zip(names, map(finite, worth), strict=True))}
+        found = {
+            "text": text,
+            "answer": find_answer(text, processor.answer),
+            "tokens": len(completion.ids),
+        }
+        found |= {
+            "stopped": completion.stopped,
+            "rewards": dict(zip(names, map(finite, worth), strict=True)),
+        }
         answers.append(found)
-    return {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
+    return {
+        "row": row.index,
+        "where": row.where,
+        "solution": row.columns.get("solution"),
+        "answers": answers,
+    }
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Mean of each reward over rows that it could judge; of the first one pass@k and the accuracy of the majority.
+    """Mean of each reward over rows that it could judge; of the first one pass@k and the accuracy
+    of the majority.
 
-    pass@k: the probability that one of k answers is right, k answers drawn without replacement out of all of a row:
-    1 - C(n - c, k) / C(n, k) with c right ones out of n (Chen et al. 2021, arXiv 2107.03374). majority: whether the
-    answer that was given most often is right; of two the first.
+    pass@k: the probability that one of k answers is right, k answers drawn without replacement out
+    of all of a row: 1 - C(n - c, k) / C(n, k) with c right ones out of n (Chen et al. 2021, arXiv
+    2107.03374). majority: whether the answer that was given most often is right; of two the first.
     """
     answers = [line["answers"] for line in lines]
-    found = {"cut": sum(not one["stopped"] for said in answers for one in said) / sum(map(len, answers))}
+    found = {
+        "cut": sum(not one["stopped"] for said in answers for one in said) / sum(map(len, answers))
+    }
     for name in names:
-        rows = [[one["rewards"][name] for one in said if one["rewards"][name] is not None] for said in answers]
+        rows = [
+            [one["rewards"][name] for one in said if one["rewards"][name] is not None]
+            for said in answers
+        ]
         means = [sum(values) / len(values) for values in rows if values]
         found[name] = sum(means) / len(means) if means else None
     if not names or found[names[0]] is None:
@@ -132,7 +199,9 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
     n = len(judged[0])
     right = [sum(value >= RIGHT for _, value in said) for said in judged]
     for k in (2**i for i in range(n.bit_length()) if n > 1):
-        found[f"pass@{k}"] = sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(right)
+        found[f"pass@{k}"] = sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(
+            right
+        )
     if n > 1:
         majority = []
         for said in judged:
@@ -144,9 +213,15 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def pin(config, model, processor, decoding: dict) -> dict[str, str]:
-    """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and weights; and all."""
+    """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and
+    weights; and all."""
     template = processor.template.text if processor.template else "qwen"
-    prompt = config.data.prompt_template, config.data.system_prompt, processor.add_vision_id, template
+    prompt = (
+        config.data.prompt_template,
+        config.data.system_prompt,
+        processor.add_vision_id,
+        template,
+    )
     pixels = write_image_processor(processor.image_processor), asdict(config.data.video)
     weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

@@ -1,6 +1,7 @@
 """Ask a model one question; its answer appears on the terminal while it is generated.
 
-python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats are there?" --temperature 0
+python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats are there?"
+--temperature 0
 """
 
 import argparse
@@ -28,18 +29,24 @@ from minivlmrl.scale.ranks import World, find_device
 
 
 def main(arguments: list[str]):
-    """Print the answer of a model. Its weights, which take longest to read, come last: mistakes show before."""
+    """Print the answer of a model. Its weights, which take longest to read, come last: mistakes
+    show before."""
     options = parser().parse_args(arguments)
     params, device = sampling(options), choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
-    images = [fetch_image(source, allow_url="private") for source in options.image]  # a URL that you give is allowed
+    # a URL that you give is allowed
+    images = [fetch_image(source, allow_url="private") for source in options.image]
     videos = [load_video(source, allow_url="private") for source in options.video]
-    messages = conversation(options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system)
+    messages = conversation(
+        options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system
+    )
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
     sampler = RunSampler(model, processor, params, World(0, 1, device))
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    stream = Stream(sampler.chooser([prompt], 1, [f"ask/{options.seed}"]), processor.tokenizer, hidden)
+    stream = Stream(
+        sampler.chooser([prompt], 1, [f"ask/{options.seed}"]), processor.tokenizer, hidden
+    )
     [[completion]] = generate(model, [prompt], 1, params.max_new_tokens, stream)
     stream.end()
     if not completion.stopped:
@@ -47,16 +54,22 @@ def main(arguments: list[str]):
 
 
 class Stream:
-    """Choose as `choose` does, and print each token of the only row, a character with its last byte."""
+    """Choose as `choose` does, and print each token of the only row, a character with its last
+    byte."""
 
     def __init__(self, choose: Choose, tokenizer: Tokenizer, hidden: Collection[int] = ()):
         self.choose, self.tokenizer, self.hidden = choose, tokenizer, hidden
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the first bytes of a character
+        # keeps the first bytes of a character
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         ids, logps, ends = self.choose(logits, rows, step)
         if ids.item() not in self.hidden:
-            print(self.decoder.decode(token_bytes(self.tokenizer, ids.item()) or b""), end="", flush=True)
+            print(
+                self.decoder.decode(token_bytes(self.tokenizer, ids.item()) or b""),
+                end="",
+                flush=True,
+            )
         return ids, logps, ends
 
     def end(self):
@@ -65,43 +78,87 @@ class Stream:
 
 
 def sampling(options: argparse.Namespace) -> SamplingOptions:
-    """The sampling options that were given, on top of the model's own if --generation_config is given."""
-    given = {name: value for name, value in vars(options).items() if name in typing.get_type_hints(SamplingOptions)}
+    """The sampling options that were given, on top of the model's own if --generation_config is
+    given."""
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if name in typing.get_type_hints(SamplingOptions)
+    }
     if not options.generation_config:
         return build(SamplingOptions, given, "command line")
-    return from_generation_config(read_json(find_folder(options.model) / "generation_config.json"), **given)
+    return from_generation_config(
+        read_json(find_folder(options.model) / "generation_config.json"), **given
+    )
 
 
 def choose_device(device: str | None) -> torch.device:
-    """Find the device that the model runs on, by default the GPU if there is one (ValueError: there is no such one)."""
+    """Find the device that the model runs on, by default the GPU if there is one (ValueError: there
+    is no such one)."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
     name = device or find_device()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"--device {name} cannot be used ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: what to ask, and one option for each field of SamplingOptions with the field's comment."""
-    p = argparse.ArgumentParser(prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False)
-    p.add_argument("--model", required=True, help="a Hugging Face folder, or the id of a repository")
-    p.add_argument("--prompt", required=True, metavar="TEXT", help="<image> or <video> in it: where each belongs")
+    """The command line: what to ask, and one option for each field of SamplingOptions with the
+    field's comment."""
+    p = argparse.ArgumentParser(
+        prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    p.add_argument(
+        "--model", required=True, help="a Hugging Face folder, or the id of a repository"
+    )
+    p.add_argument(
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="<image> or <video> in it: where each belongs",
+    )
     for kind in ("image", "video"):
-        p.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help="or a URL; may be given again")
+        p.add_argument(
+            f"--{kind}",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="or a URL; may be given again",
+        )
     p.add_argument("--system", metavar="TEXT", help="instead of Qwen's system message")
-    p.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same answer")
+    p.add_argument(
+        "--seed", type=int, default=0, help="of the draws; the same seed gives the same answer"
+    )
     p.add_argument("--device", help="by default cuda if there is one")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
     for bound in ("min_pixels", "max_pixels"):
-        p.add_argument(f"--{bound}", type=int, help="bound of an image's area; by default the model's own")
-    p.add_argument("--generation_config", action="store_true", help="begin with the model's generation_config.json")
-    group, sentences = p.add_argument_group("sampling", SamplingOptions.__doc__), help_of(SamplingOptions)
+        p.add_argument(
+            f"--{bound}", type=int, help="bound of an image's area; by default the model's own"
+        )
+    p.add_argument(
+        "--generation_config",
+        action="store_true",
+        help="begin with the model's generation_config.json",
+    )
+    group, sentences = (
+        p.add_argument_group("sampling", SamplingOptions.__doc__),
+        help_of(SamplingOptions),
+    )
     for name, hint in typing.get_type_hints(SamplingOptions).items():
         kind, nargs, text = hint, None, sentences[name].replace("%", "%%")
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs
             kind = str if isinstance(inside[0], str) else inside[0]
         metavar = kind.__name__.upper()
-        group.add_argument(f"--{name}", type=kind, nargs=nargs, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        group.add_argument(
+            f"--{name}",
+            type=kind,
+            nargs=nargs,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
     return p

@@ -1,4 +1,5 @@
-"""What `train --help` prints: every option of a recipe with its default, type and sentence, section by section.
+"""What `train --help` prints: every option of a recipe with its default, type and sentence, section
+by section.
 
 python -m minivlmrl train --help          # all sections
 python -m minivlmrl train --help grpo     # one section
@@ -19,14 +20,16 @@ from minivlmrl.train import main
 
 
 def start(arguments: list[str]):
-    """Be one rank of a training run from beginning to end of its process; with --help print its options instead."""
+    """Be one rank of a training run from beginning to end of its process;
+    with --help print its options instead."""
     if "--help" in arguments:
         return show(*[argument for argument in arguments if argument != "--help"])
     run_rank(main, arguments)
 
 
 def show(*names: str):
-    """Print the options of these sections ("run": those outside of sections) or of all; refuse an unknown one."""
+    """Print the options of these sections ("run": those outside of sections) or of all;
+    refuse an unknown one."""
     known = sections()
     for name in names:
         if name not in known:
@@ -42,19 +45,29 @@ def show(*names: str):
 def sections() -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
     run = RunConfig()
-    return {"run": run} | {name: value for name, value in vars(run).items() if dataclasses.is_dataclass(value)}
+    return {"run": run} | {
+        name: value for name, value in vars(run).items() if dataclasses.is_dataclass(value)
+    }
 
 
 def option_lines(config, prefix: str) -> list[str]:
-    """Lines of the options of one dataclass; a dataclass inside it, such as data.video, follows its other options."""
-    sentences, hints = help_of(type(config)), typing.get_type_hints(type(config), include_extras=True)
+    """Lines of the options of one dataclass; a dataclass inside it, such as data.video, follows its
+    other options."""
+    sentences, hints = (
+        help_of(type(config)),
+        typing.get_type_hints(type(config), include_extras=True),
+    )
     lines, nested = [], []
     for name, hint in hints.items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             nested += option_lines(value, f"{prefix}{name}.") if prefix else []
             continue
-        default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
+        default = (
+            yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
+            .removesuffix("\n...\n")
+            .strip()
+        )
         lines.append(f"  --{prefix}{name}={default}")
         text = f"{type_text(hint)}; {sentences[name]}" if sentences[name] else type_text(hint)
         lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")

@@ -1,4 +1,5 @@
-"""Training from Python, in a notebook or a script: rows and rewards of this process, the rest as in train.py."""
+"""Training from Python, in a notebook or a script: rows and rewards of this process, the rest as in
+train.py."""
 
 import hashlib
 import json
@@ -20,16 +21,21 @@ Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
 
 
 def train(
-    recipe: str | Path, rows: Rows, eval_rows: Rows | None = None, rewards: Rewards | None = None, **options
+    recipe: str | Path,
+    rows: Rows,
+    eval_rows: Rows | None = None,
+    rewards: Rewards | None = None,
+    **options,
 ) -> dict:
     """Train by a recipe; returns the run's summary, {} if a signal ended it.
 
     Args:
         recipe: a file, or the name of one in recipes/.
-        rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are kept in rows/ in the
-            run's folder.
+        rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are
+            kept in rows/ in the run's folder.
         rewards: name or function -> weight; None: those of the recipe.
-        options: fields or whole sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 100}.
+        options: fields or whole sections of the recipe: output_dir="runs/cats", grpo={"max_steps":
+            100}.
     """
     recipe = Path(recipe) if Path(recipe).is_file() else recipes_folder() / recipe
     fields = {"data.task": None}
@@ -46,7 +52,8 @@ def train(
 
 
 def write_rows(rows: Rows, folder: Path) -> Path:
-    """Write rows as JSON lines, PIL images as PNG files beside them; files are named by what they hold."""
+    """Write rows as JSON lines, PIL images as PNG files beside them;
+    files are named by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(_plain(row, folder)) + "\n" for row in rows)
     path = folder / f"{_digest(text.encode())}.jsonl"
@@ -64,15 +71,20 @@ def _register(reward: str | Callable) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
-        raise ValueError(f"reward {reward.__name__}: the table has another one of this name; rename the function")
+        raise ValueError(
+            f"reward {reward.__name__}: the table has another one of this name; rename the function"
+        )
     REWARDS[reward.__name__] = reward
     return reward.__name__
 
 
 def _plain(value, folder: Path, is_path: bool = False):
-    """JSON of a row or a column: images become files in `folder`, and paths do not depend on where it is."""
+    """JSON of a row or a column: images become files in `folder`, and paths do not depend on where
+    it is."""
     if isinstance(value, Row):
-        more = {name: inside for name, inside in value.columns.items() if name not in (*FORMS, *MEDIA)}
+        more = {
+            name: inside for name, inside in value.columns.items() if name not in (*FORMS, *MEDIA)
+        }
         said = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
         value = {**more, **said, "prompt": value.messages, "images": list(value.images)}
     if isinstance(value, dict):
@@ -85,7 +97,11 @@ def _plain(value, folder: Path, is_path: bool = False):
         image.save(path)
         return str(path.resolve())
     elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))
-    return str(Path(value).resolve()) if is_path and isinstance(value, str | Path) and not elsewhere else value
+    return (
+        str(Path(value).resolve())
+        if is_path and isinstance(value, str | Path) and not elsewhere
+        else value
+    )
 
 
 def _digest(content: bytes) -> str:

@@ -1,4 +1,5 @@
-"""The process of one rank from beginning to end: how it tells torchrun and the user what went wrong."""
+"""The process of one rank from beginning to end: how it tells torchrun and the user what went
+wrong."""
 
 import errno
 import json
@@ -14,14 +15,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print a full disk, or an error that this package has put into words, as one line, in torchrun's summary too.
+    """Print a full disk, or an error that this package has put into words, as one line, in
+    torchrun's summary too.
 
     Returns False for what is neither: a bug.
     """
     last, line = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # wherever something was written
+    # wherever something was written
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += ": the disk is full; make room and go on with --resume=auto"
-    elif not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith("raise "):
+    elif not last.filename.startswith(str(Path(__file__).parents[1])) or not last.line.startswith(
+        "raise "
+    ):
         return False
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -32,7 +37,8 @@ def show_mistake(error: Exception) -> bool:
 
 
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank of a run, and end the process with its exit code: 2 after a mistake, 1 after a bug."""
+    """Call main as one rank of a run, and end the process with its exit code: 2 after a mistake, 1
+    after a bug."""
 
     @record
     def recorded() -> int:
@@ -44,7 +50,8 @@ def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
             return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                time.sleep(3)  # caused by another rank, whose error torchrun must see first: it shows that one
+                # caused by another rank, whose error torchrun must see first: it shows that one
+                time.sleep(3)
             raise
 
     try:
@@ -56,4 +63,6 @@ def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request 179291)
+    # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request
+    # 179291)
+    os._exit(code)
