@@ -1,7 +1,6 @@
 """Print the house: the files of the book and the shelves with their lines, beside their budgets.
 
 python benchmarks/house.py           # a table; exit status 1 if anything exceeds its budget
-python benchmarks/house.py --book    # the paths of the book's files, for ruff
 """
 
 import dataclasses
@@ -17,20 +16,21 @@ READING_ORDER = (
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
 FIELDS = 200  # of a recipe
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 15067
+# lines of at most 100 columns; these numbers only fall
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18150
 SHELF_LINES = {
-    "algorithms": 1826,
-    "run": 2328,
-    "hub": 685,
-    "data": 2239,
-    "reward_functions": 682,
-    "tasks": 175,
-    "sampling": 481,
-    "scale": 626,
-    "audit": 1010,
-    "adapters": 625,
-    "tools": 723,
-    "kernels": 1215,
+    "kernels": 1500,
+    "hub": 950,
+    "data": 2550,
+    "adapters": 825,
+    "scale": 875,
+    "sampling": 575,
+    "reward_functions": 925,
+    "algorithms": 2425,
+    "tasks": 225,
+    "run": 2850,
+    "tools": 1000,
+    "audit": 1500,
 }
 
 
@@ -74,9 +74,6 @@ def lines(path: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
-    if arguments == ["--book"]:
-        print(*(f"minivlmrl/{name}.py" for name in READING_ORDER), sep="\n")
-        return 0
     chapters = book()
     rows = [(f"{name}.py", count, FILE_LINES) for name, count in chapters.items()]
     rows.append(("the book", sum(chapters.values()), BOOK_LINES))

@@ -115,7 +115,8 @@ def type_text(hint) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_text, inside))
     if origin is not None:
-        return f"{origin.__name__}[{', '.join('...' if part is ... else type_text(part) for part in inside)}]"
+        parts = ("..." if part is ... else type_text(part) for part in inside)
+        return f"{origin.__name__}[{', '.join(parts)}]"
     return "null" if hint is types.NoneType else hint.__name__
 
 

@@ -3,8 +3,8 @@ beside it.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
-python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl        # without rewards
-torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                                    # on many GPUs
+python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
+torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many GPUs
 
 The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives
 the prompt template, the size of images, where completions end, and data.answer;
