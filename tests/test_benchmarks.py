@@ -122,8 +122,8 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learning import PLAN
 
+    from minivlmrl.algorithms.table import ALGORITHMS
     from minivlmrl.run.config import GRPOSection
-    from minivlmrl.train import ALGORITHMS
 
     [choices] = [get_args(hint) for name, hint in get_type_hints(GRPOSection).items() if name == "loss_type"]
     named = " ".join([entry.recipe + " " + " ".join(entry.overrides) for entry in PLAN])

@@ -17,8 +17,9 @@ class Base:
 @dataclass
 class Section(Base):
     share: Annotated[float, "(0, 1]"] = 1.0  # of the tokens
-    kind: Literal["k1", "k3"] = "k1"  # which
+    # which
     # estimator
+    kind: Literal["k1", "k3"] = "k1"
     size: Annotated[int, "> 0"] | None = None
     weights: list[Annotated[float, ">= 0"]] | None = None
     losses: list[Literal["a", "b"]] = field(default_factory=lambda: ["a"])
@@ -139,7 +140,7 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     assert len(str(error.value)) < 200
 
 
-def test_the_help_of_a_field_is_the_comment_after_it():
+def test_the_help_of_a_field_is_the_comment_before_or_after_it():
     found = help_of(Section)
     assert found["steps"] == "optimizer steps"
     assert (found["rate"], found["kind"], found["high"]) == ("", "which estimator", "at least low")

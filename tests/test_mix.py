@@ -62,9 +62,8 @@ def files(tmp_path):
 
 
 def load(stages=None, stage_files=(), **data):
-    run = RunConfig(data=DataSection(**data), rewards={"accuracy": 1.0, "format": 0.5})
-    for stage, file in dict(stage_files).items():
-        getattr(run, stage).data = str(file)
+    own = {stage: str(file) for stage, file in dict(stage_files).items()}
+    run = RunConfig(data=DataSection(files=own, **data), rewards={"accuracy": 1.0, "format": 0.5})
     return load_datasets(run, stages or {"grpo": "prompts"}, ["solution"])
 
 

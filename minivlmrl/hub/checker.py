@@ -99,8 +99,10 @@ def help_of(cls) -> dict[str, str]:
             if line.strip().startswith("# "):
                 above.append(line.strip().removeprefix("# "))
             elif field := re.match(r"    (\w+): ", line):
-                after = line.partition("  # ")[2]
-                comments[field[1]], above = " ".join([*above, after]).strip(), []
+                name = field[1]
+                comments[name], above = " ".join([*above, line.partition("  # ")[2]]).strip(), []
+            elif comments and "  # " in line:  # of a default that takes several lines
+                comments[name] = f"{comments[name]} {line.partition('  # ')[2]}".strip()
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
