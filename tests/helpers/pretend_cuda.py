@@ -139,6 +139,13 @@ def lists_on_card(index):
     return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
 
 
+class CardGenerator(torch.Generator):
+    """A generator of the card, whose numbers come from the CPU."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")
+
+
 class PretendCuda(TorchDispatchMode):
     """Pretend that there is a card.
 
@@ -163,6 +170,7 @@ class PretendCuda(TorchDispatchMode):
             torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=CUDA) then copies where we see it
             self.patches.callback(torch._C._set_only_lift_cpu_tensors, False)
             self.patches.enter_context(NameTheCard())
+            self.patches.enter_context(mock.patch.object(torch, "Generator", CardGenerator))
             self.patches.enter_context(torch.autograd.set_multithreading_enabled(False))
             PretendCuda.current = self
         return super().__enter__()
