@@ -29,7 +29,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("minivlmrl", "kernels", "recipes"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
@@ -83,7 +83,7 @@ def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(ins
 def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(tmp_path):
     folders = "minivlmrl", "kernels", "recipes", "tests", "benchmarks", "docs", "exercises"
     for name in folders:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "train.py"):
         shutil.copy(ROOT / name, tmp_path)
     expected = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
