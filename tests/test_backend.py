@@ -36,11 +36,7 @@ def plain(monkeypatch):
 def test_the_device_decides():
     assert backend_for(CPU) == "torch"
     assert backend_for(OnGPU()) == "triton"
-    assert backend_for(OnGPU(device="mps")) == "torch"
-
-
-def test_double_precision_stays_with_torch():
-    assert backend_for(OnGPU(torch.float64)) == "torch"
+    assert backend_for(OnGPU(device="mps")) == backend_for(OnGPU(torch.float64)) == "torch"
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
@@ -124,6 +120,5 @@ assert torch.allclose(logps, -torch.tensor(4.0).log())
 def test_the_interpreter_is_seen_when_triton_was_imported_under_it():
     pytest.importorskip("triton")
     code = "from minivlmrl.kernels import backend; raise SystemExit(0 if backend.INTERPRETED else 3)"
-    for flag, expected in (("1", 0), ("0", 3)):
-        environment = {"TRITON_INTERPRET": flag, "PYTHONPATH": ":".join(sys.path)}
-        assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == expected
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.algorithms.base import Algorithm, TrainingConfig
 from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.hub.checker import build
 from minivlmrl.scale.checkpoint import load_model
 
 from stages import STAGES, Stage, snapshot
@@ -43,28 +41,3 @@ def test_what_a_state_keeps_and_what_is_saved(stage, tmp_path):
     without.save(tmp_path)
     saved = load_model(tmp_path / "checkpoint").state_dict()
     assert all(torch.equal(weight, saved[name]) for name, weight in without.policy.state_dict().items())
-
-
-def test_the_reference_hears_of_every_step(stage):
-    algorithm, heard = stage("grpo").algorithm, []
-    algorithm.reference = type("Reference", (), {"after_step": heard.append})
-    algorithm.after_step(7)
-    assert heard == [7]
-
-
-def test_nothing_is_said_of_held_out_rows_and_no_recipe_is_refused():
-    assert Algorithm.check(None) is None and Algorithm.evaluate(None, []) == {}
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("max_steps", -1, "max_steps is -1"),
-        ("learning_rate", 0, "learning_rate is 0"),
-        ("warmup_steps", -1, "warmup_steps is -1"),
-    ],
-)
-def test_options_out_of_bounds_are_refused(option, value, says):
-    assert build(TrainingConfig, {}, "sft") == TrainingConfig()
-    with pytest.raises(ValueError, match=f"sft.*{says}"):
-        build(TrainingConfig, {option: value}, "sft")

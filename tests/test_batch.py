@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.batch import MicroBatch, Step, pack
+from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.losses import Counts
 
 import tiny
@@ -88,7 +88,3 @@ def test_what_a_frozen_tower_saw_counts_when_it_saw_all():
     assert pack(prompts, [[], []], tiny.config()).vision_embeds is None
     prompts[1].vision_embeds = torch.zeros(1, 64)
     assert pack(prompts, [[], []], tiny.config()).vision_embeds.tolist() == [[1.0] * 64] * 6 + [[0.0] * 64]
-
-
-def test_a_state_may_be_written_after_a_step_unless_it_says_otherwise():
-    assert Step([]).ends_rollout and not Step([], ends_rollout=False).ends_rollout

@@ -1,10 +1,8 @@
 """Which rows a stage gets, and in which order."""
 
 import itertools
-import signal
 import time
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import PIL.Image
 import pytest
@@ -39,16 +37,8 @@ def test_passes_differ_in_order():
 
 
 def test_shuffling_no_rows_is_refused():
-    def stop(*_):
-        raise TimeoutError("still searching")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(ValueError):
-            next(shuffled(0, 1, seed=0))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    with pytest.raises(ValueError):
+        next(shuffled(0, 1, seed=0))
 
 
 def load_datasets(data, stages, seed, *columns):
@@ -121,10 +111,6 @@ def test_rows_of_a_file_say_what_space_their_boxes_are_in(write_rows, space):
     config = DataSection(train_file=file, eval_file=file, box_space=space)
     datasets = load_datasets(config, {"grpo": "prompts"}, 0, ["solution"])
     assert [datasets[name][0].columns["box_space"] for name in ("grpo", "eval")] == [space, space]
-
-
-def test_the_config_knows_all_spaces():
-    assert get_args(get_type_hints(DataSection)["box_space"]) == SPACES
 
 
 # draws of rows

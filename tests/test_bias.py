@@ -134,12 +134,6 @@ def test_dpo_has_the_gradient_of_its_paper():
     close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, DPOLoss("sigmoid", beta=beta)), target)
 
 
-def test_the_command_prints_the_tables(capsys, tables, monkeypatch):
-    monkeypatch.setattr(bias, "preference_table", bias.ppo_table)  # it takes most of the time
-    bias.main()
-    assert f"\n| {' | '.join(tables['policy_table'][1])} |\n" in capsys.readouterr().out
-
-
 # through a picture: a tiny Qwen2.5-VL with three tokens to say, and the gradient of its vision tower
 
 

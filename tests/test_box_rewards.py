@@ -2,16 +2,14 @@
 
 import json
 import math
-import time
 
 import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.boxes import Box
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.box_rewards import acc_0_5, answered_boxes, box_columns, box_format, giou, iou
+from minivlmrl.reward_functions.box_rewards import acc_0_5, box_columns, box_format, giou, iou
 from minivlmrl.rows import Processor, Row
 from recipes import localisation
 
@@ -63,11 +61,8 @@ HACKS = {
     # large, small, empty
     say("0 0 100 50"): (0.08, 0, 0.08, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
-    say("-1e308 -1e308 1e308 1e308"): NOTHING,
     say("30 20 31 21"): (1 / 400, 0, 1 / 400, 1),
     say("30 20 30 20"): NOTHING,
-    say("0 0 0 0"): NOTHING,
-    say("30 20 30.0000000000000001 20.0000000000000001"): NOTHING,
     # another order or unit
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
@@ -80,25 +75,11 @@ HACKS = {
     say("20 10 40 51"): (400 / 820, 0, 400 / 820, 0),
     # no numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("20 10 1e309 30"): NOTHING,
-    say("20 10 40 3" + "0" * 400): NOTHING,
-    say("２０ １０ ４０ ３０"): NOTHING,
-    say("[true, true, true, true]"): NOTHING,
-    say('["20", "10", "40", "30"]'): NOTHING,
-    say("{x1} {y1} {x2} {y2}"): NOTHING,
     say("the cat"): NOTHING,
     say("[]"): (0, 0, -1, 1),  # there is no such object
-    say("[" * 3000): NOTHING,
     # not four numbers, or not one reading of them
     say("20 10 40"): NOTHING,
-    say("[20, 10], [40, 30]"): NOTHING,
-    say('{"bbox_2d": [20, 10, 40, 30], "bbox_2d": [60, 10, 80, 30]}'): NOTHING,
-    say('{"bbox_2d": [20, 10, 40, 30]'): NOTHING,
-    say('{"solution": [20, 10, 40, 30]}'): NOTHING,
-    say(f"[{RIGHT}], [20, 10, 40]"): NOTHING,
-    say(f"[{RIGHT}] or [{WRONG}]"): NOTHING,
     say(f"The cat is at [{RIGHT}]"): NOTHING,
-    say(f"{RIGHT}\x00"): NOTHING,
     # several guesses
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
@@ -109,36 +90,19 @@ HACKS = {
     # tags
     "": NOTHING,
     RIGHT: NOTHING,
-    f"```json\n{js(RIGHT)}\n```": NOTHING,
-    f"The cat is at [{RIGHT}]": NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"Sure! {say(RIGHT)}": ALL_BUT_FORM,
-    f"{say(RIGHT)} Done.": ALL_BUT_FORM,
     f"{say(RIGHT)}{WRONG}": ALL_BUT_FORM,
     f"{say(WRONG)}{RIGHT}": BESIDE_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
-    f"<think>{RIGHT}</think>": NOTHING,
     f"<think>{RIGHT}</think>{RIGHT}": NOTHING,
-    f"<think>{RIGHT}": NOTHING,
-    f"<think>{RIGHT}</think><answer></answer>": NOTHING,
-    f"<think>{RIGHT}</think><answer>the box above</answer>": NOTHING,
     f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
     f"<think><answer>{RIGHT}</answer></think>": ALL_BUT_FORM,
-    f"<think><answer>{RIGHT}</answer>": ALL_BUT_FORM,
-    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
-    f"<think><answer>{RIGHT}</answer></think><answer>{WRONG}": ALL_BUT_FORM,
-    f"<answer>{RIGHT}</answer><think>a</think>": ALL_BUT_FORM,
-    f"<think>a</think><answer>{RIGHT}": NOTHING,
-    f"{RIGHT}</answer>": NOTHING,
-    f"<answer>{RIGHT}<answer>": NOTHING,
-    f"<answer><answer>{RIGHT}</answer></answer>": NOTHING,
     f"<answer>{WRONG}<answer>{RIGHT}</answer>": NOTHING,
-    f"<ANSWER>{RIGHT}</ANSWER>": NOTHING,
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
     f"<answer>{RIGHT}</answer><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
     f"<answer>{RIGHT}</answer><answer></answer>": NOTHING,
     f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
-    f"<think></think><answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"a</think><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # a prompt may end with <think>
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
     say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
@@ -280,33 +244,6 @@ def test_an_answer_counts_in_its_own_space(extent, said):
 
 def test_the_edge_of_the_image_is_inside():
     assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
-
-
-def test_answer_docstring_example():
-    both = "<think>1 1 2 2</think><answer>1 2 5 6</answer>", "1 2 5 6"
-    assert [answered_boxes(text, EXTENT) for text in both] == [[Box(1, 2, 5, 6, EXTENT)]] * 2
-
-
-def test_iou_docstring_examples():
-    one, two = columns(), columns(solution=TWO)
-    assert iou([say(js(RIGHT, RIGHT))], **one) == iou([say(js(FIRST))], **two) == [0.5]
-    assert iou([say("20 10 40 20")], **one) == [0.5]
-
-
-@pytest.mark.parametrize(("height", "expected"), [(20.0, 1), (19.8, 0), (20.2, 1)])
-def test_acc_docstring_example(height, expected):
-    assert acc_0_5([say(f"20 10 40 {height}")], **columns()) == [expected]
-    assert acc_0_5([say(js("20 10 40 28", WRONG))], **columns()) == [0.5]  # IoU 0.9 and another box beside
-
-
-@pytest.mark.parametrize(
-    "unit", ["<answer>", "</think>", "<think>", "<answer></answer>", "<answer>1 ", "</answer>", "[1,"]
-)
-def test_endless_repetition_is_judged_quickly(unit):
-    """A policy that has gone astray repeats itself: 8 thousand characters must not stall the run."""
-    begin = time.process_time()
-    assert rewards(unit * (8000 // len(unit))) == NOTHING
-    assert time.process_time() - begin < 1
 
 
 # what box rewards are told about each row

@@ -226,10 +226,8 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
 MISFITS = [
     (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, but {SETTINGS} has patch_size 14"),
-    (SETTINGS, {"temporal_patch_size": 1}, f"temporal_patch_size is 2, but {SETTINGS} has temporal_patch_size 1"),
     (SETTINGS, {"merge_size": 1}, f"vision_config.spatial_merge_size is 2, but {SETTINGS} has merge_size 1"),
     ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but {TOKENIZER} has <.image_pad.> \d+"),
-    ("config.json", {"video_token_id": 5}, rf"video_token_id is 5, but {TOKENIZER} has <.video_pad.> \d+"),
     ("config.json", {"vocab_size": 99}, rf"vocab_size is 99, but {TOKENIZER} has \d+ tokens"),
     ("config.json", {"vocab_size": 99, "image_token_id": 5}, r"image_token_id is 5, .* \d+; vocab_size is 99, .*"),
 ]
@@ -334,22 +332,6 @@ def split(path):
     return sorted(set(files.values())), files
 
 
-def test_of_one_file_and_an_index_the_file_is_read(copy):
-    """As in transformers."""
-    weights = load_file(copy / "model.safetensors")
-    split(copy)
-    weights["model.norm.weight"] += 1
-    save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    assert torch.equal(load_model(copy).model.norm.weight, weights["model.norm.weight"])
-
-
-def test_a_tensor_is_found_in_another_shard_than_the_index_says(copy):
-    """As in transformers: the index names the files, and each of them what it holds."""
-    (first, second), files = split(copy)
-    edit_json(copy / INDEX, weight_map={name: first if file == second else second for name, file in files.items()})
-    load_model(copy)
-
-
 def test_a_tensor_that_is_there_twice_is_refused(copy):
     (first, second), _ = split(copy)
     weights = {file: load_file(copy / file) for file in (first, second)}
@@ -417,13 +399,6 @@ def test_a_broken_file_is_named(copy, file, content, says):
     if content is not None:
         (copy / file).write_bytes(content)
     with pytest.raises(ValueError, match=says):
-        load_model(copy)
-
-
-def test_a_cut_weight_file_is_named(copy):
-    whole = (copy / "model.safetensors").read_bytes()
-    (copy / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
         load_model(copy)
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 from talk import IMAGE_PART, assistant, system, text, user
 
-from minivlmrl.data.conversations import conversation
 from minivlmrl.data.file_dataset import FileDataset
 
 
@@ -28,16 +27,6 @@ def test_prompt_template_and_system_prompt(write_rows):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [text("Look: "), IMAGE_PART, text(" What is {x}? Think.")]},
     ]
-
-
-@pytest.mark.parametrize(
-    ("problem", "images"), [("<image>", []), ("<image> <image>", ["red.png"]), ("<image>?", ["red.png"] * 2)]
-)
-def test_other_placeholders_than_images_are_named_with_their_row(write_rows, problem, images):
-    """When the file is read, long before the row's turn in training comes."""
-    message = r"rows\.jsonl:1: column 'problem': the prompt has \d <image> placeholder\(s\) but \d image"
-    with pytest.raises(ValueError, match=message):
-        FileDataset(write_rows({"problem": problem, "images": images}))
 
 
 def test_a_prompt_of_text_is_a_problem(write_rows):
@@ -116,14 +105,6 @@ def test_a_conversation_may_have_preferences_for_its_first_answer(write_rows):
     assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
 
 
-def test_the_turns_that_chosen_and_rejected_share_are_the_prompt(write_rows):
-    shared = [user("one"), assistant("two"), user("three")]
-    chosen, rejected = [assistant("four")], [assistant("5"), user("?"), assistant("6")]
-    row = FileDataset(write_rows({"chosen": shared + chosen, "rejected": shared + rejected}), ("problem", "chosen"))[0]
-    assert row.messages == as_parts(shared)
-    assert (row.completion, row.chosen, row.rejected) == (None, chosen, rejected)
-
-
 def test_the_implicit_prompt_is_trls(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
@@ -199,25 +180,19 @@ COUNT = "but {} image(s) came with it; put one where each image belongs and name
 MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),
     ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
-    ({"messages": "hi"}, "column 'messages': must be a list of turns, it is 'hi'"),
-    ({"prompt": []}, "column 'prompt': needs turns with the roles system, user, assistant, tool; it has []"),
     ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
     ({"prompt": ["hi"]}, "column 'prompt': message 0 needs a role, and content that is text or a list of parts: 'hi'"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part of type 'audio', not text, image"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video part(s) but 0 video(s) came"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing twice; keep one of them"),
-    ({"messages": [HI, YES], "completion": "a"}, "columns 'messages' and 'completion' say the same thing twice; keep"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
     ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': there is an image in or after the assista"),
     ({"messages": [HI, YES, user("<image>?"), YES]}, "column 'messages': there is <image> after the assistant's firs"),
     ({"solution": "a"}, "column 'problem' is missing; the row has ['solution']; name its question"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
-    ({"chosen": [HI, YES], "rejected": [HI, HI, YES]}, "column 'rejected' must go on with an assistant turn after t"),
     ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen' must go on with an assistant turn after"),
-    ({"chosen": [HI, YES, YES], "rejected": [HI, YES, assistant("no")]}, "column 'chosen': the prompt ends with an as"),
     ({"chosen": [HI, YES], "rejected": [HI, YES]}, "column 'rejected' equals column 'chosen': there is no preference"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column 'rejected' equals column 'chosen': there is no prefer"),
     (
         {"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
         "column 'rejected' equals column 'chosen': there is no preference to learn; drop the row",
@@ -231,7 +206,6 @@ MISTAKES = [
         {"messages": [user("<image><image>"), YES], "image": "red.png"},
         "column 'messages': the prompt has 2 <image> placeholder(s) " + COUNT.format(1),
     ),
-    ({"prompt": [user("<image>")]}, "column 'prompt': the prompt has 1 <image> placeholder(s) " + COUNT.format(0)),
     (
         {"messages": [system("s"), YES], "image": "red.png"},
         "column 'messages': the prompt has no user turn that could show the row's 1 image(s); add one",
@@ -241,8 +215,6 @@ MISTAKES = [
     ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': option 'fps' is not one of min_pixels"),
-    ({"problem": "a", "image": {"image": "a", "max_pixels": "9"}}, "column 'image': max_pixels '9': need a whole numb"),
-    ({"problem": "a", "image": {"image": "a", "resized_width": 9}}, "column 'image': resized_height and resized_width"),
     ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
     (
         {"prompt": [user([{"type": "image", "image": 3}])]},
@@ -254,17 +226,11 @@ BAD_ANSWERS = [
     (3, "must be text or a list of turns, it is 3"),
     ({"role": "assistant"}, "must be text or a list of turns, it is {'role'"),
     ("", "an answer is empty or blank, and would teach to say nothing; write it or drop the row"),
-    (" \n\t", "an answer is empty or blank"),
     ([assistant("")], "an answer is empty or blank"),
-    ([assistant([])], "an answer is empty or blank"),
     ([assistant([text(" "), text("\n")])], "an answer is empty or blank"),
-    ([YES, HI, assistant(" ")], "an answer is empty or blank"),
     ([], "needs turns with the roles system, user, assistant, tool; it has []"),
     ([HI, YES], "turns must begin and end with an assistant turn; their roles are ['user', 'assistant']"),
-    ([YES, HI], "turns must begin and end with an assistant turn; their roles are ['assistant', 'user']"),
-    ([{"role": "assistant"}], "message 0 needs a role, and content that is text or a list of parts"),
     ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
-    ([YES, {"role": "human", "content": "hi"}, YES], "needs turns with the roles system, user, assistant, tool; it"),
     ([assistant([IMAGE_PART])], "there is an image in or after the assistant's first turn; images belong into the p"),
     ([YES, user([IMAGE_PART]), YES], "there is an image in or after the assistant's first turn; images belong"),
     ([YES, user("<image>"), YES], "there is <image> after the assistant's first turn; images belong into the prompt"),
@@ -295,8 +261,3 @@ def test_a_user_of_a_completion_may_be_silent(write_rows):
 
 def test_an_answer_may_speak_of_images(write_rows):
     assert FileDataset(write_rows({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
-
-
-def test_splitting_at_images_keeps_the_text_around():
-    assert conversation("a<image>", {"image": 1})[0]["content"] == [text("a"), IMAGE_PART, text("")]
-    assert conversation("", {})[0]["content"] == [text("")]

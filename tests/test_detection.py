@@ -46,16 +46,9 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     ("```json\n[]\n```", [], ALL),
     (js(CAT), [], NOTHING),
     ("", [], NOTHING),  # says nothing
-    ("there is none, or a cat", [], NOTHING),
-    ("{}", [CAT], NOTHING),
-    ("null", [], NOTHING),
     ('[{"bbox_2d": [0, 0, 20, 20]}]', [CAT], NOTHING),
-    ('[{"bbox_2d": [0, 0, 20], "label": "cat"}]', [CAT], NOTHING),
     ('[{"bbox_2d": [0, 0, 20, NaN], "label": "cat"}]', [CAT], NOTHING),
-    ('[{"bbox_2d": [0, 0, 1e400, 1e400], "label": "cat"}]', [CAT], NOTHING),
     ('[{"bbox_2d": [0, 0, 20, 20], "label": ["cat", "dog"]}]', [CAT], NOTHING),
-    ('[{"bbox_2d": [0, 0, 20, 20], "label": 3}]', [CAT], NOTHING),
-    (f"{js(CAT)} or {js(DOG)}", [CAT], NOTHING),
     ("[" * 100000, [CAT], NOTHING),
 ]
 

@@ -381,16 +381,6 @@ def test_what_the_written_pages_say_is_so():
         assert name in ("SFT", "DPO") or (push[3][compare.scene().mask[3].bool()] < 0).all()
 
 
-def test_questions_are_short():
-    """A question, an answer of at most five lines, at most 15 lines of code without fixtures."""
-    tests = [n for n in ast.parse((ROOT / "tests/test_faq.py").read_text()).body if isinstance(n, ast.FunctionDef)]
-    assert len(tests) >= 12
-    for test in tests:
-        question, empty, *answer = ast.get_docstring(test).splitlines()
-        assert "?" in question and not empty and 1 <= len(answer) <= 5, test.name
-        assert test.end_lineno - test.body[0].end_lineno < 15 and not test.args.args, test.name
-
-
 def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):
     """Without Jupyter: with few rows, and few steps of each stage; it ends with a reward of the reader's own."""
     monkeypatch.chdir(tmp_path)

@@ -1,15 +1,12 @@
 """Dropout: PEFT's products, what a mask depends on, gradients, and where there is none."""
 
-import copy
-
 import pytest
 import torch
-from test_lora import adapted, check_gradients, loss
+from test_lora import adapted, check_gradients, check_peft, loss
 from test_trained import ADAPTERS
-from torch import nn
 
 from minivlmrl.adapters.dropout import drop, dropout
-from minivlmrl.adapters.lora import LoRALinear, adapter_parameters, adapters
+from minivlmrl.adapters.lora import adapter_parameters, adapters
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import recompute_blocks
@@ -36,24 +33,7 @@ def test_a_share_p_is_0_and_the_mean_stays(p):
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_layer_is_pefts(dora):
     """In float64 with the same mask: what it computes and its gradients."""
-    peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
-    torch.manual_seed(4)
-    theirs = nn.Sequential(nn.Linear(5, 3)).double()
-    layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5, dora)
-    config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=0.4, use_dora=dora, target_modules=["0"])
-    theirs, x = peft.get_peft_model(theirs, config).double().train(), torch.randn(6, 5, dtype=torch.float64)
-    layer.drop = lambda x: drop(0.4, 1, x)
-    theirs.base_model.model[0].lora_dropout["default"].forward = layer.drop
-    mine = [p for name, p in layer.named_parameters() if "lora_" in name]
-    other = {p.shape: p for name, p in theirs.named_parameters() if "lora_" in name}
-    for parameter in mine:
-        other[parameter.shape].data += 0.3 * torch.randn_like(parameter)
-        parameter.data.copy_(other[parameter.shape])
-    for model in (layer, theirs):
-        (model(x) ** 2).sum().backward()
-    torch.testing.assert_close(layer(x), theirs(x), rtol=1e-12, atol=1e-12)
-    for parameter in mine:
-        torch.testing.assert_close(parameter.grad, other[parameter.shape].grad, rtol=1e-10, atol=1e-12)
+    layer, _, x = check_peft(dora, 0.4, lambda x: drop(0.4, 1, x))
     with_it = layer(x)
     layer.drop = None
     assert not torch.allclose(with_it, layer(x))

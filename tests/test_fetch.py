@@ -30,13 +30,6 @@ HAS += ["DDS"] * (tuple(map(int, PIL.__version__.split(".")[:2])) >= (12, 3))  #
 KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", *HAS]  # a cut one is noticed
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"P6 x", b'{"problem": 1}'])
-def test_a_file_that_is_no_image_is_named(tmp_path, content):
-    (tmp_path / "notes.jpg").write_bytes(content)
-    with pytest.raises(ValueError, match=r"notes\.jpg: cannot be read as an image"):
-        fetch_image(tmp_path / "notes.jpg")
-
-
 @pytest.mark.filterwarnings("ignore:::PIL")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
@@ -60,12 +53,6 @@ def png_header(width, height):
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
     with pytest.raises(ValueError, match=r"cannot be read as an image \(.*(exceeds limit|are over) .*"):
         fetch_image(png_header(*size))
-
-
-def test_the_pixel_limit_holds_where_pillow_has_none(monkeypatch):
-    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", None)
-    with pytest.raises(ValueError, match="20000 x 20000 pixels are over 178956970; scale it down"):
-        fetch_image(png_header(20_000, 20_000))
 
 
 def test_large_photos_pass_the_pixel_limit_without_a_warning():

@@ -56,26 +56,6 @@ def test_filters_equal_transformers_bit_for_bit(setting, rounded):
         assert torch.equal(actual, theirs(setting, prompt, scores, banned))
 
 
-def kept(scores, **setting):
-    return (filter_logits(torch.tensor([scores]), SamplingOptions(**setting)) > float("-inf"))[0].tolist()
-
-
-def test_ties_with_the_kth_stay():
-    assert kept([3.0, 1.0, 2.0, 1.0, 0.0], top_k=3) == [True, True, True, True, False]
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-    assert kept(scores, top_p=0.7) == [True, True, False, False]
-    assert kept(scores, top_p=0.01) == [True, False, False, False]
-
-
-def test_min_p_is_a_share_of_the_likeliest_that_is_left():
-    """After top_k the likeliest has probability 5/8, so 0.55 of it is 0.34: the second with 3/8 stays."""
-    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-    assert kept(scores, top_k=2, min_p=0.55) == [True, True, False, False]
-
-
 @pytest.mark.parametrize("setting", [dict(top_k=1), dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1),
                                      dict(min_new_tokens=1)], ids=str)  # fmt: skip
 def test_each_option_asks_for_the_filters(setting):

@@ -78,13 +78,6 @@ def left_padded(rows):
     return batch
 
 
-def test_the_default_draw_is_torch_multinomial():
-    model, rows = tiny.model(), prompts(3)
-    torch.manual_seed(5)
-    default = sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP)
-    assert ids_of(default) == ids_of(sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(5)))
-
-
 def test_neutral_options_draw_as_the_three_of_the_book():
     model, rows = tiny.model(), prompts(3)
     few, all_ = (cls(0.7, 9, [5, 6, 8]) for cls in (SamplingConfig, SamplingOptions))
@@ -153,46 +146,6 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
     assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
 
 
-def test_temperature_of_the_scorer_matters():
-    model = tiny.model()
-    rows = prompts(2)
-    completions = sample(model, rows, 4, SamplingConfig(temperature=0.8, max_new_tokens=64), STOP, seeded())
-    batch = pack(rows, [[c.ids for c in group] for group in completions], model.config)
-    recorded = torch.cat([c.logps for group in completions for c in group])
-    assert (per_token_logps(model, batch, temperature=1.0)[0] - recorded).abs().max() > 0.1
-
-
-def test_the_same_seed_gives_the_same_completions():
-    model, rows = tiny.model(), prompts(3)
-
-    def drawn(seed):
-        return ids_of(sample(model, rows, 4, SamplingConfig(max_new_tokens=8), STOP, seeded(seed)))
-
-    assert drawn(0) == drawn(0) != drawn(1)
-
-
-def test_completions_end_with_the_first_stop_token():
-    out = sample(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=10), STOP, seeded(3))
-    completions = [c for group in out for c in group]
-    for completion in completions:
-        ids = completion.ids.tolist()
-        assert not set(ids[:-1]) & set(STOP)
-        assert completion.stopped == (ids[-1] in STOP)
-        assert completion.stopped or len(ids) == 10
-        assert len(completion.logps) == len(ids)
-    assert {c.stopped for c in completions} == {True, False}
-
-
-def test_a_prompt_does_not_feel_its_neighbours():
-    """Greedy completions of a prompt are the same alone and among prompts of other lengths."""
-    model, rows = tiny.model(dtype=torch.float64), prompts(5)
-    sampling = SamplingConfig(temperature=0, max_new_tokens=8)
-    together = sample(model, rows, 1, sampling, STOP)
-    for row, [completion] in zip(rows, together, strict=True):
-        [[alone]] = sample(model, [row], 1, sampling, STOP)
-        assert alone.ids.tolist() == completion.ids.tolist()
-
-
 def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
     """The decoder sees each prompt token once, then only new tokens."""
     model, rows, seen = tiny.model(), prompts(2), []
@@ -256,19 +209,6 @@ def test_banned_tokens_are_never_drawn_and_do_not_change_the_recorded_logp():
     torch.testing.assert_close(logps, (scores / 0.7).log_softmax(-1).gather(1, ids[:, None])[:, 0])
 
 
-def test_draws_equal_torch_multinomial_of_the_same_seed():
-    sampling = SamplingOptions(temperature=0.7, top_p=0.9)
-    ids, _ = one_token(logits(), sampling, seeded())
-    probs = filter_logits(logits(), sampling).softmax(-1)
-    assert torch.equal(ids, torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0))[:, 0])
-
-
-def test_temperature_zero_takes_the_likeliest():
-    ids, logps = one_token(logits(), SamplingConfig(temperature=0))
-    assert torch.equal(ids, logits().argmax(-1))
-    torch.testing.assert_close(logps, logits().log_softmax(-1).amax(-1))
-
-
 def test_the_recorded_logp_is_the_policys_not_the_filters():
     sampling = SamplingOptions(temperature=0.5, top_k=2, top_p=0.5)
     ids, logps = one_token(logits(), sampling, seeded())
@@ -317,20 +257,6 @@ def test_numbers_depend_on_their_key_alone():
     assert torch.equal(three[2:4], one)
     assert len(three.unique()) == 30 and three.min() >= 0 and three.max() < 1
     assert random_numbers("0/7").random() == random_numbers("0/7").random() != random_numbers("0/8").random()
-
-
-def test_completions_by_numbers_do_not_depend_on_what_is_generated_beside_them():
-    model, rows = tiny.model(dtype=torch.float64), prompts(5)
-    sampling, numbers = SamplingConfig(max_new_tokens=10), uniform_numbers(list("abcde"), 3, 10).view(5, 3, 10)
-
-    def drawn(indices):
-        out = sample(model, [rows[i] for i in indices], 3, sampling, STOP, draw_by(numbers[indices].flatten(0, 1)))
-        return [[c.ids.tolist() for c in group] for group in out]
-
-    together = drawn([0, 1, 2, 3, 4])
-    assert drawn([4, 2]) == [together[4], together[2]]
-    assert [drawn([i])[0] for i in range(5)] == together
-    assert len({tuple(ids) for group in together for ids in group}) > 10
 
 
 def test_a_sampler_depends_on_the_keys_of_its_prompts_alone(tokenizer_300):

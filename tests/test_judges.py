@@ -10,11 +10,6 @@ from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, un
 from earnings import earnings
 
 
-def test_the_table_is_long():
-    assert len(ROWS) >= 600 and len(set(ROWS)) == len(ROWS)
-    assert sum(earned == 1 for *_, earned in ROWS) >= 230
-
-
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
 def test_right_answers_earn_and_hacks_do_not(reward):
     """Each row alone takes less than a second, also a text that is long or made to be slow."""

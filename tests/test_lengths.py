@@ -48,10 +48,6 @@ def test_repetition_equals_trl():
         assert repetition(ids, ngram_size=size, max_penalty=penalty) == pytest.approx(theirs)
 
 
-def test_repetition_docstring_example():
-    assert repetition([[5, 5, 5, 5, 5], [1, 2]], ngram_size=2) == [-0.75, 0.0]
-
-
 def test_defaults_of_repetition():
     """5 5 5 5 5 has three triples, of which two are repetitions."""
     assert repetition([[5, 5, 5, 5, 5], [5, 5, 6, 5]]) == pytest.approx([-2 / 3, 0.0])

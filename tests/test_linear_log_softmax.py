@@ -69,11 +69,6 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
     assert (actual[0] <= 0).all()
 
 
-def test_one_piece_is_enough_for_few_rows():
-    arguments = inputs(rows=3)
-    assert_exact(scored(*arguments, 1.0), exact(*arguments, 1.0), TOLERANCE[EXACT])
-
-
 @pytest.mark.parametrize("every", [1, 2, 70], ids="every {}th left".format)
 def test_rows_without_gradient_are_left_out_and_missed_by_nobody(small_pieces, every):
     arguments = inputs()
@@ -136,14 +131,6 @@ def test_what_does_not_fit_is_said():
             linear_log_softmax(*wrong, 1.0)
     with pytest.raises(ValueError, match="temperature -1"):
         linear_log_softmax(hidden, weight, ids, -1.0)
-
-
-def test_the_likeliest_token_by_hand():
-    """Logits 0 and log 3 at temperature 1: probabilities 1/4 and 3/4."""
-    weight = torch.tensor([[1.0], [3.0]]).log()
-    logps, entropies = linear_log_softmax(torch.ones(1, 1), weight, torch.tensor([1]))
-    assert logps.exp().item() == pytest.approx(0.75)
-    assert entropies.item() == pytest.approx(0.5623351)
 
 
 @only_torch

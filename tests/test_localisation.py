@@ -1,35 +1,26 @@
 """recipes/localisation.py: objects fill their boxes, noise is in demonstrations only, unseen boxes are unseen."""
 
 import hashlib
-import json
 import random
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from minivlmrl.data.turns import encode_completion
-from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import box_rewards
-from minivlmrl.rows import Processor
 from minivlmrl.tasks.shapes import COLORS
 from recipes.localisation import (  # fmt: skip
     GRID,
     NAMES,
     Localisation,
-    answer,
     constant_box,
     draw,
     is_unseen,
     jittered,
     overlap,
     pixels,
-    placed,
     position,
-    tokenizer,
 )
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -169,14 +160,6 @@ def test_noise_changes_demonstrations_only():
         assert sum(a.completion != b.completion for a, b in zip(rows_of(clean), rows_of(noisy), strict=True)) > 35
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_share_of_random_boxes(share):
-    """A fiftieth of those drawn at random happens to be right."""
-    rows = rows_of(Localisation(1500, 0, wrong_boxes=share))
-    wrong = sum(demonstrated(row) != true_box(row) for row in rows) / 1500
-    assert abs(wrong - share * 0.98) < 0.04
-
-
 @pytest.mark.parametrize("units", [0, 1, 2, 8])
 def test_a_jittered_box_is_a_box_inside_the_picture(units):
     rng = random.Random(0)
@@ -221,35 +204,12 @@ def test_evaluation_shows_all_boxes_and_marks_the_unseen(seed):
     assert abs(share - (7 / 49 + 2 / 36 + 3 / 25 + 3 / 16) / 4) < 0.025  # 12.6 %, standard deviation 0.6 %
 
 
-def test_position_is_the_third_that_holds_the_centre():
-    for box in EVERY_BOX:
-        x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-        down = "top" if y < 8 / 3 else "bottom" if y > 16 / 3 else "middle"
-        across = "left" if x < 8 / 3 else "right" if x > 16 / 3 else "center"
-        assert position(box) == (down, across)
-
-
 def test_thinking_of_positions_is_about_the_box_that_is_demonstrated():
     options = {"objects": (1, 3), "jitter": 1, "wrong_boxes": 0.3, "thinking": "position"}
     for row in rows_of(Localisation(100, 0, **options)):
         color, _ = named(row)
         down, across = position(demonstrated(row))
         assert row.completion.startswith(f"<think>{color} {down} {color} {across}</think><answer>")
-
-
-def test_best_constant_box_by_hand():
-    """The example of the docstring, in pixels; of equally good boxes the first."""
-
-    class Two:
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            row = Localisation(1, 0)[0]
-            row.columns["solution"] = [[0, 0, 14, 14], [0, 0, 14, 28]][index]
-            return row
-
-    assert constant_box(Two()) == ((0, 0, 2, 2), 0.75)
 
 
 def test_best_constant_box_of_the_test_rows():
@@ -260,59 +220,3 @@ def test_best_constant_box_of_the_test_rows():
     every = [sum(iou(candidate, true_box(row)) for row in rows_of(rows)) / 512 for candidate in (box, (1, 1, 6, 7))]
     assert every[0] == pytest.approx(mean) and every[1] <= mean
     assert mean == pytest.approx(0.285, abs=0.001)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return Processor(tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
-
-
-def test_every_digit_and_every_word_is_one_token(processor):
-    encode = processor.tokenizer.encode
-    assert all(len(encode(digit)) == 1 for digit in "0123456789")
-    assert len(encode("1 2 5 6")) == 7  # spaces are tokens too
-    words = {word for name in NAMES for word in name.split()} | {"top", "middle", "bottom", "left", "center", "right"}
-    assert all(len(encode(f" {word}")) == 1 for word in words)
-    assert (
-        len(processor.tokenizer)
-        <= ModelConfig.from_dict(json.loads((RECIPES / "localisation_model.json").read_text())).vocab_size
-    )
-
-
-def test_tokens_of_a_prompt_and_of_a_completion(processor):
-    """41 (of them 16 of the image) and 19, thinking of positions 21; the recipe leaves room for a few more."""
-    rows = rows_of(Localisation(40, "test", objects=(1, 3)))
-    prompts = [processor(row.messages, row.images) for row in rows]
-    assert {len(prompt.input_ids) for prompt in prompts} == {41}
-    assert prompts[0].image_grid_thw.tolist() == [[1, 8, 8]]
-    lengths = {
-        thinking: {
-            len(encode_completion(processor, [], answer(n, box, thinking))[0]) for n in NAMES for box in SQUARES[::9]
-        }
-        for thinking in ("name", "position")
-    }
-    assert lengths == {"name": {19}, "position": {21}}
-    recipe = yaml.safe_load((RECIPES / "localisation.yaml").read_text())
-    assert recipe["sampling"]["max_new_tokens"] >= 21
-
-
-def test_docstring_examples():
-    assert answer("purple circle", (4, 0, 8, 3)) == "<think>purple circle</think><answer>4 0 8 3</answer>"
-    assert answer("purple circle", (4, 0, 8, 3), "position") == (
-        "<think>purple top purple right</think><answer>4 0 8 3</answer>"
-    )
-    assert position((4, 0, 8, 3)) == ("top", "right")
-    assert pixels((1, 2, 5, 6)) == [7, 14, 35, 42]
-    assert is_unseen((0, 0, 2, 2)) and not is_unseen((1, 0, 3, 2))
-    assert overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not overlap((0, 0, 2, 2), (2, 0, 4, 2))
-    assert {placed((5, 5), random.Random(seed))[:2] for seed in range(400)} == {
-        (x, y) for x in range(4) for y in range(4)
-    }
-
-    class Moves(random.Random):
-        moves = iter((1, -1, -1, 1))
-
-        def choice(self, options):
-            return next(self.moves)
-
-    assert jittered((0, 2, 2, 6), 1, Moves()) == (0, 1, 2, 7)

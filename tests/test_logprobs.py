@@ -79,26 +79,6 @@ def test_a_completion_sees_nothing_of_another_group_or_completion():
     assert changed == [row == 3 for row in range(15)]
 
 
-def test_splitting_into_micro_batches_does_not_change_the_gradient():
-    """Of a loss that divides by the step's count of tokens."""
-    model = tiny.model(dtype=torch.float64)
-    prompts, completions = groups(3)
-    tokens = sum(len(completion) for group in completions for completion in group)
-    advantages = torch.randn(15, 1, dtype=torch.float64)
-
-    def gradients(pieces):
-        model.zero_grad()
-        for start, stop in pieces:
-            part = pack(prompts[start:stop], completions[start:stop], model.config)
-            logps, _ = per_token_logps(model, part)
-            (-advantages[start * 3 : stop * 3] * part.pad(logps)).sum().div(tokens).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    whole, split = gradients([(0, 5)]), gradients([(0, 1), (1, 3), (3, 5)])
-    for name in whole:
-        assert_equal(split[name], whole[name])
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_fused_call_equals_its_definition(temperature):
     model = tiny.model(dtype=torch.float64)
@@ -111,29 +91,3 @@ def test_the_fused_call_equals_its_definition(temperature):
         results.append([logps.detach(), entropies.detach(), *(p.grad.clone() for p in model.parameters())])
     for fused, plain in zip(*results, strict=True):
         assert_equal(fused, plain)
-
-
-def test_order_of_groups_does_not_matter():
-    model = tiny.model(dtype=torch.float64)
-    prompts, completions = groups(2)
-    batch = pack(prompts, completions, model.config)
-    forward = batch.split(per_token_logps(model, batch)[0])
-    batch = pack(prompts[::-1], completions[::-1], model.config)
-    mirrored_rows = batch.split(per_token_logps(model, batch)[0])
-    for row in range(10):
-        mirrored = (4 - row // 2) * 2 + row % 2
-        assert_equal(mirrored_rows[mirrored], forward[row])
-
-
-def test_image_tokens_in_a_completion_are_scored_as_text():
-    """A completion may contain the image token or the pad token: they are text like any other."""
-    model = tiny.model(dtype=torch.float64)
-    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
-    completion = torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE])
-    batch = pack([prompt], [[completion]], model.config)
-    assert len(batch.vision_index) == 6
-    assert batch.completion_mask.sum() == 4
-    logps, _ = per_token_logps(model, batch)
-    hidden = model(batch)[batch.layout.predict_index]
-    expected = model.lm_head(hidden).log_softmax(-1).gather(1, completion[:, None])[:, 0]
-    assert_equal(logps, expected)

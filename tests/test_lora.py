@@ -58,16 +58,18 @@ def test_a_layer_by_its_definition():
     assert layer.merged().tolist() == [[17, 18]]
 
 
-def test_dora_is_pefts():
-    """One layer in float64: what it computes, its gradients, and its merged weight."""
+def check_peft(dora, p=0.0, drop=None):
+    """Hold one layer in float64 against PEFT's: what it computes and its gradients; returns both and their input."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
-    theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
-    base = copy.deepcopy(theirs[0])
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=2, lora_alpha=3, use_dora=True, target_modules=["0"]))
-    layer, x = LoRALinear(base, 2, 1.5, dora=True), torch.randn(4, 5, dtype=torch.float64)
-    mine = [layer.lora_A, layer.lora_B, layer.lora_magnitude]
-    other = {p.shape: p for name, p in theirs.double().named_parameters() if "lora_" in name}
+    theirs, x = torch.nn.Sequential(torch.nn.Linear(5, 3)).double(), torch.randn(6, 5, dtype=torch.float64)
+    layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5, dora)
+    config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=p, use_dora=dora, target_modules=["0"])
+    theirs = peft.get_peft_model(theirs, config).double().train()
+    if drop:
+        layer.drop = theirs.base_model.model[0].lora_dropout["default"].forward = drop
+    mine = [p for name, p in layer.named_parameters() if "lora_" in name]
+    other = {p.shape: p for name, p in theirs.named_parameters() if "lora_" in name}
     for own in mine:
         other[own.shape].data += 0.3 * torch.randn_like(own)
         own.data.copy_(other[own.shape])
@@ -76,6 +78,11 @@ def test_dora_is_pefts():
     torch.testing.assert_close(layer(x), theirs(x), rtol=1e-12, atol=1e-12)
     for own in mine:
         torch.testing.assert_close(own.grad, other[own.shape].grad, rtol=1e-10, atol=1e-12)
+    return layer, theirs, x
+
+
+def test_dora_is_pefts():
+    layer, theirs, _ = check_peft(dora=True)
     torch.testing.assert_close(layer.merged(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
 
 

@@ -34,15 +34,6 @@ def test_held_against_trl_in_three_lines(loss_type):
     assert loss.item() == pytest.approx(theirs[0].item(), rel=1e-12)
 
 
-def test_without_counts_the_batch_is_the_whole_step():
-    batch = policy_batch(0)
-    tokens = (batch["per_token_logps"], batch["advantages"], batch["mask"])
-    for loss_type in ("grpo", "dapo"):
-        alone, _ = grpo_loss(*tokens, PolicyLoss(loss_type))
-        counted, _ = grpo_loss(*tokens, PolicyLoss(loss_type), counts=Counts(4, batch["mask"].sum()))
-        assert alone == counted
-
-
 @pytest.mark.parametrize(
     "loss_type, divisors",
     [("grpo", (2, 6)), ("bnpo", (4, 4)), ("dapo", (4, 4)), ("dr_grpo", (20, 20)), ("luspo", (2, 2))],
