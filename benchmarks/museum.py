@@ -38,7 +38,7 @@ def measure(name: str, seed: int) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The table, of which docs/museum.md shows the mean: accuracy by seed, mean, distance to the healthy run."""
+    """The table, of which docs/audit.md shows the costs: accuracy by seed, mean distance to the healthy run."""
     seeds = sorted({row["seed"] for row in rows})
     of = {(row["name"], row["seed"]): row.get("sampled") for row in rows}
     lines = [f"| bug | {' | '.join(f'seed {seed}' for seed in seeds)} | costs | |", "|---" * (len(seeds) + 3) + "|"]

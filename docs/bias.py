@@ -190,7 +190,7 @@ def preference_table() -> list[list[str]]:
 
 
 def main():
-    """Print the tables of docs/bias.md, ppo.md and preferences.md."""
+    """Print the tables, of which docs/bias.md shows the rows that it speaks of."""
     for table in (policy_table, kl_table, ppo_table, preference_table):
         print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
 

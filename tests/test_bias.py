@@ -1,4 +1,4 @@
-"""Expected gradients: the tables are those of the pages, every number of the prose is in them, and they are right."""
+"""Expected gradients: the page's rows are those of the tables, its prose has no other numbers, and they are right."""
 
 import re
 import types
@@ -21,9 +21,7 @@ from tiny import telling_weights
 
 DOCS = ROOT / "docs"
 NUMBER = re.compile(r"(?<![\d.])-?\d\.\d{4}(?!\d)")  # and no arXiv number
-TABLES = {
-    "policy_table": "bias.md", "kl_table": "bias.md", "ppo_table": "ppo.md", "preference_table": "preferences.md",
-}  # fmt: skip
+TABLES = ["policy_table", "kl_table", "ppo_table", "preference_table"]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,8 @@ def tables():
     return {name: getattr(bias, name)() for name in TABLES}
 
 
-def lines(page: str) -> list[str]:
-    return (DOCS / page).read_text().splitlines()
+def lines() -> list[str]:
+    return (DOCS / "bias.md").read_text().splitlines()
 
 
 def close(found, target, tolerance=1e-15):
@@ -41,19 +39,20 @@ def close(found, target, tolerance=1e-15):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_page_has_the_table(tables, name):
-    page = lines(TABLES[name])
+def test_the_page_has_rows_of_the_table(tables, name):
+    """In their order; the page leaves out rows that its prose does not use."""
+    page = lines()
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
-    assert page[start : start + len(rows) + 1] == [*rows, ""]
+    shown = page[start : page.index("", start)]
+    assert len(shown) >= 5 and shown == [row for row in rows if row in shown]
 
 
-@pytest.mark.parametrize("page", ["bias.md", "ppo.md", "preferences.md"])
-def test_every_number_of_the_prose_is_in_a_table(tables, page):
-    prose = " ".join(line for line in lines(page) if not line.startswith("|"))
+def test_every_number_of_the_prose_is_in_a_row_of_the_page():
+    prose = " ".join(line for line in lines() if not line.startswith("|"))
     named = set(NUMBER.findall(prose))
-    cells = " ".join(cell for table in tables.values() for row in table for cell in row)
-    assert len(named) >= 3 and named <= set(NUMBER.findall(cells))
+    cells = " ".join(line for line in lines() if line.startswith("|"))
+    assert len(named) >= 20 and named <= set(NUMBER.findall(cells))
 
 
 def test_what_is_exact_is_so_for_another_policy(tables):
@@ -214,5 +213,5 @@ def test_the_mean_of_sampled_groups_is_the_expected_gradient_within_its_standard
     found = (
         f"z = {along:.2f} along the gradient, |z| {z.abs().max():.2f} at most over its weights, chi-square {right:.1f}"
     )
-    page = " ".join(" ".join(lines("bias.md")).split())
+    page = " ".join(" ".join(lines()).split())
     assert [text for text in (found, f"chi-square {wrong:.0f}", f"{len(z):,} weights") if text not in page] == []

@@ -22,7 +22,7 @@ def test_schedules():
 
 
 def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal():
-    """docs/policy_gradients.md, different from TRL on purpose."""
+    """docs/exact.md, what differs from TRL."""
     transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 8)
