@@ -90,11 +90,16 @@ def test_every_page_is_in_the_index():
     assert "(docs/README.md)" in README
 
 
+def test_pages_are_short():
+    """A budget that only falls: what comes in pushes something out."""
+    assert sum(len(text.split()) for text in PAGES.values()) <= 26_000
+
+
 def test_the_readme_is_short_and_begins_with_two_commands():
     run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
     assert run.endswith("pip install -c constraints.txt -e '.[report]' && torchrun train.py")
     assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
-    assert len(README.splitlines()) <= 160
+    assert len(README.splitlines()) <= 145
     ci = (ROOT / ".ci" / "run").read_text()
     assert "-c constraints.txt" in ci and "-e '.[test]'" in ci and re.search(r"^check pytest$", ci, re.MULTILINE)
 
@@ -131,7 +136,6 @@ def test_numbers_of_the_default_run():
     assert f"{recipe['data']['demonstrations']}\ndemonstrations" in README
     assert recipe["data"]["wrong_demonstrations"] == 0.5
     assert f"{recipe['data']['eval_rows']} held-out pictures" in README
-    assert blocks(README, "text") == blocks(RESULTS, "text")
 
 
 def test_the_band_of_the_default_run():
@@ -141,6 +145,8 @@ def test_the_band_of_the_default_run():
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
             assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
     assert f"ends with {min(shown)} to {max(shown)} sampled" in README
+    [table] = blocks(README, "text")
+    assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
 
 def test_other_numbers_of_the_readme_are_those_of_the_pages():
@@ -277,7 +283,7 @@ def test_the_table_of_rewards():
 def own(tmp_path_factory):
     """A folder with what the README writes: train.jsonl, an image beside it, my_rewards.py; and a tiny model."""
     folder = tmp_path_factory.mktemp("own")
-    [line] = blocks(README, "json")
+    [line] = re.findall(r"`(\{\"image\".*?\})`", README)
     (folder / "train.jsonl").write_text(line)
     (folder / "eval.jsonl").write_text(line)
     PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
