@@ -47,7 +47,7 @@ completions, what they earn, and their log-probabilities:
 {COMMAND}
 ```
 
-`python -m minivlmrl replay runs/shapes --stage=grpo --step=73 --prompt=4` does so for any step of a run of your own. It
+`python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does so for any step of a run of your own. It
 trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that

@@ -25,8 +25,8 @@ RECIPES = recipes_folder()
 def test_zero_loss():
     """Why is my loss 0?
 
-    Because advantages of a group add up to 0 and the ratio is 1 until the first update: the value is 0 whatever the
-    model does. Its gradient is not: every token gets minus its advantage over the divisor. So the loss is no measure of
+    Advantages of a group add up to 0 and the ratio is 1 until the first update, so the value is 0 whatever the model
+    does. Its gradient is not: every token gets minus its advantage over the divisor. The loss is no measure of
     progress; read the rewards and `grad_norm`. Asked in TRL #2703, #3452, open-r1 #239, unsloth #2291.
     """
     logps = torch.tensor([[0.9], [0.2], [0.4], [0.1]]).log().requires_grad_()
@@ -41,8 +41,8 @@ def test_negative_loss():
     """Why is my loss negative, or why does it rise?
 
     With a token mean (`dapo`) a long completion has more terms than a short one, so the value says which was longer:
-    the good one (negative) or the bad one (positive). Nothing else is in it while the ratio is 1. With `grpo` rows
-    weigh the same, and it is 0 again. A KL or a second pass adds to it. Asked in ms-swift #3579, open-r1 #239.
+    the good one (negative) or the bad one (positive). With `grpo` rows weigh the same, and it is 0 again. A KL or a
+    second pass adds to it. Asked in ms-swift #3579, open-r1 #239.
     """
     advantages = group_advantages(torch.tensor([1.0, 0.0]), 2)  # 0.707, -0.707
     long_good, long_bad = torch.tensor([[1.0, 1, 1], [1, 0, 0]]), torch.tensor([[1.0, 0, 0], [1, 1, 1]])
@@ -58,10 +58,9 @@ def test_divide_by_the_std():
     """Divide by the standard deviation, or not?
 
     Dividing gives each group the same total weight, G - 1 = 7 in the test: one right answer of eight as much as
-    four, and also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards, and
-    with `dr_grpo` the mean update points exactly where the expected reward grows ([bias](bias.md#rewards)). Do not
-    divide when small differences of a reward are noise, such as IoU or a judge; divide when rare right answers must
-    count.
+    four, and also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards
+    ([bias](bias.md#rewards)). Do not divide when small differences of a reward are noise, such as IoU or a judge;
+    divide when rare right answers must count.
     """
     rare, even = torch.tensor([1.0] + [0.0] * 7), torch.tensor([1.0] * 4 + [0.0] * 4)
     groups = {"1 of 8": rare, "4 of 8": even, "0.500 or 0.501": 0.5 + 0.001 * even}
@@ -73,10 +72,10 @@ def test_divide_by_the_std():
 def test_dapo_or_dr_grpo():
     """dapo or dr_grpo, and what is grpo?
 
-    All three are sums over tokens; they differ in the divisor. `grpo` divides each row by its own length, so a token of
-    a long completion weighs less. `dapo` divides by the tokens of the step, `dr_grpo` by rows times `max_new_tokens`:
-    no length bias in either, and in one step the same direction. The divisor of `dr_grpo` is a constant, which AdamW
-    undoes; that of `dapo` varies, so a step of short completions has larger gradients.
+    They differ in the divisor. `grpo` divides each row by its own length, so a token of a long completion weighs less
+    ([length bias](bias.md#rewards)). `dapo` divides by the tokens of the step, `dr_grpo` by rows times
+    `max_new_tokens`: in one step the same direction. The divisor of `dr_grpo` is a constant, which AdamW undoes; that
+    of `dapo` varies, so a step of short completions has larger gradients.
     """
     mask, counts = torch.tensor([[1.0, 0, 0], [1, 1, 1]]), Counts(2, 4, max_completion_length=10)
     weights = {}
@@ -94,8 +93,7 @@ def test_old_or_reference():
 
     `pi_old` is the policy that sampled this rollout: it is in the ratio, and changes with every rollout. `pi_ref` is
     the policy before training: it is in the KL alone, does not move (but with `sync_ref_model`), and with `beta: 0`
-    there is none. In the test the policy says 0.6, pi_old 0.3 and pi_ref 0.5: the ratio 2 is clipped to 1.2, and
-    the KL does not see it.
+    there is none. In the test the ratio 0.6 / 0.3 is clipped to 1.2, and the KL does not see it.
     """
     policy, old, ref = (torch.tensor([[p]]).log() for p in (0.6, 0.3, 0.5))
     options = PolicyLoss("grpo", beta=0.1, use_bias_correction_kl=False)
@@ -126,10 +124,9 @@ def test_always_one():
 def test_which_kl():
     """Which KL estimator?
 
-    Take `k3` with the correction, which is the default: its value is a KL that is never negative, and its gradient that
-    of KL(pi, pi_ref) of each token. `k2` has the same gradient on-policy. `k1` has the right value but, in the loss, no
-    gradient on average: it does nothing. Without the correction `k3` has the gradient of KL(pi_ref, pi)
-    ([bias](bias.md#kl-to-the-reference)).
+    `k3` with the correction, which is the default: it is never negative, and its gradient is that of KL(pi, pi_ref) of
+    each token. `k1` in the loss does nothing: it has no gradient on average. [Bias](bias.md#kl-to-the-reference) has
+    all of them.
     """
     logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     logps, ref = logits.log_softmax(-1), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
@@ -148,10 +145,9 @@ def test_which_kl():
 def test_negative_kl():
     """Why is the KL negative?
 
-    A KL is not, but its estimate `k1` from one drawn token is: wherever the policy made that token less likely. Only
-    the mean over draws is the KL. `k3` has the same mean and is never negative, token by token, so a lower clamp never
-    acts (verl #2928). If the mean of `k1` over thousands of tokens is negative, they were not drawn by what scores
-    them.
+    A KL is not, but its estimate `k1` from one drawn token is: wherever the policy made that token less likely. `k3`
+    has the same mean and is never negative, so a lower clamp never acts (verl #2928). If the mean of `k1` over
+    thousands of tokens is negative, they were not drawn by what scores them.
     """
     policy, ref = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
     k1, k3 = (kl_term(policy.log(), ref.log(), name) for name in ("k1", "k3"))
@@ -164,8 +160,7 @@ def test_negative_kl():
 def test_zero_std():
     """What is a group with zero std, and how many are there?
 
-    All its completions earned the same, all right or all wrong, so every advantage is 0 and the group teaches nothing;
-    it only costs time. With 0 and 1 as rewards and a share p of right answers, p^G + (1 - p)^G of the groups are such:
+    All its completions earned the same, so every advantage is 0 and the group teaches nothing. With 0 and 1 as rewards and a share p of right answers, p^G + (1 - p)^G of the groups are such:
     `frac_reward_zero_std`. More completions, other prompts or `max_num_gen_batches` help. Asked in TRL #4764, #3857.
     """
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
