@@ -160,8 +160,9 @@ def test_negative_kl():
 def test_zero_std():
     """What is a group with zero std, and how many are there?
 
-    All its completions earned the same, so every advantage is 0 and the group teaches nothing. With 0 and 1 as rewards and a share p of right answers, p^G + (1 - p)^G of the groups are such:
-    `frac_reward_zero_std`. More completions, other prompts or `max_num_gen_batches` help. Asked in TRL #4764, #3857.
+    All its completions earned the same, so every advantage is 0 and the group teaches nothing. With 0 and 1 as rewards
+    and a share p of right answers, p^G + (1 - p)^G of the groups are such: `frac_reward_zero_std`. More completions,
+    other prompts or `max_num_gen_batches` help. Asked in TRL #4764, #3857.
     """
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     assert group_std(rewards, 4)[0] == 0 and group_std(rewards, 4)[1] > 0
