@@ -1,9 +1,12 @@
 """The model against transformers 5.23: logits and gradients, and mutations that must show."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minivlmrl import decoder, rope, vision
+from minivlmrl.batch import pack
 from minivlmrl.scale.checkpoint import load_model
 
 import tiny
@@ -72,6 +75,15 @@ def test_gradients_equal_transformers(pair):
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 5e-5, f"{name}: {difference:.1e}"
     assert not expected  # every parameter of theirs was compared
+
+
+def test_states_of_selected_tokens_and_of_known_images_are_those_of_the_whole_run():
+    ours = tiny.model(dtype=torch.float64)
+    batch = pack(prompts(), [[] for _ in ROWS], ours.config)
+    expected, select = ours(batch), torch.tensor([7, 2, 40, 2])
+    assert torch.allclose(ours(batch, select=select), expected[select], rtol=1e-12, atol=1e-12)
+    known = replace(batch, vision_embeds=ours.visual(batch.pixel_values, batch.image_grid_thw), pixel_values=None)
+    assert torch.allclose(ours(known), expected, rtol=1e-12, atol=1e-12)
 
 
 # Each of these is a bug that other ports have had. If the comparison above could not see it, it would prove nothing.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.logprobs import per_token_logps, plain_per_token_logps
+from minivlmrl.logprobs import completion_states, logps_of_states, per_token_logps, plain_per_token_logps
 
 import tiny
 
@@ -79,15 +79,20 @@ def test_a_completion_sees_nothing_of_another_group_or_completion():
     assert changed == [row == 3 for row in range(15)]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_fused_call_equals_its_definition(temperature):
+@pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])
+def test_the_fused_calls_equal_their_definition(temperature):
     model = tiny.model(dtype=torch.float64)
     batch = pack(*groups(3), model.config)
     results = []
-    for score in (per_token_logps, plain_per_token_logps):
+    for score in (
+        lambda: plain_per_token_logps(model, batch, *temperature),
+        lambda: per_token_logps(model, batch, *temperature),
+        lambda: logps_of_states(model, completion_states(model, batch), batch, *temperature),
+    ):
         model.zero_grad()
-        logps, entropies = score(model, batch, temperature)
+        logps, entropies = score()
         (logps.sum() + 0.3 * entropies.sum()).backward()
         results.append([logps.detach(), entropies.detach(), *(p.grad.clone() for p in model.parameters())])
-    for fused, plain in zip(*results, strict=True):
-        assert_equal(fused, plain)
+    for plain, *fused in zip(*results, strict=True):
+        for each in fused:
+            assert_equal(each, plain)
