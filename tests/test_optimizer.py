@@ -36,11 +36,6 @@ def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal():
     assert rates[0] == 0 and ours[:3] == rates[1:4] and ours[3:] == pytest.approx(rates[3:])
 
 
-def test_learning_rate_docstring_example():
-    config = TrainingConfig(learning_rate=1.0, warmup_steps=2, max_steps=6)
-    assert [learning_rate(step, config) for step in range(6)] == [0.5, 1, 1, 0.75, 0.5, 0.25]
-
-
 def test_adamw_leaves_frozen_parameters_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)

@@ -92,21 +92,6 @@ def test_without_a_place_it_opens_where_completions_differ(trained, tmp_path):
     assert "all earn the same, which teaches nothing" in browse(trained / "page.html", "grpo/4/1", tmp_path)
 
 
-def test_the_box_of_the_completion_that_is_pointed_at_is_thick(trained, tmp_path):
-    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["truth"] = [[0.0, 0.0, 0.5, 0.5]]
-        for reward, completion in enumerate(line["completions"]):
-            completion |= {"reward": float(reward), "boxes": [[0.0, 0.0, 0.5, 0.1 * reward]] if reward else []}
-    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page.main([str(trained)])
-    point = "document.querySelector('.completion').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))"
-    html = (trained / "page.html").read_text().replace("</body>", f"<script>{point}</script></body>")
-    (trained / "page.html").write_text(html)
-    html = browse(trained / "page.html", "grpo/0/1", tmp_path)
-    assert html.count("<rect") == 7 + 2 and re.findall(r'data-of="(\d)"[^>]*class="here"', html) == ["7"]
-
-
 def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "STEPS", 3)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')

@@ -19,22 +19,10 @@ from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
+from minivlmrl.run import plan as plans
 from minivlmrl.run.config import ModelSection, RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.run.plan import (
-    GB,
-    IMAGE_TOKENS,
-    TEXT_TOKENS,
-    Costs,
-    LiveBytes,
-    Work,
-    check_memory,
-    meta_batch,
-    most,
-    plan,
-    smallest_saving,
-    table,
-)
+from minivlmrl.run.plan import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, LiveBytes, Work, plan
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
 from minivlmrl.scale.checkpoint import DTYPES, initialize
@@ -126,9 +114,8 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     lengths, most = [(len(prompt.input_ids), [len(ids)] * 3)] * 2, run.grpo.max_tokens_per_micro_batch
     piece = pieces(lengths, 2, most)[0]
     assert len(piece) == (6 if most is None else 2)
-    batch = pack(
-        [prompt] * len({i for i, _ in piece}), [[ids] * min(3, len(piece))] * len({i for i, _ in piece}), model.config
-    )
+    prompts = len({i for i, _ in piece})
+    batch = pack([prompt] * prompts, [[ids] * min(3, len(piece))] * prompts, model.config)
 
     def forward_and_backward():
         with dropout(model, run.adapter.dropout, "plan"):
@@ -161,24 +148,6 @@ def test_sharded_nf4_is_gathered_packed(config, home):
     assert phases["rollout"]["gathered"] == packed + others > phases["train"]["gathered"] / 2
 
 
-def test_forward_and_backward(config, monkeypatch):
-    """What is counted on the meta device is what there is on the CPU, where completions copy keys as on a card."""
-    monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
-    model, prompt = real(config, WORK)
-    batch = attention_batch(model, [prompt] * 2)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with LiveBytes([*model.parameters(), batch.pixel_values]) as live:
-        per_token_logps(model, batch)[0].sum().backward()
-    near(Costs(config).activations(run_config(), WORK, True), live.most + batch.pixel_values.nbytes)
-
-
-def test_recomputing_keeps_less(config):
-    costs, run = Costs(config), run_config(model=ModelSection(activation_checkpointing=True))
-    assert costs.activations(run, WORK, True) < costs.activations(run_config(), WORK, True)
-    assert costs.activations(run_config(), WORK, False) < costs.activations(run_config(), WORK, True)
-
-
 def test_keys_and_values(config, monkeypatch):
     sizes, original = [], attention.DecodeAttention.__init__
 
@@ -203,12 +172,12 @@ def test_one_draw(config):
 
 def test_a_batch_on_the_meta_device_has_the_lengths():
     config = tiny.config()
-    batch = meta_batch(config, WORK)
+    batch = plans.meta_batch(config, WORK)
     tokens = 2 * (64 + 150) + 2 * 3 * 39
     assert batch.input_ids.shape == (tokens,) and batch.completion_ids.shape == (240,)
     assert batch.image_grid_thw.tolist() == [[1, 16, 16]] * 2 and batch.pixel_values.shape == (512, 1176)
     assert batch.input_ids.device.type == batch.layout.predict_index.device.type == "meta"
-    assert meta_batch(config, Work(1, 0, 5, 0, 0)).pixel_values.shape == (0, 1176)
+    assert plans.meta_batch(config, Work(1, 0, 5, 0, 0)).pixel_values.shape == (0, 1176)
 
 
 def test_the_piece_of_logits(config):
@@ -242,25 +211,22 @@ def test_every_stage_has_a_plan(stage):
     phases = plan(run_config(), stage, costs, 2, WORK.text_tokens, WORK.image_tokens)
     assert ("rollout" in phases) == (stage in ("grpo", "ppo")) and phases["train"]["gradients"] > 0
     assert ("reference" in phases["train"]) == (stage in ("dpo", "kto", "ppo"))
-    lines = table(phases, 80 * GB).splitlines()
+    lines = plans.table(phases, 80 * GB).splitlines()
     assert lines[0] == f"| GB on each GPU | {' | '.join(phases)} |" and lines[-1].startswith("| all | ")
 
 
 def test_the_smallest_saving_is_suggested():
     """Nothing is asked for that is not needed."""
-    needs = {"recompute": 50, "shard": 30, "batch": 5}
+    needs = {"activation_checkpointing": 50, "sharding.enabled": 30, "micro_batch_size": 5}
 
     def make(overrides):
-        saved = sum(size for name, size in needs.items() if any(name in o for o in overrides))
-        return 100 - saved
+        return 100 - sum(size for name, size in needs.items() if any(name in o for o in overrides))
 
-    names = {"recompute": "activation_checkpointing", "shard": "sharding.enabled", "batch": "micro_batch_size"}
-    needs = {names[name]: size for name, size in needs.items()}
-    assert smallest_saving(make, "grpo", 100) == []
-    assert smallest_saving(make, "grpo", 50) == ["--model.activation_checkpointing=true"]
-    assert smallest_saving(make, "grpo", 70) == ["--model.activation_checkpointing=true"]
-    assert smallest_saving(make, "grpo", 20) == ["--model.activation_checkpointing=true", "--sharding.enabled=true"]
-    assert smallest_saving(make, "grpo", 10) is None
+    assert plans.smallest_saving(make, "grpo", 100) == []
+    assert plans.smallest_saving(make, "grpo", 70) == ["--model.activation_checkpointing=true"]
+    both = ["--model.activation_checkpointing=true", "--sharding.enabled=true"]
+    assert plans.smallest_saving(make, "grpo", 20) == both
+    assert plans.smallest_saving(make, "grpo", 10) is None
 
 
 def test_the_command(tmp_path, capsys):
@@ -287,14 +253,13 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         if "80 GB: " not in head:
             continue
         recipes.append(path.stem)
-        by_plan, on_small = (
-            int(re.search(text, head)[1]) for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card")
-        )
+        sizes = (re.search(text, head)[1] for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card"))
+        by_plan, on_small = map(int, sizes)
         small = re.search(r"on the card with (--\S+ --\S+[^,. ])", head)[1].split()
         for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
             run = load_config(path, options)
             [stage] = run.stages
-            needed = most(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+            needed = plans.most(plan(run, stage, costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
             assert round(needed) == expected <= card, (path, options)
     assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
 
@@ -312,7 +277,8 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
     path, costs = Path("recipes") / f"{name}.yaml", Costs(ModelConfig.from_dict(real_config(model)))
     head = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
-    found = [most(plan(load_config(path, o), "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB for o in ([], options)]
+    phases = [plan(load_config(path, o), "grpo", costs, 1, TEXT_TOKENS, IMAGE_TOKENS) for o in ([], options)]
+    found = [plans.most(phase) / GB for phase in phases]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
 
@@ -320,11 +286,11 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
 def test_a_run_that_does_not_fit_is_refused(checkpoint, home):
     """By the same numbers as the command; the reserve alone is 3 GB."""
     run = load_config(home / "recipe.yaml", [f"--model.path={checkpoint}", "--model.config=null"])
-    check_memory(run, 1, 4 * GB)
+    plans.check_memory(run, 1, 4 * GB)
     with pytest.raises(
         ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, and one has 2\.0: .*check_memory"
     ):
-        check_memory(run, 2, 2 * GB)
+        plans.check_memory(run, 2, 2 * GB)
 
 
 def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():

@@ -1,7 +1,6 @@
 """Planted faults: `check` before a run, a sentence while it goes on, or what ends it names each one and its cure."""
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -10,10 +9,7 @@ import torch
 from bugs import FAULTS
 from runs import LETTERS
 
-from minivlmrl import train
 from minivlmrl.generate import Completion
-from minivlmrl.run.alarms import BLIND
-from minivlmrl.run.config import recipes_folder
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes, answer
 from minivlmrl.tools import check
@@ -106,37 +102,3 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
         Path("rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
     assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_shuffled_solutions_of_a_model_that_learns(shuffled, learned, tmp_path, capsys):
-    """Before the run and while it goes on; with solutions as they are nothing is said."""
-    shapes = [Shapes(256, "own")[i] for i in range(256)]
-    solutions = [row.columns["solution"] for row in shapes]
-    if shuffled:
-        random.Random(0).shuffle(solutions)
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for i, (row, solution) in enumerate(zip(shapes, solutions, strict=True)):
-            row.images[0].save(tmp_path / f"{i}.png")
-            print(json.dumps({"image": f"{i}.png", "problem": "What is it?", "solution": solution}), file=file)
-    options = [*learned, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
-    capsys.readouterr()
-    assert check.main(options) == int(shuffled)
-    assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled
-    steps = [f"--grpo.max_steps={BLIND + 1}", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8"]
-    steps += ["--grpo.learning_rate=1e-4", "--rewards={accuracy: 1}"]
-    train.main([*options, f"--output_dir={tmp_path / 'run'}", *steps])
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
-    assert len(said) == int(shuffled)
-    assert all("are the solutions with the right rows?" in line for line in said)
-
-
-@pytest.fixture(scope="session")
-def learned(tmp_path_factory):
-    """Options of a run that goes on with the default recipe's model after its first stage, on rows of one's own."""
-    folder, recipe = tmp_path_factory.mktemp("sft"), str(recipes_folder() / "shapes.yaml")
-    few = ["--num_threads=1", "--data.eval_rows=1"]
-    train.main([recipe, "--stages=[sft]", f"--output_dir={folder}", *few])
-    model = ["--model.config=null", f"--model.path={folder / 'checkpoint'}", "--data.task=null", "--stages=[grpo]"]
-    return [recipe, *few, *model]

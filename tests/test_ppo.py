@@ -13,8 +13,10 @@ from minivlmrl.logprobs import completion_states, per_token_logps
 from stages import SECOND, drawn, earned, main, snapshot
 
 
-def test_the_number_of_rollouts(stage, samples):
-    run = stage("ppo", "--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", dtype=torch.float32)
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, samples, critic):
+    options = f"--ppo.critic={critic}", "--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2"
+    run = stage("ppo", *options, dtype=torch.float32)
     ends, lines = [], []
     for _ in range(8):
         run.next()
@@ -23,15 +25,7 @@ def test_the_number_of_rollouts(stage, samples):
     assert [len(rollout.prompts) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
     assert [line["ratio"] == 1 and line["approx_kl"] == 0 for line in lines] == [True, False, False, False] * 2
-
-
-@pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_what_the_first_epoch_sees_is_what_was_stored(stage, critic):
-    run = stage("ppo", f"--ppo.critic={critic}", dtype=torch.float32)
-    for line, expected in zip(run.go(5), [True, False, False, False, True], strict=True):
-        assert (line["ratio"] == 1) == expected
-        if expected:
-            assert line["approx_kl"] == line["clip_ratio/policy"] == line["clip_ratio/value"] == 0
+    assert lines[0]["clip_ratio/policy"] == lines[0]["clip_ratio/value"] == 0
 
 
 @pytest.mark.parametrize("whiten", [False, True])

@@ -14,11 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def test_pixel_bounds_must_be_in_order():
-    with pytest.raises(ValueError, match=r"^data: max_pixels 3136 must be at least min_pixels 4000"):
-        read_image_processor({}, "folder.json", min_pixels=4000, max_pixels=3136)
-
-
 def test_bounds_of_the_recipe_are_not_the_folders_mistake():
     with pytest.raises(ValueError, match=r"^data: max_pixels 10 must be at least min_pixels 3136"):
         read_image_processor({}, "folder.json", max_pixels=10)

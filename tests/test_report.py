@@ -47,13 +47,6 @@ def test_each_answer_is_under_its_own_row():
         assert not axis.lines  # no boxes
 
 
-def test_a_truth_in_answer_tags_is_shown_without_them():
-    row = Shapes(1, "report")[0]
-    row.columns = {"solution": "<think>it is</think><answer> green square </answer>"}
-    [axis] = strip([row], {"start": Evaluation({}, [Answer("no tags", 0.0, None)])}).axes
-    assert axis.get_title() == "green square" and axis.texts[0].get_text() == "start\nno tags"
-
-
 def test_the_table_says_on_how_many_rows(capsys):
     summary = {"chance": 0.25, "start": {"sampled": 0.5}, "seconds": {"sft": 1.0}}
     print_table(summary, "chance", 256)

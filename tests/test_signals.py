@@ -3,8 +3,6 @@
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,8 +14,9 @@ from minivlmrl.run import signals
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 from minivlmrl.scale.ranks import World
 
+from stages import ONE
+
 pytestmark = pytest.mark.usefixtures("default_signals")
-ONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("number", StopSignals.SIGNALS)
@@ -117,11 +116,3 @@ def test_a_run_in_a_thread_hears_no_signals():
 def test_a_forked_child_of_a_test_ends_where_its_work_ends():
     """Also after an error: else it would go on as a second pytest."""
     assert [exit_code(fork(work)) for work in (lambda: None, lambda: 3, lambda: 1 / 0)] == [0, 3, 1]
-
-
-@pytest.mark.slow
-def test_these_tests_pass_where_signals_are_ignored():
-    """As `nohup pytest &` in a script starts them."""
-    command = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh", sys.executable, "-m", "pytest"]
-    result = subprocess.run([*command, "-n", "0", "-p", "no:cacheprovider", __file__], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr

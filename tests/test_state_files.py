@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from on_ranks import launch
+from on_ranks import ONE, launch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minivlmrl.run import state_files
 from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
-from minivlmrl.scale.ranks import World
 
-ONE = World(0, 1, torch.device("cpu"))
 TENSORS = {
     "matrix": torch.arange(21.0, dtype=torch.float64).view(7, 3), "step": torch.tensor(5.0),
     "vector": torch.arange(3), "small": torch.arange(2.0).bfloat16(),

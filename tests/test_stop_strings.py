@@ -74,15 +74,6 @@ def test_a_text_may_begin_in_the_prompt_but_not_end_there(tokenizer):
     assert ends("xa", "b") and not ends("ab", "x") and not ends("x", "b")
 
 
-def test_rows_keep_their_own_text(tokenizer):
-    """Row 0 draws x a b, row 1 a b: numbers of rows say whose token it is, also when others have left."""
-    x, a, b = (tokenizer.encode(letter)[0] for letter in "xab")
-    rule = StopStrings(["ab"], tokenizer, [torch.tensor([x]), torch.tensor([x])])
-    assert rule.completed(torch.tensor([0, 1]), torch.tensor([x, a])).tolist() == [False, False]
-    assert rule.completed(torch.tensor([0, 1]), torch.tensor([a, b])).tolist() == [False, True]
-    assert rule.completed(torch.tensor([0]), torch.tensor([b])).tolist() == [True]
-
-
 # in generate
 
 

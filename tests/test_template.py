@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from talk import renders_as_transformers
+from talk import assistant, renders_as_transformers
 
 from minivlmrl import chat
 from minivlmrl.chat import IMAGE, VIDEO, Control
@@ -32,10 +32,6 @@ OWN = ChatTemplate(DEFAULT, "ours")
 
 def user(*parts):
     return [{"role": "user", "content": list(parts)}]
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +141,6 @@ def test_the_value_of_eos_token_is_the_templates():
     assert pieces == ["hi", "<|im_end|>"] and kinds(pieces) == [str, Control]
 
 
-def test_a_key_that_is_none_is_as_good_as_missing():
-    messages = [{"role": "assistant", "content": "a", "tool_calls": None}]
-    assert ChatTemplate("{{ messages[0] | tojson }}", "t").render(messages) == ['{"role": "assistant", "content": "a"}']
-
-
 def test_a_template_for_text_alone_gets_the_parts_joined():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
     assert template.render(user({"text": "a"}, {"type": "text", "text": "b"})) == ["ab!"]
@@ -224,6 +215,7 @@ def test_completions_are_checked_as_in_chat_py(turns):
         ChatTemplate(CHATML, "t").render_completion(HI, turns)
 
 
+SEVERAL = [{"name": "rag", "template": "E"}, {"name": "default", "template": "F"}]
 FOLDERS = {
     "nothing": ({}, None),
     "a tokenizer's without": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, None),
@@ -234,20 +226,12 @@ FOLDERS = {
         {"processor_config.json": {"chat_template": "C"}, "chat_template.json": {"chat_template": "A"}},
         "C",
     ),
-    "a processor's config without": ({"processor_config.json": {}, "chat_template.jinja": "B"}, "B"),
     "the processor's before the tokenizer's": (
         {"chat_template.jinja": "B", "tokenizer_config.json": {"chat_template": "D"}},
         "B",
     ),
     "the tokenizer's": ({"tokenizer_config.json": {"chat_template": "D"}}, "D"),
-    "one of several": (
-        {
-            "tokenizer_config.json": {
-                "chat_template": [{"name": "rag", "template": "E"}, {"name": "default", "template": "F"}]
-            }
-        },
-        "F",
-    ),
+    "one of several": ({"tokenizer_config.json": {"chat_template": SEVERAL}}, "F"),
 }
 
 
@@ -289,10 +273,8 @@ def test_transformers_processor_takes_the_same(tmp_path, name):
 
 def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path):
     config = {"eos_token": {"content": "<|im_end|>", "special": True}, "pad_token": "<|pad|>", "bos_token": None}
-    files = {
-        "tokenizer_config.json": config,
-        "chat_template.jinja": "{{ bos_token }}{{ eos_token }}{{ pad_token }}<x>\r\n",
-    }
+    text = "{{ bos_token }}{{ eos_token }}{{ pad_token }}<x>\r\n"
+    files = {"tokenizer_config.json": config, "chat_template.jinja": text}
     template = ChatTemplate.from_folder(write(tmp_path, files), [*SPECIAL_TOKENS, "<|pad|>"])
     assert kinds(template.render(HI)) == [Control, Control, str]
     assert template.render(HI) == ["<|im_end|>", "<|pad|>", "<x>"]
@@ -303,13 +285,11 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     "name, content",
     [
         ("chat_template.json", b"{"),
-        ("chat_template.json", b"{}"),
         ("chat_template.json", b"[" * 100_000),
         ("chat_template.json", b'{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", b"\xff"),
         ("tokenizer_config.json", b"null"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
-        ("processor_config.json", b'{"chat_template": []}'),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
@@ -327,7 +307,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
         "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
         "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}",
-        "{% macro f(m) %}{{ m.content }}{% endmacro %}{{ f(messages[0]) }}",
         "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
         "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
     ],
@@ -365,18 +344,12 @@ def test_the_template_sees_plain_data_and_changes_nothing():
 
 BROKEN = {
     "syntax": ("\n{% if %}", "line 2: TemplateSyntaxError: Expected an expression"),
-    "no such filter": ("a\nb{{ 1 | nonsense }}", "line 2: TemplateAssertionError: No filter named 'nonsense'"),
     "no such variable": ("a\n{{ a.b.c }}", "line \\?: UndefinedError: 'a' is undefined"),
-    "its own objection": (
-        "\n\n{{ raise_exception('roles must alternate') }}",
-        "line \\?: TemplateError: roles must alt",
-    ),
+    "its own objection": ("\n\n{{ raise_exception('must alternate') }}", "line \\?: TemplateError: must alternate"),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "line \\?: SecurityError"),
-    "the caller's list": ("{{ messages.append(1) }}", "line \\?: SecurityError"),
     "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "line \\?: OverflowError: Range too big"),
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
-    "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
 }
 
 

@@ -99,11 +99,6 @@ def test_missing_control_token_is_named(tmp_path):
         load(tmp_path, content)
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
-        load_tokenizer(tmp_path / "tokenizer.json")
-
-
 def test_vocabulary_and_merges_alone_are_not_read_and_what_to_do_is_said(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file; .*save_pretrained.* writes it from vocab"):

@@ -7,6 +7,7 @@ import datasets
 import torch
 import transformers
 import trl
+from talk import assistant, user
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -64,14 +65,6 @@ def picture(seed):
     return shapes.draw(rng.choice(shapes.LABELS), rng)
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def answer(text):
-    return [{"role": "assistant", "content": text}]
-
-
 def distinct(completions, **_):
     return [len(set(message["content"])) / 3 + (len(message["content"]) % 3) / 7 for (message,) in completions]
 
@@ -96,7 +89,7 @@ def plain_norm(self, x):
 
 
 def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32, **options):
-    data = [{"prompt": user(f"What{'?' * (i % 2)}"), "image": picture(i)} for i in range(rows)]
+    data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
                "max_completion_length": 10, "max_steps": 1,
                "generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options  # fmt: skip
@@ -108,15 +101,16 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32,
 
 def dpo(folder, output, rows=8, dtype=torch.float32, **options):
     answers = [
-        {"chosen": answer(f"a {'red ' * (i % 3)}ball"), "rejected": answer("none" * (1 + i % 2))} for i in range(rows)
+        {"chosen": [assistant(f"a {'red ' * (i % 3)}ball")], "rejected": [assistant("none" * (1 + i % 2))]}
+        for i in range(rows)
     ]
-    data = [{"prompt": user("What?"), "images": [picture(i)], **both} for i, both in enumerate(answers)]
+    data = [{"prompt": [user("What?")], "images": [picture(i)], **both} for i, both in enumerate(answers)]
     return offline(trl.DPOTrainer, trl.DPOConfig, data, folder, output, dtype, options)
 
 
 def sft(folder, output, rows=8, dtype=torch.float32, **options):
     data = [
-        {"prompt": user("What?"), "completion": answer(f"a {'red ' * (i % 3)}ball"), "images": [picture(i)]}
+        {"prompt": [user("What?")], "completion": [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)]}
         for i in range(rows)
     ]
     return offline(trl.SFTTrainer, trl.SFTConfig, data, folder, output, dtype, options)

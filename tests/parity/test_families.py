@@ -4,7 +4,6 @@
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,26 +19,20 @@ from minivlmrl.algorithms import sft_loss as sft
 from minivlmrl.algorithms.policy_losses import AVERAGES
 
 FAMILIES = families()
-FOLDER = Path(__file__).parent
-RECORDED = FOLDER.parent / "recorded" / "trl_1.16.0.json"
+RECORDED = Path(__file__).parents[1] / "recorded" / "trl_1.16.0.json"
 MISSING = "oracle missing: pip install trl==1.16.0 transformers==5.23.0"
-GONE = {"gspo_token"}  # in TRL up to 1.13
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cell_of_a_family_equals_trl(family, record_property):
-    """Another version of TRL than 1.16 may lack what a cell asks for, and differ where notes.yaml says so."""
-    trl = pytest.importorskip("trl", reason=MISSING)
-    row = judge(family, [ask(cell) for cell in FAMILIES[family]], trl.__version__)
+    pytest.importorskip("trl", reason=MISSING)
+    row = judge(family, [ask(cell) for cell in FAMILIES[family]])
     record_property("row of parity", asdict(row))
-    assert row.excused, f"{row.verdict}: {row.example}"
-    if trl.__version__ == "1.16.0":
-        assert row.kind == ("absent" if family in GONE else "agrees"), f"{row.verdict}: {row.example}"
-        assert "no answer" not in row.verdict, row.verdict
+    assert row.agrees, f"{row.verdict}: {row.example}"
 
 
 def test_a_wrong_loss_is_reported(monkeypatch):
-    trl = pytest.importorskip("trl", reason=MISSING)
+    pytest.importorskip("trl", reason=MISSING)
     right = preference.dpo_loss
 
     def wrong(*args, **options):
@@ -47,24 +40,14 @@ def test_a_wrong_loss_is_reported(monkeypatch):
         return loss * 1.001, diagnostics
 
     monkeypatch.setattr(preference, "dpo_loss", wrong)
-    row = judge("dpo hinge", [ask(cell) for cell in FAMILIES["dpo hinge"]], trl.__version__)
-    assert not row.excused and row.verdict == "differs by 1.0e-03 in 8 of 8 cells"
+    row = judge("dpo hinge", [ask(cell) for cell in FAMILIES["dpo hinge"]])
+    assert row.verdict == "differs by 1.0e-03 in 8 of 8 cells"
 
 
 def test_a_cell_is_recorded_as_it_was():
     trl = pytest.importorskip("trl", reason=MISSING)
     again = json.loads(record({"dpo hinge": FAMILIES["dpo hinge"]}, trl.__version__))["cells"]
     assert len(again) == 1 and again.items() <= json.loads(RECORDED.read_text())["cells"].items()
-
-
-@pytest.mark.slow
-def test_these_tests_print_a_table():
-    pytest.importorskip("trl", reason=MISSING)
-    command = [sys.executable, "-m", "pytest", "tests/parity", "-k", "equals_trl and hinge"]
-    done = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    [row] = [line.split() for line in done.stdout.splitlines() if line.startswith("dpo hinge  ")]
-    assert row[2:6] == ["8", "agrees", "to", "15"] and " cells: " in done.stdout
 
 
 def test_ours_equals_the_recorded_numbers_without_trl(monkeypatch):
@@ -76,20 +59,13 @@ def test_ours_equals_the_recorded_numbers_without_trl(monkeypatch):
     for name, numbers_of_trl in record["cells"].items():
         theirs = {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers_of_trl.items()}
         outcome = compare(cells[name], theirs)
-        assert outcome.kind == "agrees", f"{name}: {outcome}"
+        assert outcome.agrees, f"{name}: {outcome}"
 
 
 def test_each_family_is_recorded():
     names = json.loads(RECORDED.read_text(encoding="utf-8"))["cells"]
-    assert {name.partition(": ")[0] for name in names} == FAMILIES.keys() - GONE
+    assert {name.partition(": ")[0] for name in names} == FAMILIES.keys()
     assert 60 <= len(names) <= 120 and RECORDED.stat().st_size < 200_000
-
-
-def test_there_are_enough_cells():
-    kinds = ("grpo ", "dpo ", "advantages", "sft ", "kto ", "reward ", "rloo ", "importance_sampling_ratio")
-    count = {kind: sum(len(cells) for name, cells in FAMILIES.items() if kind in name) for kind in kinds}
-    assert count["grpo "] >= 600 and count["dpo "] >= 230 and count["advantages"] >= 32, count
-    assert all(count.values()), count
 
 
 def test_cells_have_names_of_their_own():

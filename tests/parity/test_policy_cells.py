@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parity.compare import FAMILIES, grid
-from parity.policy_cells import B, T, our_loss, policy_batch, random_rewards
+from parity.policy_cells import B, T, our_loss, policy_batch
 
 from minivlmrl import losses
 from minivlmrl.algorithms import policy_losses
@@ -25,14 +25,6 @@ def test_two_seeds_have_advantages_of_both_signs():
     assert advantages.min() < -0.5 and advantages.max() > 0.5
 
 
-def test_what_a_batch_may_be_without():
-    assert policy_batch(0, old=False)["old_per_token_logps"] is None
-    assert policy_batch(0, empty=(1,))["mask"].sum(1)[1] == 0 != policy_batch(0, empty=(1,))["mask"].sum()
-    assert policy_batch(0, empty=range(B))["mask"].sum() == 0
-    assert policy_batch(0, by_token=True)["advantages"].shape == (B, T)
-    assert random_rewards(0, missing=0.4).isnan().any() and not random_rewards(0).isnan().any()
-
-
 @pytest.mark.parametrize(
     "options",
     [*grid(loss_type=FAMILIES["policy"][0]["options"]["loss_type"]), {"delta": 1.6}, {"entropy_coef": 0.1}],
@@ -49,7 +41,3 @@ def test_the_book_answers_where_it_can(options, monkeypatch):
     assert asked == ["grpo_loss" if options.get("loss_type") in losses.AVERAGES else "policy_loss"]
     our_loss(policy_batch(0) | {"importance_sampling_ratio": torch.ones(B, 1)}, **options)
     assert asked[1] == "policy_loss"
-
-
-def test_grid():
-    assert grid(a=(1, 2), b=(3,)) == grid(a=(1, 2), more=[{"b": 3}]) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]

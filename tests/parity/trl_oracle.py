@@ -1,7 +1,7 @@
 """Asks the real methods of TRL's trainers for losses, gradients and advantages, with no model and no training run.
 
 A trainer is made without __init__; what its methods read is set from a real config, and its forward pass is replaced by
-given log-probabilities. What another version of TRL lacks raises an exception. Import this file inside functions.
+given log-probabilities. Import this file inside functions.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
 
-VERSION, NEUTRAL = trl.__version__, FAMILIES["neutral"]
+VERSION = trl.__version__
 Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it
 PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
 
@@ -54,12 +54,10 @@ class GivenLogps(torch.nn.Module):
         return output
 
 
-def bare(kind: str, module: str = "trl", num_processes: int = 1, **options):
+def bare(kind: str, num_processes: int = 1, **options):
     """A trainer without __init__: its real config, its own options, the first of `num_processes`."""
-    trainer_class = getattr(importlib.import_module(module), f"{kind}Trainer")
-    config_class = getattr(trl, f"{kind}Config")
+    trainer_class, config_class = (getattr(trl, f"{kind}{part}") for part in ("Trainer", "Config"))
     known, common = (found.__dataclass_fields__.keys() for found in (config_class, TrainingArguments))
-    options = {name: x for name, x in options.items() if name in known or x != NEUTRAL.get(name, "needed")}
     self = trainer_class.__new__(trainer_class)
     self.args = config_class(tempfile.gettempdir(), **FAMILIES["quiet"] | options)
     for name in known - common:
@@ -83,9 +81,9 @@ def _unpacked(function, name: str) -> list[str]:
     return re.findall(r"\w+", found[1])
 
 
-def _policy_trainer(kind: str, module: str = "trl", reward_weights=(1.0,), **options):
+def _policy_trainer(kind: str, reward_weights=(1.0,), **options):
     """A GRPOTrainer or RLOOTrainer with what both of its methods read."""
-    self = bare(kind, module, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
+    self = bare(kind, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
     args, functions = self.args, range(len(reward_weights))
     self.epsilon_low = args.epsilon
     self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
