@@ -6,15 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, pieces, with_answers
+from minivlmrl.algorithms.answers import PairAlgorithm, equal_share, with_answers
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import ONE, Rows
-
-
-def test_pieces():
-    assert pieces([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]] and pieces([], 2) == []
 
 
 def test_equal_shares():
@@ -108,8 +104,3 @@ def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
     if name != "kto":
         assert batches[0].counts.tokens == trained
     assert math.isfinite(run.update()["grad_norm"]) and run.number == 1
-
-
-def test_other_stages_judge_no_pairs(stage):
-    for name in ("sft", "grpo", "ppo"):
-        assert stage(name, held_out=Shapes(2, "x")).accuracy() is None

@@ -135,7 +135,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 def test_a_reward_that_fails_leaves_the_last_state_intact(run, tmp_path, monkeypatch):
     """Mended, the run goes on from the state and ends with the bytes of a run that never failed."""
-    options = ["--stages=[grpo]", "--grpo.max_steps=4", "--state_steps=1", "--rewards={own: 1}"]
+    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", "--rewards={own: 1}"]
 
     def own(completions, completion_ids, **columns):
         calls.append(1)

@@ -349,14 +349,6 @@ def test_an_index_that_names_a_missing_file_is_refused(copy):
         load_model(copy)
 
 
-@pytest.mark.parametrize("weight_map", [None, {}, {"a": 1}, {"a": "../a.safetensors"}])
-def test_an_index_that_says_nothing_is_refused(copy, weight_map):
-    split(copy)
-    edit_json(copy / INDEX, weight_map=weight_map)
-    with pytest.raises(ValueError, match=r"index\.json: it needs a weight_map"):
-        load_model(copy)
-
-
 def test_pickled_weights_are_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(ValueError, match=r"convert pytorch_model\.bin, which can run code"):

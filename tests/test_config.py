@@ -248,7 +248,7 @@ def test_written_and_read_again_it_is_equal(write):
 
 
 @given(st.floats(1e-12, 1e3), st.text(max_size=20), st.integers(-(2**40), 2**40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_value_survives_writing(tmp_path_factory, number, text, whole):
     config = RunConfig(seed=whole, output_dir=text)
     config.grpo.learning_rate, config.data.system_prompt = number, text

@@ -117,21 +117,10 @@ def test_answers_are_the_greedy_ones_with_the_first_reward(scripted):
     assert [answer.extent for answer in answers] == [(8, 8), None, None, None, None]
 
 
-def test_the_key_of_a_row_is_its_number(scripted):
-    ask(ROWS)
-    assert [scripted[f"{name} sampled"][1] for name in "abcde"] == [f"evaluation/{i}" for i in range(5)]
-
-
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
     result = ask([scored("a", [NAN, 1.0, NAN], [0.5, 1.0, NAN])])
     assert result.values == {"greedy": 0.5, "format": 1.0}
-
-
-def test_an_unseen_row_that_could_not_be_judged_counts_nothing(scripted):
-    result = ask([ROWS[1], scored("u", [NAN, 1.0, NAN], [NAN, 1.0, NAN], unseen=True)])
-    assert {name for name in result.values if "unseen" in name} == set()
-    assert result.values["acc_0_5 sampled"] == result.values["acc_0_5 greedy"] == 0.0
 
 
 @pytest.mark.parametrize("count", [5, 4, 1])

@@ -1,5 +1,6 @@
 """The page of the first hour on a GPU, without one."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_the_parts_take_40_minutes_and_exist():
 
 @pytest.mark.slow
 def test_every_part_runs_at_toy_size(monkeypatch, tmp_path):
-    """All but vLLM, which is not installed here: that is reported."""
+    """All but vLLM, which is not installed here: that is reported. Each way of ours was run."""
     failed, page = write(monkeypatch, tmp_path, "--toy")
     assert failed == 1 and "vLLM is not installed" in page
     sections = page.split("\n## ")[1:]
@@ -50,3 +51,8 @@ def test_every_part_runs_at_toy_size(monkeypatch, tmp_path):
     ways = ["ours", "ours, eager", "transformers"]
     cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert [way for _, rows, way, *_ in (row for row in cells if len(row) > 3) if rows == "64"] == ways
+    kernels, step = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("kernels", "step"))
+    ours = [row for row in kernels if row["way"].startswith("ours")]
+    assert {row["table"].split()[0] for row in ours} == {"logits", "states", "windows", "swiglu", "rotary"}
+    assert not [row for row in ours if "skipped" in row]
+    assert sorted(row["phase"] for row in step) == ["rollout"] * 2 + ["scoring"] * 3 + ["step"] * 3

@@ -84,27 +84,6 @@ def test_neutral_options_draw_as_the_three_of_the_book():
     assert ids_of(sample(model, rows, 4, few, STOP, seeded())) == ids_of(sample(model, rows, 4, all_, STOP, seeded()))
 
 
-def test_a_choose_around_another_sees_every_token_and_ends_rows():
-    """An even token ends a row as a stop token would; the other rows draw on."""
-    told = {}
-
-    def even(choose):
-        def choose_even(logits, rows, step):
-            ids, logps, ends = choose(logits, rows, step)
-            for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-                told.setdefault(row, []).append(token)
-            return ids, logps, ends | (ids % 2 == 0)
-
-        return choose_even
-
-    out = sample(tiny.model(), prompts(5), 8, SamplingConfig(max_new_tokens=6), (), seeded(), even)
-    for completion in (c for group in out for c in group):
-        *before, last = completion.ids.tolist()
-        assert all(token % 2 for token in before) and completion.stopped == (last % 2 == 0)
-    assert {len(ids) for ids in ids_of(out)} == set(range(1, 7))
-    assert [told[row] for row in range(40)] == ids_of(out)
-
-
 def test_own_stop_tokens_replace_the_given_ones():
     sampling = SamplingConfig(max_new_tokens=30, stop_token_ids=[5, 6, 8])
     out = sample(tiny.model(), prompts(5), 4, sampling, STOP, seeded())

@@ -268,7 +268,7 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
     ],
 )
 def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, options):
-    """With groups of their own, what the first rank's 9s say changes no sign here; see test_grpo.py for numbers."""
+    """With groups of their own, what the first rank's 9s say changes no sign here; test_ranks.py has numbers."""
     run = stage("grpo", *options, "--grpo.prompts_per_step=8", world=SECOND)
     batches = run.next()
     advantages = torch.cat([batch.advantages for batch in batches]).view(4, 3)
