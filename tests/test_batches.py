@@ -85,26 +85,6 @@ def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
         load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", stage: needs}, 0)
 
 
-def test_rows_of_the_localisation_task():
-    """Only demonstrations are noisy; stages do not share pictures; what is held out does not depend on the seed."""
-    config = DataSection(task=BOXES, demonstrations=5, eval_rows=7, wrong_demonstrations=1.0)
-    stages = {"sft": "demonstrations", "grpo": "prompts"}
-    one, two = (load_datasets(config, stages, seed) for seed in (0, 1))
-    assert {name: len(rows) for name, rows in one.items()} == {"sft": 5, "grpo": 1_000_000, "eval": 7}
-    demonstrated, wanted = ([one[name][i] for i in range(5)] for name in ("sft", "grpo"))
-    assert all(row.completion != localisation.answer(*truth(row)) for row in demonstrated)
-    assert all(row.completion == localisation.answer(*truth(row)) for row in wanted)
-    pictures = {name: [rows[i].images[0].tobytes() for i in range(5)] for name, rows in one.items()}
-    assert not set(pictures["sft"]) & set(pictures["grpo"])
-    assert [two["eval"][i].images[0].tobytes() for i in range(5)] == pictures["eval"]
-    assert two["sft"][0].images[0].tobytes() not in pictures["sft"]
-
-
-def truth(row):
-    """Name and box, in units, of a localisation row."""
-    return row.columns["problem"].removeprefix("box the "), [v // localisation.UNIT for v in row.columns["solution"]]
-
-
 @pytest.mark.parametrize("space", SPACES)
 def test_rows_of_a_file_say_what_space_their_boxes_are_in(write_rows, space):
     file = str(write_rows({"problem": "a", "solution": [1, 2, 3, 4]}))

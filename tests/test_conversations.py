@@ -15,11 +15,6 @@ def test_images_stand_where_the_problem_says(write_rows):
     assert [image.getpixel((0, 0)) for image in rows[0].images] == [(0, 0, 255), (0, 255, 0)]
 
 
-def test_images_without_placeholders_come_first(write_rows):
-    rows = FileDataset(write_rows({"problem": "Which?", "images": ["blue.png", "green.png"]}))
-    assert rows[0].messages[0]["content"] == [IMAGE_PART, IMAGE_PART, text("Which?")]
-
-
 def test_prompt_template_and_system_prompt(write_rows):
     file = write_rows({"problem": "What is {x}?", "image": "red.png"})
     row = FileDataset(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief.")[0]

@@ -96,14 +96,6 @@ def test_transparent_pixels_become_white_and_half_transparent_ones_half_white():
     assert np.asarray(to_rgb(image)).tolist() == [[[255, 255, 255], [100, 0, 0], [204, 204, 204]]]
 
 
-def test_the_see_through_colour_of_a_palette_becomes_white(tmp_path):
-    image = PIL.Image.new("P", (2, 1))
-    image.putpalette([10, 20, 30, 40, 50, 60])
-    image.putpixel((1, 0), 1)
-    image.save(tmp_path / "p.png", transparency=0)
-    assert np.asarray(load_image(tmp_path / "p.png")).tolist() == [[[255, 255, 255], [40, 50, 60]]]
-
-
 def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
     """As in transformers, from a file and in memory; qwen-vl-utils shows the colour."""
     image = PIL.Image.new("RGB", (56, 56), (10, 20, 30))
