@@ -128,8 +128,9 @@ PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoi
 
 def policy_table() -> list[list[str]]:
     """Policy losses: the gradient of the expected reward."""
-    kinds = [(name, "token", "none") for name in get_args(LossType)]
-    kinds += [("dr_grpo", "token", "group"), ("dr_grpo", "token", "batch"), ("dr_grpo", "sequence", "none")]
+    kinds = {name: (name, "token", "none") for name in get_args(LossType)}
+    kinds |= {f"dr_grpo, scale_rewards {scale}": ("dr_grpo", "token", scale) for scale in ("group", "batch")}
+    kinds |= {"dr_grpo, level sequence": ("dr_grpo", "sequence", "none")}
     columns = {
         "one group a step": (GRADED, 2, True, POLICY, 9.0),
         "many groups": (GRADED, 2, False, POLICY, 9.0),
@@ -137,20 +138,20 @@ def policy_table() -> list[list[str]]:
         "many, off-policy": (GRADED, 2, False, MOVED, 9.0),
         "and clipped at 0.1": (GRADED, 2, False, MOVED, 0.1),
     }
-    table = [["loss_type", "level", "scale_rewards", *columns]]
-    for name, level, scale in kinds:
+    table = [["loss_type", *columns]]
+    for label, (name, level, scale) in kinds.items():
         cells = []
         for rewards, G, one_group, logits, clip in columns.values():
             options = FamilyLoss(name, level, epsilon_low=clip, epsilon_high=clip + (name == "cispo"))
             found = gradient(expected_policy_loss, logits, rewards, options, scale, G, one_group, old=OLD)
             cells.append(cell(-found, reward_gradient(logits, rewards)))
-        table.append([name, level, scale, *cells])
+        table.append([label, *cells])
     return table
 
 
 def kl_table() -> list[list[str]]:
     """The KL term alone: the gradients of two KLs."""
-    table, none = [["loss_type", "KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
+    table, none = [["KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
     for loss_type, kind in product(("luspo", "grpo"), kinds):
@@ -158,9 +159,9 @@ def kl_table() -> list[list[str]]:
         options = FamilyLoss(loss_type, beta=1.0, kl_estimator=kind[:2], **how)
         on, off = (gradient(expected_policy_loss, x, none, options, old=OLD, ref=REF) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
-        table.append([loss_type, kind, *cells])
+        table.append([f"{kind}, {loss_type}", *cells])
     on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), FamilyLoss("rloo"))
-    return [*table, ["rloo", "k1 in the reward", cell(on, tokens), cell(on, completions), ""]]
+    return [*table, ["k1 in the reward, rloo", cell(on, tokens), cell(on, completions), ""]]
 
 
 def ppo_table() -> list[list[str]]:
