@@ -40,8 +40,8 @@ HEAD = f"""\
 # One prompt on its way through a GRPO step
 
 What happens to one picture and one question in the first GRPO step of the default run. Below each title is the function
-of the book that does it, linked to its line. This command trains the same step, in some seconds, and prints the eight
-completions, what they earn, and their log-probabilities:
+of the book that does it. This command trains the same step and prints the eight completions, what they earn, and their
+log-probabilities:
 
 ```bash
 {COMMAND}
@@ -51,8 +51,7 @@ completions, what they earn, and their log-probabilities:
 trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
-no digit depends on the machine: one thread, two threads and torch without AVX print the same.
-`python -m docs.make_pages` writes this page anew, and [test_docs.py](../tests/test_docs.py) compares it.
+no digit depends on the machine. `python -m docs.make_pages` writes this page anew, and a test compares it.
 
 Letters: P tokens of the prompt, R completions of the group, M their tokens together, T tokens of the longest.
 """

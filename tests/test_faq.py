@@ -190,9 +190,8 @@ def test_batch_size():
 def test_gradient_accumulation():
     """Does the micro-batch size, or gradient accumulation, change the result?
 
-    It must not, and here it does not: each micro-batch divides by the counts of the whole step, so their gradients
-    add up to it. A trainer that averages micro-batches lets the token of a short one weigh more, in the test twice
-    as much. Asked in TRL #3021, ms-swift #10117.
+    Not here: each micro-batch divides by the counts of the whole step, so their gradients add up to it. A trainer that
+    averages micro-batches lets the token of a short one weigh more, in the test twice as much. Asked in TRL #3021, ms-swift #10117.
     """
     advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 0, 0], [1, 1, 1]])
 
@@ -239,9 +238,8 @@ def test_the_end_token():
 def test_image_tokens():
     """What does "image features and image tokens do not match" mean?
 
-    A prompt has one `<|image_pad|>` for each 2 x 2 patches, and somebody took some of them away: a maximum prompt
-    length that cuts at one end. Nothing is cut here, and a prompt that lacks tokens is refused. Make images smaller
-    instead (`max_pixels`). Asked in verl #3469, EasyR1 #267, TRL #5285.
+    A prompt has one `<|image_pad|>` for each 2 x 2 patches, and a maximum prompt length cut some of them away. Nothing
+    is cut here, and a prompt that lacks tokens is refused. Make images smaller instead (`max_pixels`). Asked in verl #3469, EasyR1 #267, TRL #5285.
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     prompt = Shapes(1, "faq")[0].prompt(processor)
@@ -272,9 +270,8 @@ def test_reward_and_accuracy():
     """Why did the reward rise and accuracy not?
 
     The reward is a weighted sum, and the easiest part rises first, mostly the form. In the test it rises from 0.5
-    to 0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each, and held-out accuracy, which
-    no reward can buy. If each reward rises and held-out accuracy does not, read completions: the reward pays for
-    something else.
+    to 0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each, and held-out accuracy. If each
+    reward rises and held-out accuracy does not, read completions: the reward pays for something else.
     """
     right, wrong = (f"<think>I see it</think><answer>{label}</answer>" for label in ("red square", "blue square"))
     before, after = [right] * 2 + [wrong] * 2 + ["a square"] * 4, [right] + [wrong] * 7
@@ -290,8 +287,8 @@ def test_the_form():
     """Why does my model stop writing the form, or the thought?
 
     Because nothing pays for it. With `answer: whole` a bare right answer earns what a thoughtful one does; with
-    `tags` it earns nothing, and with the reward `format` at least less. The gap between the two is all that holds a
-    form in place. The other cause is a low `max_new_tokens`, see the next answer. Asked in ms-swift #6515, R1-V
+    `tags` it earns nothing, and with the reward `format` at least less. The other cause is a low `max_new_tokens`, see
+    the next answer. Asked in ms-swift #6515, R1-V
     #19, VLM-R1 #280.
     """
     texts = ["<think>I see red</think><answer>red square</answer>", "red square"]
@@ -308,10 +305,9 @@ def test_the_form():
 def test_cut_completions():
     """Why is the reward 0, and every completion as long as allowed?
 
-    They are cut before the answer. A text without its closing tag has neither form nor answer, so all rewards are 0,
-    all advantages are 0 and nothing is learned; a run here says so after a few steps. Watch
-    `completions/clipped_ratio`: raise `max_new_tokens` until it is below 0.1, or begin with SFT on short thoughts.
-    Asked in TRL #5697.
+    They are cut before the answer. A text without its closing tag has neither form nor answer, so all rewards are 0
+    and nothing is learned; a run here says so after a few steps. Raise `max_new_tokens` until
+    `completions/clipped_ratio` is below 0.1, or begin with SFT on short thoughts. Asked in TRL #5697.
     """
     answer = "<think>It has four sides and it is red</think><answer>red square</answer>"
     cut = [answer[:length] for length in (20, 40, 60, 69)]  # 69 of 73 characters
