@@ -29,9 +29,9 @@ STEP = 0.05  # length of the step that each method takes
 HEAD = """\
 # Five ways to learn from the same four answers
 
-One picture of a purple triangle, the model of the [walkthrough](walkthrough.md), four answers that it has drawn. What does
-each method need to know about them, what does it compute, and which tokens does it push where? `python -m docs.make_pages`
-prints all numbers from the losses that training uses.
+One picture of a purple triangle, the model of the [walkthrough](walkthrough.md), four answers that it has drawn. What
+does each method need to know about them, what does it compute, and which tokens does it push where?
+`python -m docs.make_pages` prints all numbers from the losses that training uses.
 """
 READ = """\
 What to see here:

@@ -114,20 +114,19 @@ above the group: no critic is needed to know that they are good.
 
 # Ratio
 How much likelier a token is now than when it was drawn. In the first step after a rollout the policy has not moved,
-so all are 1 and nothing is clipped. In later passes over the rollout they differ.
+so all are 1 and nothing is clipped.
 
 # Loss
-With ratios of 1 and advantages that add up to 0 the value is 0, whatever the model: it is no measure of progress. Its
-gradient is -advantage x the gradient of the log-probability. The KL to the reference, the policy after SFT, is 0 in the
-first step, too.
+With ratios of 1 and advantages that add up to 0 the value is [0](faq.md). Its gradient is -advantage x the gradient of
+the log-probability. The KL to the reference, the policy after SFT, is 0 in the first step, too.
 
 # Gradient
 Of all {prompts} prompts of the step. It reaches every module, through the merged tokens also the vision tower.
 
 # Update
 AdamW moves each weight by about the learning rate, here still in its warmup. The two right answers become likelier, the
-two without the form less likely. The wrong answers in the right form are a little below the group's mean, but share
-their tokens with the right ones: most of them gain, too.
+two without the form less likely. The wrong answers in the right form share their tokens with the right ones: most of
+them gain, too.
 
 ![gradient norms of the modules, and how far each completion's log-probability moves](walkthrough_update.svg)
 """

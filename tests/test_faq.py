@@ -191,7 +191,8 @@ def test_gradient_accumulation():
     """Does the micro-batch size, or gradient accumulation, change the result?
 
     Not here: each micro-batch divides by the counts of the whole step, so their gradients add up to it. A trainer that
-    averages micro-batches lets the token of a short one weigh more, in the test twice as much. Asked in TRL #3021, ms-swift #10117.
+    averages micro-batches lets the token of a short one weigh more, in the test twice as much. Asked in TRL #3021,
+    ms-swift #10117.
     """
     advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 0, 0], [1, 1, 1]])
 
@@ -239,7 +240,8 @@ def test_image_tokens():
     """What does "image features and image tokens do not match" mean?
 
     A prompt has one `<|image_pad|>` for each 2 x 2 patches, and a maximum prompt length cut some of them away. Nothing
-    is cut here, and a prompt that lacks tokens is refused. Make images smaller instead (`max_pixels`). Asked in verl #3469, EasyR1 #267, TRL #5285.
+    is cut here, and a prompt that lacks tokens is refused. Make images smaller instead (`max_pixels`). Asked in
+    verl #3469, EasyR1 #267, TRL #5285.
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     prompt = Shapes(1, "faq")[0].prompt(processor)
