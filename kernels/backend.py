@@ -24,10 +24,8 @@ from torch import Tensor
 # would only take 70 MiB (no GPU, no import of it before, nothing in the environment that asks), the
 # two names that are read while a file is imported have substitutes, and the kernels are functions
 # that are never called.
-triton, tl = (
-    SimpleNamespace(jit=lambda kernel: kernel),
-    SimpleNamespace(constexpr=lambda value: value),
-)
+triton = SimpleNamespace(jit=lambda kernel: kernel)
+tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
 ASKED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
 if INSTALLED and (ASKED or torch.cuda.is_available()):

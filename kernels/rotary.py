@@ -20,11 +20,9 @@ def _kernel(
 ):
     """Turn all heads of one token; the tables have each angle twice, and in their second half
     +sin."""
-    row, head, i = (
-        tl.program_id(0).to(tl.int64),
-        tl.arange(0, HEADS)[:, None],
-        tl.arange(0, HALF)[None, :],
-    )
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
     half = D // 2
     inside = (head < H) & (i < half)
     c = tl.load(cos + row * D + i, mask=i < half, other=0.0).to(tl.float32)

@@ -171,10 +171,8 @@ def _backward_kernel(
     dP = _dot(do0, tl.trans(v0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
         q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
-        do1, v1 = (
-            _load(grad + begin, H * D, length, D, D0, L, D1),
-            _load(v, v_row, length, D, D0, L, D1),
-        )
+        do1 = _load(grad + begin, H * D, length, D, D0, L, D1)
+        v1 = _load(v, v_row, length, D, D0, L, D1)
         scores = _dot(q1, tl.trans(k1), scores)
         dP = _dot(do1, tl.trans(v1), dP)
     P = _softmax(scores, length, log2_scale, L)

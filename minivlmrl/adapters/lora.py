@@ -65,11 +65,9 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
-        self.in_features, self.out_features, self.scaling = (
-            base.in_features,
-            base.out_features,
-            scaling,
-        )
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.scaling = scaling
         self.weight, self.bias = base.weight, base.bias
         options = {
             "device": base.weight.device,
@@ -106,11 +104,9 @@ class LoRALinear(nn.Linear):
     def merged(self) -> Tensor:
         """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W;
         all ranks of a sharded model call this."""
-        A, B, weight = (
-            full(self.lora_A),
-            full(self.lora_B),
-            full(self.weight).to(self.lora_A.device),
-        )
+        A = full(self.lora_A)
+        B = full(self.lora_B)
+        weight = full(self.weight).to(self.lora_A.device)
         moved = weight + self.scaling * (B @ A)
         if self.lora_magnitude is not None:
             moved = (

@@ -47,10 +47,8 @@ def load_adapter(model: nn.Module, folder: str | Path):
 
 def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
-    (forms, weights), own = (
-        _read(model, Path(folder)),
-        {name: layer.form for name, layer in adapters(model).items()},
-    )
+    forms, weights = _read(model, Path(folder))
+    own = {name: layer.form for name, layer in adapters(model).items()}
     texts = [
         {name: "r {}, scaling {:g}, dora {}".format(*form) for name, form in x.items()}
         for x in (forms, own)

@@ -90,11 +90,9 @@ def gae(
         advantages and returns (advantages + values), (B, T) each.
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
-    advantages, following, next_value = (
-        [],
-        torch.zeros_like(rewards[:, 0]),
-        torch.zeros_like(rewards[:, 0]),
-    )
+    advantages = []
+    following = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(rewards[:, 0])
     for reward, value in zip(reversed(rewards.unbind(1)), reversed(values.unbind(1)), strict=True):
         following = reward + gamma * next_value - value + gamma * lam * following
         next_value = value

@@ -50,10 +50,8 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
         clip = self.reward_clip_range
         if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
             raise ValueError(f"reward_clip_range is {clip}, it must be [low, high]")
-        rloo, gdpo = (
-            self.loss_type == "rloo",
-            self.multi_objective_aggregation == "normalize_then_sum",
-        )
+        rloo = self.loss_type == "rloo"
+        gdpo = self.multi_objective_aggregation == "normalize_then_sum"
         if rloo and self.importance_sampling_level != "token":
             raise ValueError(
                 "importance_sampling_level: rloo has its own, the ratio of whole completions"
@@ -192,19 +190,15 @@ class Family(GRPOStage):
         kl_in_reward = self.rloo and self.config.beta
         if self.config.rollout_correction or kl_in_reward or self.config.top_entropy_quantile < 1:
             logps, entropies = self.logps(batch.group)
-            batch.old_per_token_logps, batch.old_entropies = (
-                batch.group.pad(logps),
-                batch.group.pad(entropies),
-            )
+            batch.old_per_token_logps = batch.group.pad(logps)
+            batch.old_entropies = batch.group.pad(entropies)
 
     def find_threshold(self, batches: list[FamilyBatch]):
         """The entropy that the upper share of a step's tokens reaches, over all micro-batches and
         ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
-        entropies, quantile = (
-            torch.cat(self.world.gather_objects(local)),
-            self.config.top_entropy_quantile,
-        )
+        entropies = torch.cat(self.world.gather_objects(local))
+        quantile = self.config.top_entropy_quantile
         threshold = policy_losses.top_entropy_threshold(
             entropies, torch.ones_like(entropies), quantile
         )
@@ -216,10 +210,8 @@ class Family(GRPOStage):
         """Advantages, then micro-batches; RLOO's KL is in the reward, so its micro-batches come
         first."""
         config, G = self.config, self.config.num_generations
-        rewards, total = (
-            self.world.all_gather(rollout.rewards),
-            self.world.all_gather(self.shaped(rollout)),
-        )
+        rewards = self.world.all_gather(rollout.rewards)
+        total = self.world.all_gather(self.shaped(rollout))
         if config.shuffle_rewards:
             order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(
                 len(total)

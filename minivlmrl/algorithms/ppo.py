@@ -123,10 +123,8 @@ class PPO(GRPOStage):
     def add_logps(self, batch: PPOBatch):
         """Add log-probabilities of the policy and the reference, and the critic's values."""
         logps, _, values = self.logps_and_values(batch.group)
-        batch.old_per_token_logps, batch.old_values = (
-            batch.group.pad(logps),
-            batch.group.pad(values),
-        )
+        batch.old_per_token_logps = batch.group.pad(logps)
+        batch.old_values = batch.group.pad(values)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(
                 batch.group, self.sample.sampling.temperature

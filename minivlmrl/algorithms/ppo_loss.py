@@ -63,10 +63,8 @@ def ppo_loss(
     # 0 for padding: exp of it stays finite
     log_ratio = (per_token_logps - rollout.old_per_token_logps) * mask
     ratio = log_ratio.exp()
-    unclipped, clipped = (
-        -advantages * ratio,
-        -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange),
-    )
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
     per_token_policy = torch.max(unclipped, clipped)
 
     near = rollout.old_values + (values - rollout.old_values).clamp(

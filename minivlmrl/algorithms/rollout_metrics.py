@@ -16,10 +16,8 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
         )
     local = [(len(c.ids), c.stopped) for group in rollout.completions for c in group]
     drawn = [one for rank in algorithm.world.gather_objects(local) for one in rank]
-    lengths, ended = (
-        [length for length, _ in drawn],
-        [length for length, stopped in drawn if stopped],
-    )
+    lengths = [length for length, _ in drawn]
+    ended = [length for length, stopped in drawn if stopped]
     # sums that do not depend on the order of the ranks
     rewards, total = rewards.double(), total.double()
     metrics = {"reward": total.nanmean().item()}

@@ -39,18 +39,14 @@ class SFT(AnswerAlgorithm):
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out rows that have a completion: a mean over all tokens that
         count, in float64."""
-        indices, world, size = (
-            with_answers(rows, self.world, self.answers),
-            self.world,
-            self.config.micro_batch_size,
-        )
+        indices = with_answers(rows, self.world, self.answers)
+        world = self.world
+        size = self.config.micro_batch_size
         if not indices:
             return {}
-        share, own, sums = (
-            equal_share(indices, world),
-            len(indices[world.rank :: world.size]),
-            torch.zeros(2).double(),
-        )
+        share = equal_share(indices, world)
+        own = len(indices[world.rank :: world.size])
+        sums = torch.zeros(2).double()
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])
             batch.loss_mask[max(0, own - start) :] = 0  # a row that another rank has too

@@ -36,10 +36,8 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
                 f"generation_config: {found}; do without the file and set what you need of it "
                 "yourself"
             )
-    asked, kept = (
-        {"temperature": 0.0},
-        ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"],
-    )
+    asked = {"temperature": 0.0}
+    kept = ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
     if overrides.get("temperature", values.get("do_sample")):
         asked = {"temperature": 1.0, "top_k": 50}
         kept += ["temperature", "top_k", "top_p", "min_p"]

@@ -66,11 +66,9 @@ class Sharding:
         # here: it takes 40 MiB and half a second of runs that shard nothing
         import torch.distributed.fsdp as fsdp
 
-        size, device, replicas = (
-            world.size,
-            world.device,
-            section.replicas if section.enabled else world.size,
-        )
+        size = world.size
+        device = world.device
+        replicas = section.replicas if section.enabled else world.size
         if size % replicas:
             raise ValueError(
                 f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it"
@@ -151,10 +149,8 @@ class VisionInStep:
 
     def before(self, model: nn.Module, arguments: tuple):
         batch, vision = arguments[0], model.config.vision_config
-        images, device = (
-            len(batch.image_grid_thw) * (batch.vision_embeds is None),
-            batch.input_ids.device,
-        )
+        images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
+        device = batch.input_ids.device
         if not self.joint or dist.get_world_size() == 1:
             return
         on_any_rank = torch.tensor(int(images > 0), device=device)

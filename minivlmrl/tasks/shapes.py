@@ -144,10 +144,8 @@ def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     demonstrations = Shapes(
         data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, tags=tags, **wording
     )
-    pairs, prompts = (
-        Shapes(data.pairs, f"{seed}/pairs", **wording),
-        Shapes(FRESH_ROWS, f"{seed}/grpo", **wording),
-    )
+    pairs = Shapes(data.pairs, f"{seed}/pairs", **wording)
+    prompts = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
     training = {
         "demonstrations": demonstrations,
         "pairs": pairs,
