@@ -32,8 +32,7 @@ if INSTALLED and (ASKED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
 
-# Triton decides when it is first imported: setting TRITON_INTERPRET=1 later in the process has no
-# effect
+# Triton decides when it is first imported: setting TRITON_INTERPRET=1 later has no effect
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # what kernels read; they compute in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,8 +45,7 @@ _warn = cache(
 
 
 def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
-    """Choose by a tensor's device and dtype and by MINIVLMRL_KERNELS (ValueError: an unknown value;
-    it cannot run)."""
+    """Choose by device and dtype and by MINIVLMRL_KERNELS (ValueError: unknown; cannot run)."""
     choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"MINIVLMRL_KERNELS={choice}: write auto, torch or triton")
@@ -62,8 +60,7 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot run for such tensors, or None if it can.
-    ROCm devices are called cuda too."""
+    """Why Triton cannot run for such tensors, or None. ROCm devices are called cuda too."""
     if not INSTALLED:
         return "Triton is not installed: pip install triton"
     if dtype not in DTYPES:
@@ -85,8 +82,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _compiler_obstacle() -> str | None:
-    """Why Triton cannot compile, if so: what it compiles first, its driver, needs a C compiler and
-    Python's headers."""
+    """Why Triton cannot compile, if so: its driver needs a C compiler and Python's headers."""
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # whatever it is, the kernels would meet it too
@@ -98,8 +94,7 @@ def _compiler_obstacle() -> str | None:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor from the host; a card reads it from pinned memory by itself, so the host does
-    not wait."""
+    """Copy a tensor from the host, to a card from pinned memory: the host does not wait."""
     if torch.device(device).type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

@@ -24,11 +24,9 @@ MOST_KEYS, MOST_HEAD_DIM = 128, 64
 
 
 def gather_rows(x: Tensor, index: Tensor, alone: bool = False) -> Tensor:
-    """x[index] along the first axis, (*index.shape, ...). alone: if as long as x, index is 0, 1, 2
-    ...
+    """x[index] along the first axis, (*index.shape, ...). alone: if as long as x, index is 0, 1 ...
 
-    An embedding look-up: its backward adds whole rows and is 17 times faster on a CPU than that of
-    x[index].
+    An embedding look-up, whose backward is 17 times faster on a CPU than that of x[index].
     """
     rows = x if alone and index.numel() == len(x) else F.embedding(index, x.flatten(1))
     return rows.view(*index.shape, *x.shape[1:])
@@ -54,8 +52,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         and on_gpu
         and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
     ):
-        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too, after 8 L T
-        # bytes of host memory
+        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     if is_causal and L == T and not short:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -69,8 +66,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute q k^T D^-1/2 + mask (L, T) in float32 (float64 of float64), (..., L, T), of q, k
-    (..., L or T, D)."""
+    """Compute q k^T D^-1/2 + mask (L, T), in float32 (float64 of float64): (..., L, T)."""
     scale = q.shape[-1] ** -0.5
     if q.dtype != torch.promote_types(q.dtype, torch.float32):
         scores = float32_matmul(q, k.mT) * scale  # a scaled q would be rounded

@@ -1,5 +1,4 @@
-"""Log-probability of chosen tokens and entropy, straight from hidden states: the (M, V) logits
-never exist at once.
+"""Log-probability of chosen tokens and entropy from hidden states, without all (M, V) logits.
 
 Derivation. For one row h (D,), head W (V, D), chosen token y and temperature T:
 
@@ -58,8 +57,7 @@ def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: flo
 def _differentiate_by_rows(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
-    """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums;
-    None: not needed."""
+    """Add to the gradients of hidden (M, D) and weight (V, D), in the dtype of sums; or None."""
     (hidden, weight, ids), (grad_hidden, grad_weight) = inputs, grads
     (logits, scratch), head = _buffers(hidden, weight)
     for start in range(0, len(hidden), len(logits)):
@@ -76,8 +74,7 @@ def _differentiate_by_rows(
 
 
 def _buffers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for all pieces: two of logits (2, rows, V), as fresh memory costs page faults;
-    and the head (D, V)."""
+    """Memory for all pieces, as page faults cost: two of logits (2, rows, V), the head (D, V)."""
     rows, dtype = _rows(len(hidden), len(weight), hidden.device.type), _sum_dtype(hidden)
     logits = torch.empty(2, rows, len(weight), dtype=dtype, device=hidden.device)
     # a CPU has no float32 products of bfloat16: it converts the head once
@@ -180,7 +177,6 @@ def _backward_op(
     hidden, weight, ids = inputs
     by_tiles = backend_for(hidden) == "triton"
     # on a GPU the host would wait for the number of these rows; its kernels skip the others
-    # themselves
     index = ids if hidden.is_cuda else has_gradient(g, e).nonzero()[:, 0]
     # no copies where all rows have a gradient
     rows = slice(None) if len(index) == len(ids) else index

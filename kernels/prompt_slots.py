@@ -1,8 +1,6 @@
-"""Rows that read one prompt, as one dense block of it: their products with its keys are then a
-single matmul.
+"""Rows that read one prompt, as one dense block of it: their products with its keys are one matmul.
 
-Dimension letters: R rows (running completions), B prompts, K key/value heads, h query heads of
-each, X anything.
+Dimension letters: R rows (running completions), B prompts, K key heads, h query heads of each.
 """
 
 import math
@@ -17,12 +15,10 @@ SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
 
 
 class PromptSlots:
-    """Gives each row a slot of its prompt; all prompts have as many slots as the one with the most
-    rows."""
+    """Gives each row a slot of its prompt; all prompts have as many slots as the largest needs."""
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
-        # prompt_index: (R,) prompt of each row, ascending, on the host, so that a GPU is not asked;
-        # prompts: B
+        # prompt_index: (R,) prompt of each row, ascending, on the host: a GPU is not asked
         counts = prompt_index.bincount(minlength=prompts)
         first = counts.cumsum(0) - counts
         self.prompts, self.slots = prompts, int(counts.max())
@@ -33,8 +29,7 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """(R, K, h, X) -> (B, K, slots*h, X): the rows of a prompt as more queries of it, zeros in
-        empty slots."""
+        """(R, K, h, X) -> (B, K, slots*h, X): rows as queries of their prompt, 0 in empty slots."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
@@ -48,8 +43,7 @@ class PromptSlots:
 def after_prompt(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute the attention of completions to their own keys, causally, and to those of the prompt
-    that they share.
+    """Attention of completions to their own keys, causally, and to those of the shared prompt.
 
     On a CPU all completions of a prompt are queries of one product with its keys, which are not
     copied for each. With more scores than SHARED_BYTES, and on a GPU, the fused kernel reads
@@ -70,8 +64,7 @@ def after_prompt(
             for x, y in ((prompt_k, k), (prompt_v, v))
         )
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
-    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D): one copy
-    # of each
+    # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D)
     q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)
     own_q, own_k, own_v = (
         x.unflatten(2, (slots.slots, -1)) for x in (q, slots.by_prompt(k), slots.by_prompt(v))

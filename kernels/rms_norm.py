@@ -1,12 +1,10 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with the statistics in float32.
 
-Derivation of the backward. With r = (mean(x^2) + eps)^-1/2, n = x r and the gradient g of the
-result:
+Derivation of the backward. With r = (mean(x^2) + eps)^-1/2, n = x r, the gradient g of the result:
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are kept. Autograd of the formula keeps four tensors of x's size in float32 and takes
-half as long again.
+Only x and r are kept. Autograd of the formula keeps four such tensors and takes half as long again.
 """
 
 import torch

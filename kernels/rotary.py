@@ -1,5 +1,4 @@
-"""Rotary position embedding on a GPU: each pair of numbers is read once, turned in float32 and
-written once.
+"""Rotary position embedding on a GPU: each pair is read once, turned in float32 and written once.
 
 Derivation. Pair (a, b) = (x_i, x_{i+D/2}) and angle t with c = cos t, s = sin t:
 
@@ -18,8 +17,7 @@ constexpr = tl.constexpr
 def _kernel(
     x, cos, sin, out, row_stride, head_stride, H, D, direction, HEADS: constexpr, HALF: constexpr
 ):
-    """Turn all heads of one token; the tables have each angle twice, and in their second half
-    +sin."""
+    """Turn all heads of one token; the tables have each angle twice, in their second half +sin."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, HALF)[None, :]
@@ -37,8 +35,7 @@ def _kernel(
 
 @torch.library.custom_op("minivlmrl::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tensor:
-    """Turn x (N, ..., D) by the angles of tables (N, ..., D), one for all heads of a token;
-    -1 turns back."""
+    """Turn x (N, ..., D) by the angles of tables (N, ..., D), one for all heads; -1 turns back."""
     heads = x.flatten(1, -2)  # (N, H, D)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
     (N, H, D), out = heads.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)

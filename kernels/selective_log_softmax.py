@@ -1,5 +1,4 @@
-"""Log-probability of chosen tokens and entropy, from logits: one read forward, one read and one
-write backward.
+"""Log-probability of chosen tokens and entropy, from logits: read once, and once more backward.
 
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -81,8 +80,7 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """(m,) bool: rows with an upstream gradient that is not zero (NaN is not).
-    The others have dz = 0."""
+    """(m,) bool: rows with an upstream gradient that is not 0 (NaN is not); others have dz = 0."""
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
@@ -131,11 +129,9 @@ def _forward(
     FIRST: constexpr,
     LAST: constexpr,
 ):
-    """Score one row of `width` logits of the ids from `first` on: the whole vocabulary, or one part
-    of it.
+    """Score one row of `width` logits of the ids from `first` on: all, or a part of the vocabulary.
 
-    parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST and written
-    unless LAST.
+    parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr = logits + row * stride
@@ -275,8 +271,7 @@ def differentiate_part_(
     out: Tensor,
     first_id: int = 0,
 ) -> Tensor:
-    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z;
-    saved is from fold_."""
+    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z."""
     rows, width = z.shape
     numbers = (z.stride(0), out.stride(0), width, first_id, LOG2E / temperature)
     if rows:

@@ -4,8 +4,7 @@ Derivation. With s = 1 / (1 + e^-g) and the gradient d of the result:
 
     silu(g) u = g s u          dg = d u (s + g s (1 - s))          du = d g s
 
-Only g and u are kept. The kernels compute in float32 and round once; in torch silu(g) is rounded
-too.
+Only g and u are kept. Kernels compute in float32 and round once; torch rounds silu(g) too.
 """
 
 import torch

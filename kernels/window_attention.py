@@ -1,8 +1,6 @@
-"""Attention inside segments: each token attends to all tokens of its own window (or of its own
-frame).
+"""Attention inside segments: each token attends to all tokens of its own window (or its own frame).
 
-Derivation. For segment s with rows q_s, k_s, v_s (L, H, D), scale c = D^-1/2 and each head
-separately:
+Derivation. For a segment with rows q_s, k_s, v_s (L, H, D), c = D^-1/2 and each head separately:
 
     S = c q_s k_s^T      (L, L)        P = softmax(S) over the last axis        o_s = P v_s      (L, D)
 
@@ -40,14 +38,12 @@ from minivlmrl.kernels.dense_attention import dense_attention, gather_rows
 MOST_TOKENS, MOST_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# On a CPU one call costs as much as sorting this many tokens: segments are sorted if calls would
-# have fewer on average.
+# On a CPU a call costs as much as sorting so many tokens: segments are sorted if they are shorter.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
-    """Lengths of the segments, in order, and how batched_attention calls them: built once per batch
-    for all blocks."""
+    """Lengths of the segments, in order, and how batched_attention calls them, for all blocks."""
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
@@ -83,15 +79,13 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
-# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0 where one block of columns is
-# enough.
+# Of the kernels L, D0 and D1 are block sizes, powers of two; D1 = 0: one block of columns will do.
 constexpr = tl.constexpr
 
 
 @triton.jit
 def _load(x, row_stride, length, D, FIRST: constexpr, L: constexpr, COLUMNS: constexpr):
-    """COLUMNS columns of a segment's rows from column FIRST on, (L, COLUMNS);
-    zeros outside of the segment."""
+    """COLUMNS columns of a segment's rows from FIRST on, (L, COLUMNS); zeros outside of it."""
     rows, columns = tl.arange(0, L)[:, None], FIRST + tl.arange(0, COLUMNS)[None, :]
     return tl.load(x + rows * row_stride + columns, mask=(rows < length) & (columns < D), other=0.0)
 
@@ -215,8 +209,7 @@ def _backward_kernel(
 
 
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
-    """Block sizes L, D0, D1 for segments of at most `longest` tokens: 64, 64, 16 for 60 tokens of
-    head size 80.
+    """Block sizes L, D0, D1 for segments of `longest` tokens: 64, 64, 16 for 60 of head size 80.
 
     At least 16, the smallest that a matrix instruction takes.
     """
@@ -226,8 +219,7 @@ def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def warps(L: int) -> int:
-    """Warps of a program: 4 form one group of Hopper's matrix unit;
-    shorter segments have less work."""
+    """Warps of a program: 4 form one group of Hopper's matrix unit; short segments need fewer."""
     return 4 if L == 64 else 2 if L == 32 else 1
 
 
@@ -240,8 +232,7 @@ def _launch(
     cu_seqlens: Tensor,
     longest: int,
 ) -> None:
-    """Start one program for each segment and head; the backward, with more pointers, takes the
-    scale as well."""
+    """Start one program for each segment and head; the backward takes scale as well."""
     (_, H, D), (L, D0, D1) = q.shape, blocks(longest, q.shape[2])
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
     scale = D**-0.5
@@ -285,8 +276,7 @@ def _backward(
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """The kernels take any strides of rows and heads, but read the numbers of a head one after the
-    other."""
+    """The kernels take any strides of rows and heads, but a head's numbers one after the other."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 

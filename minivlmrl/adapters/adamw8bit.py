@@ -21,8 +21,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """bitsandbytes' 256 numbers, ascending: 0, 1, and in each of seven decades twice as many as in
-    the one below."""
+    """bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -32,8 +31,7 @@ def dynamic_code(signed: bool) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(rows, n) float32 -> indices (rows, n) uint8 of the nearest numbers, and scales (rows, ceil(n
-    / block))."""
+    """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
     rows, n = values.shape
     blocks = F.pad(values, (0, -n % block)).view(rows, -1, block)
     scales = blocks.abs().amax(2)
@@ -50,8 +48,7 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW in all but its moments; for weights of 16 bits with Kahan's sum.
 
-    These keep what rounding has taken from them, in 16 bits: updates too small to change a weight
-    add up until they do.
+    These keep in 16 bits what rounding has taken from them: small updates add up.
     """
 
     def __init__(

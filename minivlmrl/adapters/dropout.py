@@ -1,5 +1,4 @@
-"""Dropout on the inputs of lora_A, as PEFT's, by a key: there is no generator, and nothing to
-resume.
+"""Dropout on the inputs of lora_A, as PEFT's, by a key: no generator, and nothing to resume.
 
 A mask depends on the key and on the layer alone. So blocks that are computed again in the backward
 draw the same one. A prompt that is computed once for its completions has one mask for all of them.

@@ -1,5 +1,4 @@
-"""LoRA (arXiv 2106.09685): a linear layer computes x W^T + scaling x A^T B^T, and only A and B are
-trained.
+"""LoRA (arXiv 2106.09685): a layer computes x W^T + scaling x A^T B^T, only A and B are trained.
 
 Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the
 decoder, the sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
@@ -45,8 +44,7 @@ class LoRAConfig:
     quantize: Literal["nf4"] | None = None
 
     def place(self, model: nn.Module):
-        """Freeze a model and exchange all linear layers that this names, on any device;
-        draw_adapters follows."""
+        """Freeze a model and exchange all layers that this names; draw_adapters follows."""
         model.requires_grad_(not self.r)
         chosen = [target_layers(model, target) for target in self.target if self.r]
         for name in {name: None for names in chosen for name in names}:
@@ -56,11 +54,9 @@ class LoRAConfig:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer, with its weight and bias, and an adapter, in float32 on a base of less, as
-    PEFT's.
+    """A linear layer with an adapter, which is in float32 on a base of less, as PEFT's.
 
-    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A lengths lora_magnitude; their
-    own are constants.
+    With B = 0 it changes nothing. DoRA gives rows of W + scaling B A the lengths lora_magnitude.
     """
 
     def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
@@ -146,8 +142,7 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
-    """By name, what `full` makes a plain model's weights of: parameters, or layers with packed or
-    merged weights."""
+    """What `full` makes a plain model's weights of: parameters, or packed or merged layers."""
     kind = LoRALinear if merged else NF4LoRALinear
     layers = {
         f"{name}.weight": layer
@@ -167,8 +162,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def shared_base(model: nn.Module) -> dict[int, nn.Parameter]:
-    """The base of a model's adapters, which nothing trains, as a memo for deepcopy;
-    empty without any."""
+    """The base of a model's adapters, as a memo for deepcopy; empty without any."""
     base = [parameter for name, parameter in model.named_parameters() if not is_adapter(name)]
     return {id(x): x for x in (*base, *model.buffers())} if adapters(model) else {}
 
@@ -218,8 +212,7 @@ def quantize_base(model: nn.Module):
 
 
 def draw_adapters(model: nn.Module, seed: int):
-    """Draw A as nn.Linear draws its weights (B stays 0), and measure what DoRA scales to;
-    all ranks call this."""
+    """Draw A as nn.Linear does (B stays 0), measure what DoRA scales to; all ranks call this."""
     weights = {}
     for name, layer in adapters(model).items():
         # nn.Linear's own: kaiming_uniform with a = sqrt(5)
@@ -269,8 +262,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
 
 
 def wrap(model: nn.Module, name: str, *form):
-    """Exchange the linear layer of this name for one with an adapter of this form that adds nothing
-    yet."""
+    """Exchange a linear layer for one with an adapter of this form that adds nothing yet."""
     model.set_submodule(name, LoRALinear(model.get_submodule(name), *form))
 
 

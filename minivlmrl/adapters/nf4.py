@@ -63,8 +63,7 @@ class NF4Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer whose weight is packed. A sharded model shards the bytes and has all scales on
-    each rank."""
+    """A linear layer whose weight is packed; sharded, its bytes are, and no scales."""
 
     def read(self, weight: Tensor, part: Callable = lambda packed, like: packed):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
@@ -78,8 +77,7 @@ class NF4Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features) in the dtype that it was packed from, gathered if it is
-        sharded."""
+        """(out_features, in_features) in the dtype that it was packed from, gathered."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
         values = unpack(
             packed.to(self.offset.device), self.scale_indices, self.scale_scales, self.offset

@@ -37,8 +37,7 @@ class PeftConfig:
 
 
 def load_adapter(model: nn.Module, folder: str | Path):
-    """Put the adapters of a PEFT folder on a plain model and freeze the rest (ValueError: names
-    what is wrong)."""
+    """Put a PEFT folder's adapters on a model, freeze the rest (ValueError: what is wrong)."""
     forms, weights = _read(model.requires_grad_(False), Path(folder))
     for name, form in forms.items():
         wrap(model, name, *form)

@@ -1,5 +1,4 @@
-"""Which parameters are trained: all, those of adapters, and of both only what no frozen part holds;
-as a table too."""
+"""Which parameters are trained: all, or those of adapters, less frozen parts; as a table too."""
 
 import re
 from typing import Literal
@@ -27,8 +26,7 @@ def part_of(name: str) -> Part:
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):
-    """Choose what an optimizer takes: adapters alone where there are some, and no parameter of
-    frozen parts.
+    """Choose what an optimizer takes: adapters where there are some, no parameter of frozen parts.
 
     Of a value model its head too, and not the head that predicts tokens.
     """
@@ -47,8 +45,7 @@ def select_trained(model: nn.Module, freeze: list[Part]):
 
 
 def table(model: nn.Module) -> str:
-    """What is trained, a line for each part or kind of adapted layer: name, layers, rank,
-    parameters, share."""
+    """What is trained, a line a part or kind of layer: name, layers, rank, parameters, share."""
     layers, kinds, weights = adapters(model), {}, plain_weights(model).values()
     base = sum(
         w.in_features * w.out_features if isinstance(w, nn.Linear) else w.numel() for w in weights

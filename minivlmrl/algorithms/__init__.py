@@ -1,2 +1,1 @@
-"""Every algorithm but GRPO, which is in the book: SFT, the GRPO family, preferences, reward model,
-PPO."""
+"""Every algorithm but the book's GRPO: SFT, the GRPO family, preferences, reward model, PPO."""

@@ -46,8 +46,7 @@ class AnswerAlgorithm(Algorithm):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list]]:
-        """The prompts; and for each row its answers: ids (C,) int64, and a loss mask (C,) bool of
-        the assistant's."""
+        """The prompts; and each row's answers: ids (C,) int64, (C,) bool of the assistant's."""
         encode = functools.partial(encode_completion, self.processor)
         answers = [
             [encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows
@@ -75,8 +74,7 @@ class AnswerAlgorithm(Algorithm):
 
 
 class PairAlgorithm(AnswerAlgorithm):
-    """Trained on pairs of answers; margins(rows) -> (B,) is over 0 where the chosen answer is
-    ahead."""
+    """Trained on pairs of answers; margins(rows) -> (B,), over 0 where the chosen one is ahead."""
 
     needs, answers = "pairs", ("chosen", "rejected")
 
@@ -86,8 +84,7 @@ class PairAlgorithm(AnswerAlgorithm):
 
     @torch.no_grad()
     def pair_accuracy(self, rows: Dataset, size: int = 64) -> float | None:
-        """Compute the share of pairs with the chosen answer ahead, `size` pairs at a time;
-        None: there are no pairs."""
+        """Compute the share of pairs with the chosen answer ahead; None: there are no pairs."""
         world = self.world
         indices = with_answers(rows, world)
         if not indices:
@@ -110,8 +107,7 @@ def pieces(items: Sequence, size: int) -> list[Sequence]:
 def equal_share(items: Sequence, world) -> Sequence:
     """This rank's part of a sequence that all ranks hold: every world.size-th item.
 
-    Sharded models are computed by all ranks together, so all get equally many: some get one of the
-    first items again.
+    Sharded models are computed by all ranks together: some get one of the first items again.
     """
     own = items[world.rank :: world.size]
     return [*own, *items[: -(-len(items) // world.size) - len(own)]]

@@ -1,5 +1,4 @@
-"""Other baselines than the mean of a group: leave-one-out (RLOO), GDPO's normalisation, a critic's
-values (PPO)."""
+"""Baselines other than a group's mean: leave-one-out (RLOO), GDPO's, a critic's values (PPO)."""
 
 import torch
 from torch import Tensor
@@ -8,8 +7,7 @@ from minivlmrl.advantages import EPSILON, nanstd, to_groups
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,)
-    advantages.
+    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,).
 
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
     they are added. Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation
@@ -32,8 +30,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Measure each of (n,) rewards against the mean of the others of its group; `normalize` over
-    the batch.
+    """Measure (n,) rewards against the mean of a group's others; `normalize` over the batch.
 
     Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no
     mean. Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
@@ -55,8 +52,7 @@ def token_rewards(
     kl_estimator: str = "k1",
     score_index: Tensor | None = None,
 ) -> Tensor:
-    """Compute each token's reward in PPO: minus kl_coef times its KL to the reference, plus the
-    score at the end.
+    """Each token's reward in PPO: minus kl_coef times its KL to the reference, a score at the end.
 
     Args:
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
@@ -80,8 +76,7 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 
-    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1: deltas 0, 0.5, advantages 0.5,
-    0.5, returns 1, 1.
+    Example: rewards 0, 1, values 0.5, 0.5, gamma = lam = 1: advantages 0.5, 0.5, returns 1, 1.
 
     Args:
         rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token

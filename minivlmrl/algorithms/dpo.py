@@ -1,5 +1,4 @@
-"""Direct preference optimization and its family (arXiv 2305.18290): MPO, IPO and the others are its
-loss types."""
+"""Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ class DPOConfig(DPOLoss, TrainingConfig):
 
 
 class DPO(PairAlgorithm):
-    """With precompute_ref_log_probs the policy scores all rows before its first step: there it is
-    its reference."""
+    """With precompute_ref_log_probs the policy, before its first step, is its own reference."""
 
     stage, counted = "dpo", slice(0, None, 2)  # chosen tokens
 
@@ -78,8 +76,7 @@ class DPO(PairAlgorithm):
 
     @torch.no_grad()
     def precompute(self, row: Callable[[int], Row], indices: list[int]) -> dict[int, Tensor]:
-        """Score rows with the policy as it is now: index -> log-probabilities of both answers, on
-        every rank."""
+        """Score rows with the policy as it is now: index -> log-probabilities of both answers."""
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
         for piece in tqdm(
@@ -119,8 +116,7 @@ class DPO(PairAlgorithm):
         return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """How much further the policy has moved towards the chosen answers than towards the
-        rejected ones."""
+        """How much further the policy has moved towards the chosen answers than the others."""
         batch = self.micro_batch(rows, "held_out")
         moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
         if batch.ref_per_token_logps is not None:

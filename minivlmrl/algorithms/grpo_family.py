@@ -1,5 +1,4 @@
-"""The rest of GRPO's family around the book's GRPO: other losses and advantages, dynamic sampling,
-corrections.
+"""The rest of GRPO's family: other losses and advantages, dynamic sampling, corrections.
 
 RLOO has ratios of whole completions, advantages against the others of the group, and the KL in the
 reward. train.py takes this class if a recipe asks for what the book's GRPO does not have; with the
@@ -110,8 +109,7 @@ class Family(GRPOStage):
         yield from super().steps(batches)
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Make a rollout; groups with equal rewards give way to further ones (DAPO's dynamic
-        sampling, 2503.14476)."""
+        """Make a rollout; groups with equal rewards give way (dynamic sampling, 2503.14476)."""
         rollout, self.rounds = super().roll_out(rows), 1
         if self.config.max_num_gen_batches == 1:
             return rollout
@@ -133,8 +131,7 @@ class Family(GRPOStage):
         return Rollout(rows, self.prompts(rows), list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
-        """(row, completions, rewards (G, K), whether these differ) of each group of all ranks, in
-        the order of rows."""
+        """(row, completions, rewards (G, K), whether these differ) of all groups, in row order."""
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
         # NaN: no
@@ -194,8 +191,7 @@ class Family(GRPOStage):
             batch.old_entropies = batch.group.pad(entropies)
 
     def find_threshold(self, batches: list[FamilyBatch]):
-        """The entropy that the upper share of a step's tokens reaches, over all micro-batches and
-        ranks."""
+        """The entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
         quantile = self.config.top_entropy_quantile
@@ -207,8 +203,7 @@ class Family(GRPOStage):
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[FamilyBatch]]:
-        """Advantages, then micro-batches; RLOO's KL is in the reward, so its micro-batches come
-        first."""
+        """Advantages, then micro-batches; first these for RLOO, whose KL is in the reward."""
         config, G = self.config, self.config.num_generations
         rewards = self.world.all_gather(rollout.rewards)
         total = self.world.all_gather(self.shaped(rollout))
@@ -243,8 +238,7 @@ class Family(GRPOStage):
         return steps
 
     def clip_and_penalise(self, rewards: Tensor, steps: list[list[FamilyBatch]] | None) -> Tensor:
-        """RLOO's rewards of all ranks: clipped, then minus beta times the k1 estimate of the
-        completion's KL."""
+        """RLOO's rewards of all ranks: clipped, then minus beta times k1 of the completion's KL."""
         bounds, beta = self.config.reward_clip_range, self.config.beta
         rewards = rewards if bounds is None else rewards.clamp(*bounds)
         if not beta:
@@ -282,8 +276,7 @@ def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroB
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """0 up to max_completion_len - soft_punish_cache tokens, then falling to -1 at
-    max_completion_len.
+    """0 up to max_completion_len - soft_punish_cache tokens, from there on falling to -1.
 
     Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.

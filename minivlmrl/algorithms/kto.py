@@ -31,8 +31,7 @@ class KTOBatch(AnswerBatch):
 class KTO(AnswerAlgorithm):
     """Rows with a completion and a boolean column `label`.
 
-    The KL of kto_loss is measured on each prompt with the answer of the next row, as in TRL, but
-    over a whole step.
+    kto_loss's KL is of each prompt with the next row's answer, as in TRL, but over a whole step.
     """
 
     stage, needs, batch_type = "kto", "labels", KTOBatch
@@ -71,8 +70,7 @@ class KTO(AnswerAlgorithm):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL of the policy to the reference on this step's prompts, each with the next
-        row's answer."""
+        """Estimate the KL to the reference on this step's prompts with the next row's answers."""
         first = self.world.gather_objects(answers[0])
         following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
@@ -97,8 +95,7 @@ class KTO(AnswerAlgorithm):
         for name, here, in_step in zip(
             ("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True
         ):
-            # weighed with this batch's answers these add up to the mean over all good, or bad,
-            # answers of the step
+            # so weighed these add up to the mean over all good, or bad, answers of the step
             mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
             metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean
         return loss, metrics | {"entropy": row_mean(group.pad(entropies.detach()), mask).mean()}

@@ -1,5 +1,4 @@
-"""The rest of the policy-gradient family, pure functions on top of losses.py; these two files can
-be copied out.
+"""The rest of the policy-gradient family, pure functions on top of losses.py: copy both.
 
 More terms (a bound on the unclipped ratio, CISPO, SAPO, VESPO) and averages (LUSPO, BNPO), masks of
 off-policy rows and of low-entropy tokens, weights for the sampler's mismatch, and an entropy bonus.
@@ -77,8 +76,7 @@ def policy_loss(
     options: FamilyLoss | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of the whole family; with options that PolicyLoss has too it equals
-    grpo_loss.
+    """Policy-gradient loss of the whole family; with PolicyLoss' own options it equals grpo_loss.
 
     Args:
         advantages: (B,) or (B, T).
@@ -100,8 +98,7 @@ def policy_loss(
 
 
 def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options: FamilyLoss):
-    """What policy_loss averages: losses of tokens (B, T), the mask that top_entropy_quantile
-    leaves, and metrics."""
+    """What policy_loss averages: losses of tokens (B, T), the mask that counts, and metrics."""
     logps = inputs.per_token_logps
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     old = logps.detach() if inputs.old_per_token_logps is None else inputs.old_per_token_logps
@@ -141,8 +138,7 @@ def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """losses.importance_ratio with GSPO-token's level (arXiv 2507.18071 eq.
-    14) and RLOO's (2402.14740)."""
+    """The ratio of losses, of GSPO-token (arXiv 2507.18071 eq. 14) and of RLOO (2402.14740)."""
     # the value of "sequence", with the gradient of each token's own log-probability
     if level == "sequence_token":
         return (row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()).exp()
@@ -152,8 +148,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """losses.clipped, with the unclipped ratio bounded too (delta of INTELLECT-2, arXiv
-    2505.07291)."""
+    """losses.clipped, the unclipped ratio bounded too (delta of INTELLECT-2, arXiv 2505.07291)."""
     bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
     _, metrics = clipped(bounded, advantages, options)
     within = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
@@ -163,8 +158,7 @@ def two_sided(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[T
 def cispo_term(
     logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float
 ) -> tuple[Tensor, dict]:
-    """-sg(min(r, eps_high)) A log pi: no token loses its gradient. MiniMax-M1 eq.
-    4 (2506.13585), with eps_high 5."""
+    """-sg(min(r, eps_high)) A log pi: all tokens keep a gradient. MiniMax-M1 eq. 4 (2506.13585)."""
     weight = ratio.clamp(max=epsilon_high).detach()
     return -weight * advantages * logps, {
         "cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)
@@ -172,8 +166,7 @@ def cispo_term(
 
 
 def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of the clip. SAPO eq.
-    5 and 6 (arXiv 2511.20347)."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate, no clip. SAPO eq. 5 and 6 (2511.20347)."""
     tau = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 
@@ -181,8 +174,7 @@ def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[T
 def vespo_term(
     logps: Tensor, log_weight: Tensor, advantages: Tensor, options: FamilyLoss
 ) -> tuple[Tensor, dict]:
-    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)) of the ratio of whole completions.
-    VESPO (2602.10693)."""
+    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W of a row. VESPO (2602.10693)."""
     k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
     lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(
         min=1e-4
@@ -194,8 +186,7 @@ def vespo_term(
 def vespo_log_weight(
     log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch where it is
-    given."""
+    """log W (B, 1): the sum over tokens of log ratios, and of the sampler's mismatch if given."""
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
     if importance_sampling_ratio is not None:
@@ -204,8 +195,7 @@ def vespo_log_weight(
 
 
 def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLoss) -> Tensor:
-    """The corrected KL, or with kl_straight_through the estimator's value with k2's gradient (as in
-    verl)."""
+    """The corrected KL; with kl_straight_through its value with k2's gradient (as in verl)."""
     kl = kl_term(logps, ref_logps, options.kl_estimator)
     if not options.kl_straight_through:
         return correct_kl(kl, ratio, options)
@@ -215,8 +205,7 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 
 
 def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
-    """Mean entropy of the kept tokens; without num_entropy_tokens weighted by the batch's share of
-    rows, as in TRL."""
+    """Mean entropy of kept tokens; without num_entropy_tokens by the share of rows, as in TRL."""
     total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
     return total / (
         kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over
@@ -226,8 +215,7 @@ def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
 AVERAGES = losses.AVERAGES | {
     # rows' sums: a long row weighs more (arXiv 2602.05261)
     "luspo": lambda x, mask, n: x.sum() / n.sequences,
-    # token mean of this micro-batch, weighted by its share of rows: depends on how the step is
-    # split, in TRL too
+    # token mean of this micro-batch, by its share of rows: depends on the split, in TRL too
     "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
 }
 AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"]) | dict.fromkeys(
@@ -243,8 +231,7 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1), which should be
-    equal.
+    """Ratio of the trainer's to the sampler's log-probabilities, (B, T) or (B, 1); 1 if they agree.
 
     Args:
         sampling_per_token_logps: (B, T), as the sampler recorded them; NaN where it has none (ratio
@@ -264,7 +251,6 @@ def rollout_importance_ratio(
 
 
 def top_entropy_threshold(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """The entropy that the given upper share of tokens reaches (arXiv 2506.01939);
-    infinite for no tokens."""
+    """The entropy that this upper share of tokens reaches (2506.01939); infinite for no tokens."""
     real = entropies.detach()[mask.bool()].float()
     return torch.quantile(real, 1 - quantile) if len(real) else real.new_tensor(math.inf)

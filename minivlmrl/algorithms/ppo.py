@@ -138,8 +138,7 @@ class PPO(GRPOStage):
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
-        """Pack the prompts of each optimizer step, then give their tokens advantages and returns,
-        (R, T)."""
+        """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
         steps = [self.micro_batches(rollout, part) for part in parts]
         batches = [batch for step in steps for batch in step]
         every = self.world.all_gather(rollout.rewards)

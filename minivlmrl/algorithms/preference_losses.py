@@ -1,5 +1,4 @@
-"""Preference losses: DPO and its family, KTO, and the reward model's. Pure functions; imports torch
-alone: copy it out.
+"""Preference losses: DPO's family, KTO, the reward model's. Imports torch alone: copy it out.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
 `per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
@@ -87,8 +86,7 @@ class DPOLoss:
 
 @dataclass
 class Pairs:
-    """What the losses below are made of; each tensor (B,) unless a shape is given.
-    f' is that of f_score."""
+    """What the losses below are made of; (B,) unless a shape is given. f' is that of f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2)
@@ -106,8 +104,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
     "sigmoid": lambda p, o, e: smoothed(p.z, e if o.smooth_sigmoid else 0.0),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda p, o, e: torch.relu(1 - p.z),
-    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (arXiv 2310.12036), length-normalised as its
-    # authors do
+    # (d - 1 / (2 b))^2, d per token. IPO eq. 17 (2310.12036), length-normalised by its authors
     "ipo": lambda p, o, e: (p.mean_margin - 1 / (2 * o.beta)).square(),
     # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
     "exo_pair": lambda p, o, e: (
@@ -120,21 +117,17 @@ DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
         - 0.5 * logsigmoid(-o.beta * p.u)
         - 0.5 * logsigmoid(-o.beta * p.v)
     ),
-    # DPO unbiased under labels that are flipped with probability e. Robust DPO eq. 11 (arXiv
-    # 2403.00409)
+    # DPO unbiased under labels flipped with probability e. Robust DPO eq. 11 (arXiv 2403.00409)
     "robust": lambda p, o, e: (-(1 - e) * logsigmoid(p.z) + e * logsigmoid(-p.z)) / (1 - 2 * e),
-    # -log s(b u) - log s(-b v): chosen and rejected answers apart. BCO (arXiv 2404.04656) without
-    # its running mean
+    # -log s(b u) - log s(-b v): both answers apart. BCO (arXiv 2404.04656), no running mean
     "bco_pair": lambda p, o, e: -logsigmoid(o.beta * p.u) - logsigmoid(-o.beta * p.v),
-    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7 with win probabilities 1 and 0 (arXiv
-    # 2405.00675)
+    # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
     "sppo_hard": lambda p, o, e: (p.u - 0.5 / o.beta).square() + (p.v + 0.5 / o.beta).square(),
     # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
     "aot": lambda p, o, e: smoothed(
         o.beta * (sorted_margins(p.logps) - sorted_margins(p.ref_logps)), e
     ),
-    # DPO between the sorted chosen and the sorted rejected log ratios. AOT, unpaired (arXiv
-    # 2406.05882)
+    # DPO between sorted chosen and sorted rejected log ratios. AOT, unpaired (arXiv 2406.05882)
     "aot_unpaired": lambda p, o, e: smoothed(o.beta * (p.u.sort().values - p.v.sort().values), e),
     # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
     "apo_zero": lambda p, o, e: 1 - (o.beta * p.u).sigmoid() + (o.beta * p.v).sigmoid(),
@@ -144,8 +137,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
     "discopop": lambda p, o, e: torch.lerp(
         -logsigmoid(p.z), (-p.z).exp(), (p.z / o.discopop_tau).sigmoid()
     ),
-    # token mean of -log pi over the chosen answers, the same for all pairs. The third part of MPO
-    # (2411.10442)
+    # token mean of -log pi of chosen answers, equal for all pairs. Third part of MPO (2411.10442)
     "sft": lambda p, o, e: p.sft_loss,
     # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda p, o, e: -logsigmoid(o.beta * p.mean_margin),
@@ -163,8 +155,7 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization with any of 15 losses, or a weighted sum of several.
 
-    Example: policy and reference alike (u = v = 0): sigmoid gives log 2 = 0.693, hinge 1, ipo with
-    beta 0.1 gives 25.
+    Example: policy and reference alike (u = v = 0): sigmoid 0.693, hinge 1, ipo of beta 0.1 25.
 
     Args:
         per_token_logps: (B, 2, T) float, nats.
@@ -300,8 +291,7 @@ def kto_loss(
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
     """Estimate how far the policy has moved, in nats: a scalar, never negative, without gradient.
 
-    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL's KTOTrainer takes
-    the next row's.
+    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL: the next row's.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)

@@ -28,11 +28,9 @@ class ReferenceConfig:
 
 
 class Reference:
-    """A copy of the policy, or of its adapters, without gradients; what both share is frozen in the
-    policy too.
+    """A copy of the policy, or of its adapters, without gradients; what both share is frozen.
 
-    Source: TRL's create_reference_model; the mixing is that of TR-DPO (arXiv 2404.09656) and TRL's
-    sync_ref_model.
+    Source: TRL's create_reference_model; TRL's sync_ref_model, TR-DPO (arXiv 2404.09656).
     """
 
     def __init__(self, policy: nn.Module, config):
@@ -73,8 +71,7 @@ class Reference:
 
 
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
-    """Vision tower, embeddings (and a head tied to them) and the first `layers` layers;
-    nothing for 0."""
+    """Vision tower, embeddings (and a tied head) and the first `layers` layers; nothing for 0."""
     if layers > len(policy.model.layers):
         raise ValueError(
             f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers"
@@ -86,8 +83,7 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
 
 
 def check_online(stage: str, run, kl_weight: float):
-    """Refuse a recipe that cannot sample, has no reward, or sets what has no effect
-    (ValueError)."""
+    """Refuse a recipe that cannot sample, has no reward, or sets what has no effect."""
     if run.sampling.temperature == 0:
         raise ValueError(
             "sampling.temperature is 0: all completions of a group would be equal; use more than 0"

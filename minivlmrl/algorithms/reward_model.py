@@ -1,5 +1,4 @@
-"""The reward model (InstructGPT, step 2): a copy of the policy learns to number answers as people
-rank them."""
+"""The reward model (InstructGPT, step 2): a copy of the policy learns to rank answers as people."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ class RewardModelConfig(RewardLoss, TrainingConfig):
 
 
 class RewardModel(PairAlgorithm):
-    """The policy stays as it is. Rows may have a column `margin`: by how much the chosen answer is
-    better."""
+    """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
 
     stage, trains_policy = "reward_model", False
 

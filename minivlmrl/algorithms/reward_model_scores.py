@@ -1,5 +1,4 @@
-"""The reward of a trained reward model, which may be trained by an earlier stage of the same
-run."""
+"""The reward of a trained reward model, which an earlier stage of the run may have trained."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ BATCH_SIZE = 16  # prompts that are scored together
 
 
 class RewardModelScores:
-    """Scores completions with the model of reward_model.path, by default the one that this run has
-    trained."""
+    """Scores completions with the model of reward_model.path, by default the run's own."""
 
     def __init__(self, run, policy: nn.Module, world):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
@@ -52,8 +50,7 @@ def build_reward_model(run, policy: nn.Module, world) -> RewardModelScores | Non
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """The reward `reward_model` of a recipe: scores without bounds or unit, which RewardModelScores
-    has computed."""
+    """The reward `reward_model`: scores without bounds or unit, computed by RewardModelScores."""
     return reward_model_scores
 
 

@@ -6,8 +6,7 @@ from minivlmrl.advantages import group_std, nanstd
 
 
 def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-    """What a rollout of all ranks earned, (n, K) rewards and (n,) their weighted sums, and how long
-    it is."""
+    """What a rollout of all ranks earned, (n, K) rewards, (n,) their sums, and its lengths."""
     if rewards.isnan().all():
         names = ", ".join(algorithm.run.rewards)
         raise ValueError(

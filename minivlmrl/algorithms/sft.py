@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: raise the log-probability of demonstrated completions (InstructGPT, step
-1)."""
+"""Supervised fine-tuning: raise the log-probability of demonstrations (InstructGPT, step 1)."""
 
 from dataclasses import dataclass
 
@@ -37,8 +36,7 @@ class SFT(AnswerAlgorithm):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the loss of held-out rows that have a completion: a mean over all tokens that
-        count, in float64."""
+        """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
         indices = with_answers(rows, self.world, self.answers)
         world = self.world
         size = self.config.micro_batch_size

@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: (B, T) log-probabilities of demonstrated tokens in, a scalar out.
-Imports torch alone."""
+"""SFT's loss: (B, T) log-probabilities of demonstrations -> a scalar. Imports torch alone."""
 
 from typing import Literal, get_args
 

@@ -1,5 +1,4 @@
-"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a critic that is a
-model of its own."""
+"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a separate critic."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +39,7 @@ class ValueModel(nn.Module):
 def pack_to_end(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device
 ) -> GroupBatch:
-    """Pack with the last token of each completion in the run, which leaves out one more that is
-    added after it."""
+    """Pack with the last token of each completion in the run, which leaves out one after it."""
     return pack(
         prompts,
         [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions],
@@ -51,16 +49,14 @@ def pack_to_end(
 
 
 class ValueHead(nn.Linear):
-    """A linear unit whose result is of its weight's dtype, whatever dtype the hidden states
-    have."""
+    """A linear unit whose result is of its weight's dtype, whatever the hidden states have."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: nn.Module) -> ValueHead:
-    """A head on a model's hidden states, zero at first, on its device, in float32 also on a
-    bfloat16 model."""
+    """A head on a model's hidden states, zero at first, in float32 also on a bfloat16 model."""
     weight = model.lm_head.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     head = ValueHead(model.config.hidden_size, 1, bias=False, device=weight.device, dtype=dtype)
@@ -69,15 +65,13 @@ def value_head(model: nn.Module) -> ValueHead:
 
 
 def load_value_model(folder: str | Path, *options, freeze: Sequence[str] = ()) -> ValueModel:
-    """Read what save_value_model wrote; options and errors as of load_model, parts that are frozen
-    as in a recipe."""
+    """Read what save_value_model wrote; options as of load_model, parts frozen as in a recipe."""
     check_value_model_folder(folder)
     return _read_head(ValueModel(load_model(folder, *options), freeze), Path(folder) / HEAD_FILE)
 
 
 def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) -> ValueModel:
-    """Read a value model that runs beside a policy; of one with adapters on the policy's base these
-    and the head."""
+    """Read a value model that runs beside a policy; on its own base the adapters and head alone."""
     if same_base and adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
         model = copy_as_value_model(policy)
         load_adapter(model.backbone, Path(folder) / "adapter")

@@ -26,8 +26,7 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return width and height of a whole image in the units of a space; original and resized are in
-    pixels.
+    """Width and height of a whole image in the units of a space; original and resized in pixels.
 
     "original": pixels of the file; "resized": pixels of the image that the model sees, as
     Qwen2.5-VL writes; "thousandths": 0 to 1000, as Qwen2-VL and Qwen3-VL write; "unit": 0 to 1.
@@ -88,8 +87,7 @@ def iou(a: Box, b: Box) -> float:
 
 
 def giou(a: Box, b: Box) -> float:
-    """IoU less the share of the smallest box around both that neither fills: -1 to 1; -1 where a
-    box is not valid.
+    """IoU less the empty share of the smallest box around both: -1 to 1; -1 where one is not valid.
 
     Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
     Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
@@ -113,11 +111,9 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Box], truth: Sequence[Box], similarity: Callable[[Box, Box], float] = iou
 ) -> list[tuple[int, int]]:
-    """Pair boxes one to one by their indices, as many as can be, so that the sum of similarities is
-    the largest.
+    """Pair boxes one to one, as many as can be, so that the sum of similarities is the largest.
 
-    Example: with IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in
-    all.
+    Example: IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
     """
     if not predicted or not truth:
         return []
@@ -149,8 +145,7 @@ def says_none(text: str) -> bool:
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Read the boxes that a text consists of: one of these, in white space, a code fence or before
-    a full stop.
+    """Read the boxes of a text that is one of these, maybe in a code fence or before a full stop.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four

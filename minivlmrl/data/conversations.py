@@ -1,5 +1,4 @@
-"""The text of a row, in whichever of TRL's forms it is, becomes a prompt's messages and the answers
-to it."""
+"""The text of a row, in any of TRL's forms, becomes a prompt's messages and its answers."""
 
 from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING
@@ -65,8 +64,7 @@ def conversation(
     prompt_template="{problem}",
     system_prompt: str | None = None,
 ) -> list[dict]:
-    """Make messages that ask about a problem, or of a prompt's turns, and show so many images and
-    videos."""
+    """Make messages that ask about a problem, or a prompt's turns, and show so many media."""
     listed = {kind: [Media(kind, "", {})] * count for kind, count in media.items()}
     return _place(prompt, listed, prompt_template, system_prompt)[0]
 

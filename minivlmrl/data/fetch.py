@@ -32,16 +32,14 @@ MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Pillow warns from half of our limit on. Here, for threads that read images share one list of
-# filters.
+# Pillow warns from half of our limit on. Here, for threads share one list of filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
 def fetch_image(
     source: Source | Image, folder: str | Path | None = None, allow_url: bool | str = False
 ) -> Image:
-    """Read an image as image.load_image does (ValueError: names the source and says why it cannot
-    be read).
+    """Read an image as image.load_image does (ValueError: names the source and what is wrong).
 
     Args:
         source: path, URL, data URI, bytes or image.
@@ -55,8 +53,7 @@ def fetch_image(
 def open_image(
     source: Source | Image, folder: str | Path | None = None, allow_url=False
 ) -> Iterator[Image]:
-    """Open an image, or take one in memory; every error inside the block becomes a ValueError that
-    names it."""
+    """Open an image, or take one in memory; every error inside the block becomes a ValueError."""
     if in_memory := isinstance(source, Image):
         name = f"image of {source.width} x {source.height} pixels"
     else:  # a pair is what open_source has found
@@ -91,8 +88,7 @@ def open_image(
 def open_source(
     source: Source, folder: str | Path | None, allow_url: bool | str
 ) -> tuple[str, Path | io.BytesIO]:
-    """Find a path, file:// URL, base64 data URI, http(s) URL or bytes: a name for errors;
-    the path or the bytes."""
+    """Find a path, file:// or http(s) URL, data URI or bytes: its name; the path or the bytes."""
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
@@ -127,8 +123,7 @@ def _decode_data_uri(uri: str) -> bytes:
 
 
 def _download(url: str, private: bool) -> bytes:
-    """Read a URL; `private`: also one that is, or leads to, an address of a private network or of
-    this machine."""
+    """Read a URL; `private`: also if it leads to a private network or this machine."""
     content, web = io.BytesIO(), _Web(private, deadline := time.monotonic() + TIMEOUT)
     # no read times out where a server sends a byte now and then
     timer = threading.Timer(TIMEOUT, web.close)
@@ -168,8 +163,7 @@ class _Web(
         return super().do_open(connection, req, **options)
 
     def connect(self, address: tuple[str, int], *_) -> socket.socket:
-        """Resolve a name once, for a second answer might be another one, and connect to what was
-        checked."""
+        """Resolve a name once, as a second answer might differ, and connect to what was checked."""
         found = list(
             dict.fromkeys(
                 info[4][0] for info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)

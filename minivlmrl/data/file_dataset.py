@@ -1,5 +1,4 @@
-"""A row of a file or a dataset folder -> Row: its prompt, answers, columns and what its images and
-videos are.
+"""A row of a file or a dataset folder -> Row: prompt, answers, columns, images and videos.
 
 forms.py has the forms of other projects, conversations.py those of a prompt and its answers,
 media.py of what is shown. docs/data.md has examples.
@@ -37,11 +36,9 @@ class RowOptions:
 
 
 class FileDataset:
-    """At most `limit` rows of a file or dataset folder, see row_files.py; all are checked now and
-    read when used.
+    """At most `limit` rows of a file or dataset folder; all are checked now and read when used.
 
-    Every row must have the columns `required`; "problem" means a prompt and "completion" an answer,
-    in any form.
+    Rows must have the columns `required`; "problem" is a prompt, "completion" an answer.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""Rows as other projects write them become the columns that conversations.py, media.py and the
-rewards read.
+"""Rows as other projects write them -> the columns that we read.
 
-Forms add up: a row may be in the form `conversations`, and in `file_name` too if that names its
-image. docs/data.md has examples.
+Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md has examples.
 """
 
 import json
@@ -152,8 +150,7 @@ def _ground_truth(row: dict) -> dict:
 
 
 def _objects(row: dict) -> dict:
-    """ms-swift: the texts have <ref-object> and <bbox> where the lists `ref` and `bbox` of
-    `objects` go, in order."""
+    """ms-swift: <ref-object> and <bbox> of texts are, in order, `ref` and `bbox` of `objects`."""
     given, texts = row["objects"], {name: row[name] for name in TEXTS if row.get(name) is not None}
     said, waiting = json.dumps(texts, default=str), {}
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
@@ -185,8 +182,7 @@ def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
 
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
-# form: a row with all these columns and none of those, and what returns the columns that it gives
-# the row
+# form: a row with all these columns, none of those, and what returns the columns that it adds
 FORMS = {
     "conversations": (("conversations",), QUESTIONS, _conversations),
     "messages": (("messages",), ("problem", "prompt", "completion"), _messages),

@@ -1,5 +1,4 @@
-"""Images and videos of a row: where each comes from, what it asks for, and the message part it
-belongs to."""
+"""Images and videos of a row: where they come from, what they ask for, which part shows them."""
 
 import os
 import re
@@ -39,11 +38,9 @@ class Media:
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """List the images and videos of a row, by kind, in its columns `image`, `images`, `video` and
-    `videos`.
+    """List a row's media by kind, of its columns `image`, `images`, `video` and `videos`.
 
-    Each entry is a source, or an object with the source and options such as {"image": "cat.jpg",
-    "max_pixels": 200704}.
+    Each entry is a source, or one with options: {"image": "cat.jpg", "max_pixels": 200704}.
     """
     found = {}
     for name, kind in COLUMNS.items():
@@ -63,8 +60,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 def place_media(
     turns: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
 ) -> tuple[list[dict], list[Media]]:
-    """Give a prompt its images and videos: a part for each, and what the parts show in order of
-    appearance.
+    """Give a prompt a part for each image and video; return also what parts show, in order.
 
     They go to the parts of their kind that do not say themselves what they show, else where the
     text says <image> or <video>, else before the text of the first user turn.
@@ -133,8 +129,7 @@ def place_media(
 
 
 class Decoded(Sequence):
-    """The images or videos of a row, each decoded whenever it is looked at: those of a step could
-    fill the memory."""
+    """The images or videos of a row, each decoded whenever it is looked at, to save memory."""
 
     def __init__(self, decoders: list[Callable]):
         self.decoders = decoders
@@ -167,8 +162,7 @@ def load_media(
 
 
 def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):
-    """Refuse another number of parts of a kind than of images or videos that came with the
-    prompt."""
+    """Refuse another number of parts of a kind than of images or videos that came with them."""
     for kind in OPTIONS:
         found, count = kinds.count(kind), len(media.get(kind, ()))
         if found != count:
@@ -180,8 +174,7 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence])
 
 
 def check_unread(columns: dict):
-    """Refuse a row without images and videos of which a column looks like one: it would be trained
-    on blind."""
+    """Refuse a row with a column like an image that is not read: it would be trained blind."""
     for name, value in columns.items():
         first = value[0] if isinstance(value, list) and value else value
         named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first

@@ -1,5 +1,4 @@
-"""Several files of rows as one: how often each is drawn, which of its rows, in which order, and who
-judges them."""
+"""Several files of rows as one: which rows of each, how often, in which order, who judges them."""
 
 import itertools
 import math
@@ -31,8 +30,7 @@ class FileSection:
 
 
 class Picked(Sequence):
-    """Rows of one or more datasets, in the order of `picks`: (number of the dataset, number of the
-    row)."""
+    """Rows of one or more datasets, in the order of `picks`: (dataset, row), both as numbers."""
 
     def __init__(self, parts: Sequence, picks: list[tuple[int, int]]):
         self.parts, self.picks = parts, picks
@@ -58,8 +56,7 @@ def pick(rows: Sequence, numbers: list[int]) -> Picked:
 
 
 def split(rows: Sequence, share: float) -> tuple[Picked, Picked]:
-    """Draw a share of the rows, the same for every seed of a run, to be held out: (the others,
-    these)."""
+    """Draw a share of the rows to be held out, the same for every seed: (the others, these)."""
     order = random.Random(0).sample(range(len(rows)), len(rows))
     count = max(1, round(share * len(rows)))
     return pick(rows, sorted(order[count:])), pick(rows, sorted(order[:count]))
@@ -81,8 +78,7 @@ def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
 
 
 def sample(strategy: str, count: int) -> list[int]:
-    """The numbers of the rows that VLM-R1's sampling_strategy takes; random: the same for every
-    seed of a run.
+    """The rows that VLM-R1's sampling_strategy takes, by number; random: the same for every seed.
 
     Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
     """
@@ -110,8 +106,7 @@ def sample(strategy: str, count: int) -> list[int]:
 
 
 def read_mix(path: Path) -> list[FileSection]:
-    """Read VLM-R1's YAML: datasets with json_path, and sampling_strategy if not all;
-    paths from where it is read."""
+    """Read VLM-R1's YAML: datasets with json_path, from where it is read, and sampling_strategy."""
     with naming(path):
         try:
             listed = yaml.load(path.read_text(encoding="utf-8"), Loader)

@@ -1,5 +1,4 @@
-"""Demonstrated answers with boxes in pixels of the image file, rewritten in the space that answers
-are asked for."""
+"""Demonstrated boxes in pixels of the image file, rewritten in the space that is asked for."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,8 +17,7 @@ WRITTEN = re.compile(
 
 
 class Rescaled(Sequence):
-    """A dataset whose answers say boxes in a row's box_space: [x1, y1, x2, y2], data-bbox="..." and
-    <|box_start|>."""
+    """Rows with answers' boxes in box_space: [x1, y1, x2, y2], data-bbox="...", <|box_start|>."""
 
     def __init__(
         self, rows: Dataset, sized: Callable[[Row], tuple[tuple[int, int], tuple[int, int]]]

@@ -1,7 +1,6 @@
 """Files of rows: JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
 
-The text of each row is in memory (200,000 rows of 500 bytes are 100 MB) and parsed when the row is
-used.
+The text of each row is in memory (200,000 rows of 500 bytes are 100 MB), parsed when it is used.
 """
 
 import bisect
@@ -35,8 +34,7 @@ def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """A folder that datasets.save_to_disk wrote, or one with parquet files, or with one file of
-    rows (imagefolder)."""
+    """A folder of datasets.save_to_disk, of parquet files, or with one file of rows."""
     if (folder / "state.json").is_file():
         state = json.loads((folder / "state.json").read_text())
         return Arrow([folder / item["filename"] for item in state["_data_files"]])
@@ -163,8 +161,7 @@ class Cells(Lines):
 
 
 class Arrow:
-    """Parquet or Arrow files, one after the other; a row is read with the group of rows that it is
-    stored in."""
+    """Parquet or Arrow files, one after the other; a row is read with the group stored with it."""
 
     def __init__(self, paths: list[Path]):
         try:

@@ -58,8 +58,7 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """A row with blank images of the sizes that the headers of its files say;
-    None: it has videos or URLs."""
+    """A row with blank images of the sizes in its files' headers; None: it has videos or URLs."""
     if isinstance(rows, Picked):
         return outline(*rows.find(index))
     if not isinstance(rows, FileDataset):
@@ -77,8 +76,7 @@ def outline(rows: Dataset, index: int) -> Row | None:
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
-    """Leave out rows with a prompt of over `limit` tokens, and describe these;
-    videos and URLs are not measured."""
+    """Leave out rows with a prompt of over `limit` tokens, and describe them; not videos."""
     counter, kept, dropped = _counter(processor), [], []
     for number in range(len(rows)):
         row = outline(rows, number)

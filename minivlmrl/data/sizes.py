@@ -17,8 +17,7 @@ OPTIONS = {"image": IMAGE_OPTIONS, "video": (*VIDEO_OPTIONS, *SAMPLING_OPTIONS)}
 
 
 def check_options(options: dict[str, float | None], known: Collection[str]) -> dict[str, float]:
-    """Return the options of one image or video without those that are None (ValueError names the
-    wrong one)."""
+    """Return the options of an image or video that are not None (ValueError names a wrong one)."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in known:

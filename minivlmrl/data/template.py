@@ -1,7 +1,6 @@
 """A folder's own chat template, in Jinja: messages -> the same pieces that chat.py makes of Qwen's.
 
-The template that Qwen publishes with Qwen2-VL and Qwen2.5-VL is chat.render: a folder that has it
-needs nothing from here.
+The template that Qwen publishes with Qwen2-VL and Qwen2.5-VL is chat.render, which is used then.
 """
 
 import hashlib
@@ -63,8 +62,7 @@ class ChatTemplate:
         self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()
     ):
         self.text, self.source, self.token_names = text, source, dict(token_names)
-        # Longer ones first: one may begin with another. No text could do without a single
-        # character.
+        # longer ones first, as one may begin with another; no text could do without a character
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         names = sorted(names, key=len, reverse=True)
         self.controls = {name: Control(name) for name in names}
@@ -224,8 +222,7 @@ def _plain(value):
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the template in one of FILES, of several the one named "default";
-    None: it has none."""
+    """Return the template in one of FILES, of several the one named "default", or None."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":

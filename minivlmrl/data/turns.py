@@ -77,15 +77,13 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring text of the same flag, and leave out empty text: no token is half the
-    assistant's."""
+    """Join neighbouring text of one flag, no empty text: no token is half the assistant's."""
     runs = groupby(((piece, flag) for piece, flag in pieces if piece), key=lambda pair: pair[1])
     return [(piece, flag) for flag, run in runs for piece in join_text([piece for piece, _ in run])]
 
 
 def check_ends(turns: list[dict]):
-    """Refuse turns that do not begin and end with the assistant's, or that have images or
-    videos."""
+    """Refuse turns that do not begin and end with the assistant's, or show images or videos."""
     if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         roles = [turn["role"] for turn in turns]
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Video file or list of frames -> the frames that the model sees -> patches: the rules of
-qwen-vl-utils."""
+"""Video file or list of frames -> the frames that the model sees -> patches, as qwen-vl-utils."""
 
 import contextlib
 import io
@@ -57,8 +56,7 @@ class Video:
             )
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float]:
-        """Make pixel_values and image_grid_thw, see image.patchify; and the seconds from one t to
-        the next.
+        """Make pixel_values, image_grid_thw (see image.patchify), and the seconds from t to t + 1.
 
         Frames are resized one by one: "torch" gives to the bit what transformers'
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
@@ -230,8 +228,7 @@ def sample_indices(
     video_end=None,
     **sampling: float | None,
 ) -> tuple[list[int], float]:
-    """Choose frames of a file, evenly spread, the first and the last among them; also return their
-    rate a second.
+    """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
     Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
@@ -248,8 +245,7 @@ def frame_range(
     video_start: float | None = None,
     video_end: float | None = None,
 ) -> tuple[int, int]:
-    """Return the first and last frame between two times in seconds; those outside the video are
-    moved to its ends.
+    """The first and last frame between two times in seconds, which are moved into the video.
 
     Source: qwen-vl-utils' calculate_video_frame_range.
     """

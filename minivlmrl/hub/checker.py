@@ -1,5 +1,4 @@
-"""One declarative checker for recipes, config.json and preprocessor_config.json: a dataclass says
-what is valid."""
+"""One declarative checker for recipes and config files: a dataclass says what is valid."""
 
 import dataclasses
 import inspect
@@ -15,8 +14,7 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML as safe_load does, but refuses two equal keys of a section, of which that takes
-    the last."""
+    """Reads YAML as safe_load does, but refuses two equal keys of a section."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -28,8 +26,7 @@ class Loader(yaml.SafeLoader):
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Refuse a value; a dataclass does so in its `__post_init__` for what depends on more than one
-    field."""
+    """Refuse a value; a dataclass does so in `__post_init__` for what depends on several fields."""
     if not valid:
         # aliases of YAML would explode
         shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
@@ -90,8 +87,7 @@ def _build(cls, values: Any, prefix: str, json: bool):
 
 
 def help_of(cls) -> dict[str, str]:
-    """Field -> the comment before or after it in the source of a dataclass, its bases included;
-    "" where none is."""
+    """Field -> the comment before or after it in the source of a dataclass; "" where none is."""
     comments = {}
     for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         above = []
@@ -107,8 +103,7 @@ def help_of(cls) -> dict[str, str]:
 
 
 def type_text(hint) -> str:
-    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "list[str]", "float or
-    null"."""
+    """An annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return f"{type_text(inside[0])}, {_bound(inside[1])[1]}"
@@ -166,8 +161,7 @@ def _read(hint, value, name: str, json: bool):
 
 
 def _bound(text: str):
-    """Turn ">= 1" or "(0, 1]" into a test of a number, and what an error calls it; ";
-    cure" may follow."""
+    """Turn ">= 1" or "(0, 1]" into a test of a number and its words; "; cure" may follow."""
     text, _, cure = text.partition("; ")
     words = {"(-inf, inf)": "finite", "(0, inf)": "over 0 and finite"}.get(text, f"in {text}")
     if text[0] == ">":

@@ -37,8 +37,7 @@ class Family:
     template: object = None  # of a folder that has none; None: chat.py's
     # of the content of a preprocessor_config.json
     read_image_processor: Callable = read_image_processor
-    # (model) -> the blocks that sharding gathers and activation checkpointing repeats, one at a
-    # time
+    # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
     blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
 
 

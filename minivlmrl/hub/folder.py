@@ -1,5 +1,4 @@
-"""The folder of a checkpoint: found by path or repository id, its small files, and how it is
-replaced as a whole."""
+"""The folder of a checkpoint: found by path or repository id, read, and replaced as a whole."""
 
 import errno
 import json
@@ -23,11 +22,9 @@ DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "N
 
 
 def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder (ValueError: there is none, and no repository
-    to download).
+    """Turn what a recipe calls a model into a folder (ValueError: there is none to download).
 
-    It is a folder, which wins, or a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct",
-    "NAME@branch, tag or commit".
+    A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
     """
     folder = Path(name)
     if folder.is_dir():
@@ -85,8 +82,7 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files with a folder's tensors: model.safetensors if there is one (as transformers),
-    else the shards."""
+    """List the files of tensors: model.safetensors if it is there (as transformers), or shards."""
     one, index = folder / ONE_FILE, folder / INDEX
     if one.is_file():
         return [one]
@@ -110,8 +106,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict:
-    """Read a file that holds one JSON object (ValueError: it is missing, not JSON, or not an
-    object)."""
+    """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a Hugging Face folder has one")
     try:
@@ -124,8 +119,7 @@ def read_json(path: Path) -> dict:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Find and read preprocessor_config.json, or processor_config.json, where transformers 5 puts
-    its content."""
+    """Read preprocessor_config.json, or of transformers 5 its part of processor_config.json."""
     file, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
     if file.is_file() or not newer.is_file():
         return file, read_json(file)
@@ -143,8 +137,7 @@ def write_json(path: Path, content: dict):
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Give an empty folder to write into, which replaces `folder` as a whole when the block has
-    ended well.
+    """Give an empty folder, which replaces `folder` as a whole when the block has ended well.
 
     It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and
     the next save find it if a run is killed now, and the new one to NAME. The old one stays if it
@@ -182,8 +175,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Make a run's folder and keep it for this run alone (ValueError on all ranks: another one
-    writes into it)."""
+    """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
     import fcntl
 
     path, failure = Path(folder) / ".lock", None

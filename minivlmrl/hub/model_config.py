@@ -1,5 +1,4 @@
-"""The architecture as numbers: what config.json of a Hugging Face folder says, and what we write
-into one."""
+"""The architecture as numbers: config.json of a Hugging Face folder, read and written."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
@@ -15,8 +14,7 @@ HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower, with Qwen2.5-VL's names and transformers' class defaults, which config.json
-    may leave out."""
+    """The vision tower, with Qwen2.5-VL's names and transformers' defaults of what is missing."""
 
     depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
@@ -44,8 +42,7 @@ class VisionConfig:
 
 @dataclass
 class ModelConfig:
-    """Decoder and vision tower together. Defaults are the values that all Qwen2.5-VL hub
-    checkpoints share."""
+    """Decoder and vision tower. Defaults are the values that all Qwen2.5-VL checkpoints share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -113,8 +110,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
-        """Read a config.json: the hub's flat form, or that of transformers 5 with text_config and
-        rope_parameters."""
+        """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
         if model_type not in list(FAMILIES):
             raise ValueError(
@@ -122,8 +118,7 @@ class ModelConfig:
                 f"{' and '.join(FAMILIES)}"
             )
         text = _section(config, "text_config", where)
-        # rms_norm_eps: where a config does not say it, transformers takes 1e-5, which is not the
-        # hub's value
+        # where a config does not say rms_norm_eps, transformers takes 1e-5, not the hub's value
         flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": model_type}
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
         flat.pop("mrope_section", None)  # only the rope's own counts
@@ -131,8 +126,7 @@ class ModelConfig:
         flat["torch_dtype"] = (
             config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
         )
-        # transformers 5 repeats this key inside text_config with its class default; the top level
-        # decides
+        # transformers 5 repeats this key in text_config by default; the top level decides
         flat["tie_word_embeddings"] = config.get(
             "tie_word_embeddings", flat.get("tie_word_embeddings", False)
         )

@@ -13,8 +13,7 @@ MAX_MIN_PIXELS = 2**25  # an image of so many is 2 GB as patches while they are 
 Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
-# Fast resizes with torch. In transformers 5 the plain name does so too where torchvision is
-# installed; not here.
+# Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
 TYPES = (
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorPil",
@@ -40,11 +39,9 @@ Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint 
 def read_image_processor(
     content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
 ):
-    """Make an image processor of a preprocessor_config.json (ValueError names a field that is wrong
-    or not supported).
+    """Make an image processor of a preprocessor_config.json (ValueError names a wrong field).
 
-    Pixel bounds override the file's. Those that neither gives are those of transformers' class, for
-    the same patches.
+    Pixel bounds override the file's; those that neither gives are of transformers' class.
     """
     settings = build(Settings, content, where, json=True)
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}

@@ -16,8 +16,7 @@ NAMES = (
 SPECIAL_TOKENS = tuple(
     f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split()
 )
-# how Qwen2 splits text before byte-pair encoding: contractions, words with one leading sign or
-# space, digits, ...
+# how Qwen2 splits text before byte-pair encoding: contractions, words with one space, digits, ...
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 QWEN2_SPLIT = (
     CONTRACTIONS
@@ -28,11 +27,9 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 
 
 class Tokenizer:
-    """Text to ids and back; `special_tokens` (control token -> id) are Qwen2's and what the backend
-    calls special.
+    """Text to ids and back; special_tokens: control token -> id, Qwen2's and the backend's.
 
-    Other added tokens, such as <tool_call>, are words: text that spells one is that one id, as in
-    transformers.
+    Other added tokens (<tool_call>) are words: text that spells one is its id, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -70,8 +67,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer.json of any Qwen2 family folder (ValueError: it is missing, unreadable or
-    would lose text)."""
+    """Load the tokenizer.json of a Qwen2 folder (ValueError: missing, unreadable, loses text)."""
     if not Path(path).is_file():
         cure = (
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from "
@@ -102,8 +98,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE as Qwen2 has it (NFC, its split, its control tokens at the end) on a few
-    texts."""
+    """Train byte-level BPE as Qwen2 has it (NFC, its split, control tokens last) on a few texts."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")

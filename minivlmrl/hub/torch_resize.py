@@ -1,5 +1,4 @@
-"""Images resized by torch's kernel, to compare with a server that uses transformers' torchvision
-processor.
+"""Images resized by torch's kernel, as servers with transformers' torchvision processor do.
 
 `resize: torch` gives its values to the bit; the default, pil, is the filter that checkpoints were
 trained with. They differ by at most two grey levels on about 1 % of the values (docs/exact.md).

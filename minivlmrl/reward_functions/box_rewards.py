@@ -59,8 +59,7 @@ def acc_0_5(
 def giou(
     answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
 ) -> list:
-    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: from -1 to
-    1, see iou.
+    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see iou.
 
     Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The
     whole image earns more, the share of the true box in it, so this reward alone first teaches
@@ -73,8 +72,7 @@ def giou(
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
-    """1.0 for the form of rewards.format if the answer says boxes, all valid and inside the image,
-    or that none is."""
+    """1.0 for rewards.format's form around boxes that are all valid and inside, or around none."""
     found = []
     for completion, form, extent in zip(
         completions, format(completions), answer_extents, strict=True
@@ -89,11 +87,9 @@ def box_format(completions: list[str], answer_extents: Extents, **columns) -> li
 def box_columns(
     rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
 ) -> dict[str, list]:
-    """List image_sizes and answer_extents, (width, height) of the first image for each of B *
-    num_generations answers.
+    """List image_sizes and answer_extents, (width, height) of each answer's first image.
 
-    The answer's space is the row's column answer_extent, or that of its box_space, by default the
-    resized image.
+    An answer's space is the row's answer_extent, or its box_space, by default the resized image.
     """
     sizes, extents, patch = [], [], processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
@@ -111,8 +107,7 @@ def box_columns(
 
 
 def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
-    """Read the boxes of an answer, in its units; of a whole completion those in its tags, if it has
-    any."""
+    """Read the boxes of an answer, in its units; of a completion those in its tags, if any."""
     return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
 
 

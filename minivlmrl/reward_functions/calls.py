@@ -1,5 +1,4 @@
-"""Rewards by name: what each is given, in which of TRL's two forms, and what is wrong when it
-fails."""
+"""Rewards by name: what each is given, in which of TRL's forms, and what is wrong if it fails."""
 
 import asyncio
 import inspect
@@ -28,8 +27,7 @@ def recipe_rewards(weights: dict[str, float]) -> dict[Callable, float]:
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect what the rewards of a recipe are given: see rewards.reward_columns and
-    box_columns."""
+    """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns."""
     columns = reward_columns(rows, completions, processor)
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
@@ -45,8 +43,7 @@ def asker(name: str) -> Callable:
 
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
-    """Ask one reward about n completions: n numbers, NaN for None (ValueError: names reward, row
-    and text)."""
+    """Ask one reward about n completions: n numbers, NaN for None (ValueError: names the row)."""
     judged = [names is None or name in names for names in columns.get("row_rewards", ())]
     if not all(judged):  # some rows are of files with other rewards
         some = {
@@ -77,8 +74,7 @@ def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> 
 
 
 def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, list]:
-    """Write completions and prompts as TRL does: as messages if the row is a conversation, else as
-    text."""
+    """Write completions and prompts as TRL does: messages if a row is a conversation, or text."""
     asked = columns.get("prompts", [[]] * len(completions))
     turns = [columns[name] for name in CONVERSATIONS if name in columns]
     found = {"completions": [], "prompts": []}
@@ -124,8 +120,7 @@ def _blamed(
 def checked_values(
     name: str, values, completions: list[str], rows: Sequence[str] = ()
 ) -> list[float]:
-    """Turn what reward `name` says of n completions of n rows into n numbers, NaN for None
-    (ValueError: it is not)."""
+    """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
     try:
         values = list(values)
     except TypeError as error:

@@ -24,8 +24,7 @@ def detection(
 def ap_50(
     answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns
 ) -> list:
-    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 levels of recall, then the
-    mean over labels.
+    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 recalls, then over labels.
 
     Objects count in the order of the answer. A label that the picture does not have counts as 0.
     """
@@ -51,8 +50,7 @@ def weighted_sum(
     weights=(0.7, 0.0, 0.3),
     **columns,
 ) -> list:
-    """VLM-R1's weighted sum of three scores: IoU of pairs, right labels, and 1 - (share missed +
-    share extra) / 2.
+    """VLM-R1's sum: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
 
     Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores
     nothing but is complete. Source: detection_score in VLM-R1's grpo_jsonl.py.

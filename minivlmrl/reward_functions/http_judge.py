@@ -1,5 +1,4 @@
-"""The reward `judge`: another model reads the answer, over HTTP (the protocol of OpenAI, vLLM,
-llama.cpp)."""
+"""The reward `judge`: another model reads the answer, over HTTP (OpenAI's protocol, vLLM's too)."""
 
 import json
 import os
@@ -25,8 +24,7 @@ def judge(
     timeout=60.0,
     **columns,
 ) -> list[float | None]:
-    """Ask a server for a number from 0 to 1; None where it fails, is too slow or says something
-    else.
+    """Ask a server for a number from 0 to 1; None where it fails, is too slow or says more.
 
     Args:
         url: up to /v1; OPENAI_API_KEY in the environment is sent along.

@@ -1,5 +1,4 @@
-"""Rewards that compare an answer with the solution: a choice, yes or no, a class. number.py has
-numbers.
+"""Rewards that compare an answer with the solution: a choice, yes or no, a class.
 
 An answer is what rewards.find_answer finds in a completion; data.answer says where. All of it has
 to be the answer: two answers, a denial of the right one, or a list of all earn 0. A row without a
@@ -59,8 +58,7 @@ def unwrap(text: str) -> str:
 
 
 def choice(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the letter of the right choice: B, (b), B., B) a dog, the answer is B.
-    Not: B or C, not B, A. B. C."""
+    """1.0 for the letter of the right choice: B, (b), B., B) a dog. Not: B or C, not B, A. B. C."""
 
     def letter(text: str) -> str | None:
         said = CHOICE.fullmatch(text)
@@ -70,8 +68,7 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
 
 
 def yes_no(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the right one of yes (or true) and no (or false), alone or first.
-    Not: yes and no, cannot, yes?"""
+    """1.0 for the right one of yes (true) and no (false), alone or first. Not: yes and no."""
 
     def read(text: str) -> bool | None:
         said = YES_NO.fullmatch(text)

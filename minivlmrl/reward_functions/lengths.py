@@ -15,8 +15,7 @@ def cosine(
     wrong=(-1, -0.5),
     **columns,
 ) -> list[float]:
-    """Scale another reward by length: short answers gain where they are right, and lose where they
-    are wrong.
+    """Scale another reward by length: short answers gain if they are right, and lose if wrong.
 
     Args:
         max_length: tokens at which the scale ends.

@@ -1,5 +1,4 @@
-"""The reward `math`: an expression that equals the solution, judged by math-verify (the extra
-`math`)."""
+"""The reward `math`: an expression that equals the solution, by math-verify (the extra `math`)."""
 
 import re
 import threading
@@ -12,8 +11,7 @@ HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\
 
 
 def math(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for an expression that equals the solution: 1/2, 0.5, \\frac12, 2^{-1};
-    sets, intervals and equations too."""
+    """1.0 for an expression that equals the solution: 0.5, \\frac12, 2^{-1}; sets, equations."""
     return judge_rows(
         "math", "expression that math-verify can read", _expressions, answer_texts, solution, _equal
     )

@@ -49,8 +49,7 @@ def get_reward(name: str) -> Callable:
 
 
 def required_columns(names: Iterable[str]) -> list[str]:
-    """List the columns that these rewards cannot do without: their named parameters without a
-    default."""
+    """List the columns that these rewards need: their named parameters without a default."""
     functions = [inspect.signature(get_reward(name)) for name in names]
     parameters = [p for function in functions for p in function.parameters.values()]
     needed = {p.name for p in parameters if p.kind != p.VAR_KEYWORD and p.default is p.empty}
@@ -58,8 +57,7 @@ def required_columns(names: Iterable[str]) -> list[str]:
 
 
 def _read_options(name: str, function: Callable, text: str) -> dict[str, object]:
-    """Read "tolerance=0.05, units=['cm']": named parameters of the function, with Python's literals
-    as values."""
+    """Read "tolerance=0.05, units=['cm']": a function's named parameters, as literals."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

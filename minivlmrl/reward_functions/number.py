@@ -1,5 +1,4 @@
-"""The reward `number`: an answer that is one number, in any of the ways in which people
-write it."""
+"""The reward `number`: an answer that is one number, in any way in which people write it."""
 
 import functools
 import re
@@ -79,11 +78,9 @@ LATEX += [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
-    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not for 3 or 4, not
-    3, 3-5, 13.
+    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not: 3 or 4, 3-5.
 
-    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and a unit may be
-    left out.
+    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and may be left out.
 
     Args:
         tolerance: by how much it may be off, as a share of the solution: 0.05 takes 95 to 105 for

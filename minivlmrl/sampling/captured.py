@@ -47,8 +47,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.steps += 1
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Move rows together if a quarter of the slots is enough: those that go on and some that
-        fill up."""
+        """Move rows together if a quarter of the slots is enough for those that go on."""
         going_on = going_on.view(len(self.bias), -1)  # (B, slots)
         prompts, slots = going_on.any(1).nonzero()[:, 0], int(going_on.sum(1).max())
         if len(prompts) * slots * SHRINK > going_on.numel():

@@ -46,8 +46,7 @@ class SamplingOptions(SamplingConfig):
 
 
 class Filters:
-    """What a recipe's filters make of the logits of one call of generate: the `warp` of its
-    chooser.
+    """What a recipe's filters make of the logits of one call of generate: its chooser's `warp`.
 
     Args:
         prompts: (P,) int64 ids of each prompt.
@@ -87,11 +86,9 @@ class Filters:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=None) -> Tensor:
-    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; what is dropped
-    becomes -inf.
+    """Apply penalty, ban, temperature, top_k, top_p and min_p, in this order; dropped is -inf.
 
-    With temperature 0 only penalty and ban, as in transformers' generate, which this equals bit for
-    bit, ties included.
+    With temperature 0 only penalty and ban. Equals transformers' generate bit for bit, with ties.
 
     Args:
         logits: (r, V) float32.

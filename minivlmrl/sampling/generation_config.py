@@ -1,11 +1,9 @@
-"""A folder's generation_config.json as options of ours: draw what transformers' generate would draw
-by it."""
+"""A folder's generation_config.json as options: draw what transformers' generate would draw."""
 
 from minivlmrl.hub.checker import build
 from minivlmrl.sampling.filters import SamplingOptions
 
-# keys of a generation_config.json that change what is drawn and have no counterpart here, at their
-# neutral values
+# keys of a generation_config.json that change draws and have no counterpart: neutral values
 NOT_SUPPORTED = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None,
     "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "encoder_repetition_penalty": 1,
@@ -17,8 +15,7 @@ NOT_SUPPORTED = {
 
 
 def from_generation_config(values: dict, **overrides) -> SamplingOptions:
-    """Read a generation_config.json as transformers 5.23 does (ValueError: a key that is not
-    supported, a wrong value).
+    """Read a generation_config.json as transformers 5.23 does (ValueError: not supported, wrong).
 
     Without do_sample each token is the likeliest one, whatever else the file says; with do_sample
     and without top_k it is one of the 50 likeliest. A length that the file leaves open stays ours:

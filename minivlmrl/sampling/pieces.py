@@ -1,5 +1,4 @@
-"""A rollout in pieces of a token budget: what one forward holds is bounded, however many rows there
-are.
+"""A rollout in pieces of a token budget: what one forward holds is bounded, whatever the rows.
 
 Draws go by key and a loss takes the counts of the whole step. So pieces change no completion, and
 no gradient but for the order in which numbers are added.
@@ -74,8 +73,7 @@ def pieces(
 def largest_piece(
     prompts: int, prompt: int, completions: list[int], most_tokens: int | None
 ) -> tuple[int, int]:
-    """Of prompts of one length with completions of these lengths: how many are in a piece, with how
-    many of each."""
+    """Of prompts and completions of these lengths: how many in a piece, with how many of each."""
     piece = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
     some = len({i for i, _ in piece})
     return some, math.ceil(len(piece) / some)
@@ -84,8 +82,7 @@ def largest_piece(
 def in_pieces(
     sample: Callable, prompts: Sequence, num_generations: int, keys: Sequence[str], sampling, world
 ) -> list[list]:
-    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit
-    max_tokens_at_once, or one."""
+    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit, or one."""
     completions: list = [None] * len(prompts)
     lengths = [
         (len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts

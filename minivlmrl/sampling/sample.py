@@ -1,5 +1,4 @@
-"""The sampler of a recipe: filters, stop strings, weights that are sharded, decoding as a CUDA
-graph."""
+"""The sampler of a recipe: filters, stop strings, sharded weights, decoding as a CUDA graph."""
 
 from collections.abc import Sequence
 

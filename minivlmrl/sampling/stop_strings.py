@@ -1,5 +1,4 @@
-"""Texts that end a completion, found byte by byte: they may begin and end inside tokens, even
-inside characters."""
+"""Texts that end a completion, found byte by byte: they may begin and end inside tokens."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,8 +9,7 @@ from torch import Tensor
 from minivlmrl.generate import Choose
 from minivlmrl.hub.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character: printable ones of Latin-1 as themselves, the
-# others from 256 on.
+# Byte-level BPE writes a byte as one character: printable ones of Latin-1, others from 256 on.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = {chr(byte): byte for byte in PRINTABLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
@@ -20,8 +18,7 @@ NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes | None = None) -> bytes | None:
-    """What a token adds to the text: Ġcat gives b" cat", Ã© the two bytes of one é, and Ã alone the
-    first of them."""
+    """What a token adds to the text: Ġcat gives b" cat", Ã© the bytes of é, Ã the first of them."""
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
         return missing
@@ -48,8 +45,7 @@ class StopStrings:
         ]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Note that each of these rows drew a token, (r,) numbers of rows and (r,) ids;
-        (r,) bool: that ends it."""
+        """Note that these rows, (r,) numbers, drew tokens, (r,) ids; (r,) bool: that ends them."""
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before, token = self.before[row], self.bytes_of(token_id)

@@ -42,8 +42,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files that belong to a model without being its weights: a checkpoint that we write keeps those it
-# was read with
+# files of a model besides its weights: a checkpoint that we write keeps those it was read with
 JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
 CARRIED = re.compile(rf"({JSON})\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*")
 TOKENIZER_CONFIG = {
@@ -60,8 +59,7 @@ def load_model(
     sharding: Sharding | None = None,
     adapt=None,
 ) -> nn.Module:
-    """Build the model of a folder or repository with its weights (ValueError: names the file or
-    tensor that is wrong).
+    """Build the model of a folder or repository with its weights (ValueError: names what is wrong).
 
     Args:
         dtype: of the parameters; by default the config's torch_dtype.
@@ -99,8 +97,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path, files: list[Path], model: nn.Module, copied: Callable, device
 ) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; copied(view of the file, parameter) keeps what of it this
-    rank has."""
+    """Read a tensor for each parameter; copied(view of the file, parameter) is what is kept."""
     # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of
     # equal names a tied head is there once, under the embedding's name
     expected = plain_weights(model, merged=False)
@@ -131,8 +128,7 @@ def _read_weights(
             f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first "
             f"{min(missing)}"
         )
-    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: unless equal,
-    # one of them errs
+    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
         cure = (
             "set tie_word_embeddings to false to use it (as transformers 5), or take it out (as "
@@ -146,8 +142,7 @@ def _read_weights(
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a safetensors file: its name on the hub and a view of the file, to be
-    copied."""
+    """Yield each tensor of a safetensors file: its name on the hub and a view, to be copied."""
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
@@ -174,8 +169,7 @@ def random_model(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> tuple[nn.Module, Processor]:
-    """Build the model of a config.json, with random weights and a tokenizer's vocabulary, and its
-    Processor."""
+    """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     family = FAMILIES[ModelConfig.from_dict(values, str(config_file)).model_type]
     ids = {name: tokenizer.special_tokens[token] for name, token in family.control_tokens.items()}
@@ -197,8 +191,7 @@ def random_model(
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices from N(0, 1/fan_in), embeddings from N(0, 0.02^2), norms are 1,
-    biases 0."""
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)
@@ -214,8 +207,7 @@ def initialize(model: nn.Module, generator: torch.Generator):
 def load_processor(
     folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Read tokenizer, chat template and image settings of a folder or repository (ValueError: a
-    file does not fit)."""
+    """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
     folder = find_folder(folder)
     config, (file, settings) = read_config(folder), image_settings(folder)
     family, vision = FAMILIES[config.model_type], config.vision_config
@@ -280,8 +272,7 @@ def save_model(
     more=None,
     max_shard_size=5 * 10**9,
 ):
-    """Write a folder that transformers and vLLM read, adapters merged and as PEFT's; all or nothing
-    (see replacing).
+    """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
     Args:
         world: all its ranks call this and the first one writes; None: this process alone.
@@ -362,8 +353,7 @@ def _write_processor(folder: Path, processor: Processor):
         (folder / name).write_bytes(content)
     template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
-        # that file is not carried, for its image settings may be others now; this is the next that
-        # a loader reads
+        # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if template is None and "chat_template.jinja" not in carried:
         (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")

@@ -1,5 +1,4 @@
-"""The processes of a run: which one this is, its share of the work, and what is added up or
-gathered over all."""
+"""The processes of a run: which one this is, its share of the work, and what all ranks add up."""
 
 import os
 import re
@@ -28,8 +27,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence) -> Sequence:
-        """Take this rank's part of a sequence that all ranks hold: in order, lengths differ by one
-        at most."""
+        """Take this rank's part of a sequence that all hold: in order, of nearly equal length."""
         return items[
             len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size
         ]
@@ -43,8 +41,7 @@ class World:
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Join the tensors of all ranks in rank order: (n, ...) on each rank -> (n * size, ...) on
-        every rank."""
+        """Join the tensors of all ranks, in rank order: (n, ...) -> (n * size, ...) everywhere."""
         if self.size == 1:
             return tensor
         parts = [
@@ -67,8 +64,7 @@ class World:
         return values
 
     def together(self, work: Callable[[], object]):
-        """Call work on every rank; it may take longer than `timeout`, and an error of one is raised
-        on all."""
+        """Call work on every rank, longer than `timeout` if need be; all raise the error of one."""
         if self.size == 1:
             return work()
         with ThreadPoolExecutor(1) as pool:
@@ -85,8 +81,7 @@ class World:
             dist.barrier()
 
     def sum_gradients(self, model: nn.Module):
-        """Add up the gradients of all ranks. No mean: each loss is divided by the global count
-        already."""
+        """Add up the gradients of all ranks. No mean: each loss is divided by the global count."""
         if self.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -103,8 +98,7 @@ class World:
 
 
 def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool = False) -> World:
-    """Join the process group if torchrun started several of us, and choose device, attention and
-    CPU threads.
+    """Join the process group of torchrun, if any, and choose device, attention and CPU threads.
 
     Args:
         num_threads: CPU threads of this process. None: its share of the cores; torchrun sets 1 for
@@ -121,8 +115,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention may generate wrongly with fewer than 8 key heads, as 3B and 7B have (pytorch
-    # issue 193893)
+    # cuDNN's attention may generate wrongly with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
         # objects and offloaded parts go by gloo
@@ -134,8 +127,7 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Choose the GPU of a rank, or the CPU if there is none (ValueError: it is missing, or CUDA
-    cannot use it)."""
+    """Choose the GPU of a rank, or the CPU if there is none (ValueError: CUDA cannot use it)."""
     if torch.cuda.is_available():
         if local_rank >= (count := torch.cuda.device_count()):
             cure = (
@@ -160,8 +152,7 @@ def find_device(local_rank: int = 0) -> torch.device:
 
 
 def attempt_store(limit: timedelta) -> dist.Store:
-    """Make the store of the ranks' addresses, a separate one for each attempt of --max-restarts on
-    a single host.
+    """Make the store of the ranks' addresses, of each attempt of --max-restarts its own.
 
     torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of
     a dead one (pytorch issue 135712). On several hosts not all ranks know the number of the

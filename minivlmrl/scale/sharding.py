@@ -1,5 +1,4 @@
-"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), from outside: models know
-nothing of it.
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), unknown to models.
 
 Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed
 after that. All other weights are one more unit, the root: embeddings and head may be one tensor,
@@ -29,8 +28,7 @@ from minivlmrl.scale.ranks import World
 
 @dataclass
 class ShardingSection:
-    """Weights, gradients and optimizer state sharded over the ranks.
-    Off: each rank has them all."""
+    """Weights, gradients, optimizer state sharded over the ranks. Off: each rank has them all."""
 
     enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
     # groups of ranks that hold a full model each; one a node gathers within nodes
@@ -78,8 +76,7 @@ class Sharding:
         first = int(replicas == 1)  # without replicas the mesh has one dimension
         self.mesh = dist.init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
         self.recompute, self.compute_dtype = recompute, compute_dtype or dtype
-        # inputs keep their dtypes: rotary angles stay float32, as without sharding; so do adapters
-        # on a base of less
+        # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         summed = torch.promote_types(dtype, torch.float32)
         precision = fsdp.MixedPrecisionPolicy(
             compute_dtype, reduce_dtype=summed, cast_forward_inputs=False
@@ -136,11 +133,9 @@ class Sharding:
 
 
 class VisionInStep:
-    """Makes a rank without images run the vision tower if another rank has some, on one black image
-    that counts 0.
+    """Makes a rank without images run the tower if another has some, on a black image times 0.
 
-    Without images on any rank none runs it: its parameters then have no gradient, and AdamW does
-    not move them.
+    Without images on any rank none runs it: its parameters have no gradient, AdamW lets them be.
     """
 
     def __init__(self):
@@ -176,8 +171,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reshard(module: nn.Module):
-    """Free gathered weights. Call it before weights are changed: the root's stay gathered after a
-    forward."""
+    """Free gathered weights, before they are changed: the root's stay gathered after a forward."""
     for unit in units(module):
         unit.reshard()
 
@@ -225,8 +219,7 @@ def _keep_full(module: nn.Module, full: bool):
 
 
 class Lockstep:
-    """Makes all ranks run a decoder equally often, though their completions end after different
-    numbers of tokens."""
+    """Makes all ranks run a decoder equally often, though completions end at different steps."""
 
     def __init__(self, world: World):
         self.world = world
@@ -270,8 +263,7 @@ def gathered(model: nn.Module) -> nn.Module:
 
 
 def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
-    """Copy a model but the base of adapters, of a sharded one each rank its part;
-    to_compute: in that dtype."""
+    """Copy a model but the base of adapters, each rank its part; to_compute: in that dtype."""
     if not is_sharded(model):
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
@@ -295,8 +287,7 @@ def assign(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def recompute_blocks(model: nn.Module):
-    """Keep only the input of each block, and compute the block again in the backward (the head does
-    so anyway)."""
+    """Keep only the input of each block, and compute the block again in the backward."""
     for block in family_of(model).blocks(model):
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False

@@ -31,8 +31,7 @@ OBJECT_SIZES = (32, 52)  # pixels a side of the object
 class Shapes:
     """Pictures drawn on demand: row i of a seed is always the same picture.
 
-    `solution` is right in every row; for preferences every row has it as `chosen` and one of
-    `worse` as `rejected`.
+    `solution` is right in every row, also `chosen`; one of `worse` is `rejected`.
     """
 
     size: int
@@ -52,8 +51,7 @@ class Shapes:
         shown = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM, "solution": label}
-        # its own generator: pictures, labels and demonstrations are those of a row without
-        # preferences
+        # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         return Row(
             messages,
@@ -67,8 +65,7 @@ class Shapes:
 
 @dataclass
 class LabelledShapes:
-    """Rows with one answer and a column `label`, for kto: in turn the chosen answer of a pair and
-    the rejected one."""
+    """Rows with one answer and a `label`, for kto: a pair's chosen or rejected one in turn."""
 
     pairs: Shapes
 
@@ -87,8 +84,7 @@ def answer(label: str) -> str:
 
 
 def worse(label: str, rng: random.Random) -> str:
-    """Make a worse answer: another colour, shape, or colour than in the thought, or up to 12
-    characters missing.
+    """Make a worse answer: another colour, shape, or colour than in the thought, or a hole in it.
 
     docs/experiments.md says why there are four kinds, each in a quarter of the rows.
     """

@@ -1,5 +1,4 @@
-"""The tasks, which need no downloads: rows, tokenizer and chance of each in one object.
-docs/data.md adds one."""
+"""The tasks, which need no downloads: rows, tokenizer and chance. docs/data.md adds one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one t
 class Task:
     """What a run asks of a task."""
 
-    # (section `data` of the recipe, seed) -> (what an algorithm needs -> its rows, held-out rows of
-    # any seed)
+    # (section `data`, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed)
     datasets: Callable[[object, int], tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
     chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
@@ -28,8 +26,7 @@ TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Find a task: of the table, or of "file.py:name" or "package.module:name" (ValueError: there
-    is none)."""
+    """Find a task of the table, "file.py:name" or "package.module:name" (ValueError: none)."""
     task = TASKS.get(name, name)
     if isinstance(task, str):
         if ":" not in task:
