@@ -7,7 +7,6 @@ import io
 import ipaddress
 import os
 import socket
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -23,8 +22,6 @@ from minivlmrl.image import load_image
 
 MAX_DOWNLOAD = 512 * 2**20  # bytes
 TIMEOUT = 60  # seconds, of a whole download
-# of a JPEG, each over all of the image: ten are common, and a megabyte could have 50,000
-MAX_SCANS = 200
 # Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
 PROGRAMS = "EPS", "IPTC", "WMF"
 # Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
@@ -66,12 +63,6 @@ def open_image(
                     f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it "
                     "down"
                 )
-            if image.format in ("JPEG", "MPO") and not in_memory:
-                content = file.read_bytes() if isinstance(file, Path) else file.getvalue()
-                if (scans := content.count(b"\xff\xda")) > MAX_SCANS:
-                    raise ValueError(
-                        f"{scans} scans of a progressive JPEG are over {MAX_SCANS}; save it anew"
-                    )
             if image.format in PROGRAMS:
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
@@ -124,24 +115,19 @@ def _decode_data_uri(uri: str) -> bytes:
 
 def _download(url: str, private: bool) -> bytes:
     """Read a URL; `private`: also if it leads to a private network or this machine."""
-    content, web = io.BytesIO(), _Web(private, deadline := time.monotonic() + TIMEOUT)
-    # no read times out where a server sends a byte now and then
-    timer = threading.Timer(TIMEOUT, web.close)
-    timer.start()
+    content, deadline = io.BytesIO(), time.monotonic() + TIMEOUT
     try:
-        with urllib.request.build_opener(web).open(url, timeout=TIMEOUT) as response:
+        with urllib.request.build_opener(_Web(private)).open(url, timeout=TIMEOUT) as response:
             while chunk := response.read1(2**20):
                 content.write(chunk)
                 if content.tell() > MAX_DOWNLOAD:
                     raise ValueError(f"over {MAX_DOWNLOAD} bytes")
-            if response.length or time.monotonic() > deadline:
+                if time.monotonic() > deadline:  # a byte now and then, and no read times out
+                    raise ValueError(f"not finished after {TIMEOUT} seconds")
+            if response.length:
                 raise ValueError(f"the connection ended {response.length} bytes early")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = f"not finished after {TIMEOUT} seconds" if time.monotonic() > deadline else error
-        raise ValueError(f"cannot be downloaded ({reason})") from error
-    finally:
-        timer.cancel()
-        web.close()
+        raise ValueError(f"cannot be downloaded ({error})") from error
     return content.getvalue()
 
 
@@ -150,9 +136,9 @@ class _Web(
 ):
     """http and https to addresses that were checked, also after redirects."""
 
-    def __init__(self, private: bool, deadline: float):
+    def __init__(self, private: bool):
         super().__init__()
-        self.private, self.deadline, self.opened = private, deadline, []
+        self.private = private
 
     def do_open(self, http_class, req, **options):
         def connection(*args, **more):
@@ -162,26 +148,17 @@ class _Web(
 
         return super().do_open(connection, req, **options)
 
-    def connect(self, address: tuple[str, int], *_) -> socket.socket:
+    def connect(self, address: tuple[str, int], timeout: float, *_) -> socket.socket:
         """Resolve a name once, as a second answer might differ, and connect to what was checked."""
-        found = list(
-            dict.fromkeys(
-                info[4][0] for info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-            )
-        )
+        answers = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys(info[4][0] for info in answers))
         for ip in () if self.private else map(ipaddress.ip_address, found):
             if not ip.is_global or ip.is_multicast:
-                raise ValueError(
-                    f"{address[0]} has the private address {ip}; data.allow_urls: private permits "
-                    "it"
-                )
+                cure = "data.allow_urls: private permits it"
+                raise ValueError(f"{address[0]} has the private address {ip}; {cure}")
         for ip in found:
             try:
-                connection = socket.create_connection(
-                    (ip, address[1]), self.deadline - time.monotonic()
-                )
-                self.opened.append(connection.dup())  # TLS takes the socket itself over
-                return connection
+                return socket.create_connection((ip, address[1]), timeout)
             except OSError:
                 if ip == found[-1]:
                     raise
@@ -191,9 +168,3 @@ class _Web(
         if not newurl.startswith(("http://", "https://")):  # urllib would take ftp too
             raise ValueError(f"it leads to {newurl:.200}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-    def close(self):
-        for connection in self.opened:
-            with contextlib.suppress(OSError):  # it has ended
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
