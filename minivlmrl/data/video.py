@@ -21,7 +21,6 @@ FRAME_FACTOR = 2  # the number of frames taken is a multiple
 MIN_FRAMES, MAX_FRAMES = 4, 768
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768  # decoder tokens a frame would be as an image
 TOTAL_TOKENS = 115_200  # of all frames of a video together: 0.9 of 128000
-MAX_SEARCHED = 2**28  # bytes of a video file without a frame
 MAX_VIDEO_PIXELS = 2**31  # of the sampled frames together, before and after resizing: 6 GiB as RGB
 
 
@@ -116,9 +115,9 @@ def load_video(
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
     """Decode the frames that the options ask for: one pass counts, the next decodes."""
-    with _opened(file) as (container, stream, opened):
+    with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
-        total = _count_frames(container, stream, opened)
+        total = _count_frames(container, stream)
     while True:
         indices, fps = sample_indices(total, video_fps, **sampling)
         frames, seen = _decode(file, indices)
@@ -128,11 +127,10 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         total = seen
 
 
-def _count_frames(container, stream, opened) -> int:
+def _count_frames(container, stream) -> int:
     """Count the packets of a stream, which are frames; refuse a file that is cut off."""
     total, end = 0, 0.0
     for packet in container.demux():
-        opened.searched = 0
         if packet.is_corrupt:
             raise ValueError("cut off or damaged")
         if packet.stream_index == stream.index:
@@ -147,30 +145,13 @@ def _count_frames(container, stream, opened) -> int:
     return total
 
 
-class _Reader(io.FileIO):
-    """A file of which FFmpeg may look at MAX_SEARCHED bytes without a packet, such as the zeros of
-    a sparse file."""
-
-    searched = 0
-
-    def read(self, size: int = -1) -> bytes:
-        if self.searched > MAX_SEARCHED:
-            return b""  # this was said
-        self.searched += size
-        if self.searched > MAX_SEARCHED:
-            raise ValueError(
-                f"{MAX_SEARCHED} bytes one after the other that belong to no frame; is it whole?"
-            )
-        return super().read(size)
-
-
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
-    """Open a file: PyAV's container, its video stream and the file."""
+    """Open a file: PyAV's container and its video stream."""
     import av
 
     # opened by us: FFmpeg would take names like concat:a|b for more than a file
-    opened = _Reader(file) if isinstance(file, Path) else io.BytesIO(file.getbuffer())
+    opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
     # a playlist would make FFmpeg open other files and URLs
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
@@ -182,16 +163,15 @@ def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
         _check_size(1, stream.codec_context.width, stream.codec_context.height)
         # a frame may claim another size
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
-        yield container, stream, opened
+        yield container, stream
 
 
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Return the frames of these numbers, and how many were decoded for them."""
     frames, seen, waiting = [], 0, iter(indices)
     following = next(waiting)
-    with _opened(file) as (container, stream, opened):
+    with _opened(file) as (container, stream):
         for frame in container.decode(stream):
-            opened.searched = 0
             if frame.is_corrupt:
                 raise ValueError(f"frame {seen} is damaged")
             if seen == following:
