@@ -69,8 +69,8 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
     save_model(output, twin, processor, world)
     with pytest.raises(OSError) as failed:
         save_model(folder / "in the way" / "checkpoint", model, processor, world)
-    with rollout_weights(model, world, gather_weights=True):
-        whole = {name: p.clone() for name, p in model.named_parameters()}
+    with rollout_weights(model, world, gather_weights=True) as (plain, _):
+        whole = {name: p.clone() for name, p in plain.named_parameters()}
     return {
         "kept": {name: p.to_local().clone() for name, p in model.named_parameters()},
         "bytes": {name: p.to_local().untyped_storage().nbytes() for name, p in model.named_parameters()},
@@ -226,15 +226,13 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
 @pytest.mark.parametrize("gather_weights", [True, False])
 def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
     model = sharded_model()
-    with rollout_weights(model, ONE, gather_weights) as joint:
-        per_token_logps(model, batch())
-        assert (joint is None) == gather_weights
-        assert model.vision_in_step.joint != gather_weights  # with full weights a rank may run alone
+    with rollout_weights(model, ONE, gather_weights) as (run, lockstep):
+        per_token_logps(run, batch())
+        assert (lockstep is None) == gather_weights == (not is_sharded(run))  # a plain model runs alone
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     found = gradients(model)[1]  # and training goes on as if nothing had been
-    assert model.vision_in_step.joint
     with torch.no_grad():
         per_token_logps(model, batch())
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again

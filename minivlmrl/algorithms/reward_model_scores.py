@@ -9,7 +9,7 @@ from torch import nn
 from minivlmrl.algorithms.value_model import check_value_model_folder, load_beside, pack_to_end
 from minivlmrl.generate import Completion
 from minivlmrl.rows import Prompt
-from minivlmrl.scale.sharding import rollout_weights
+from minivlmrl.scale.sharding import reshard
 
 # the name of the stage, of its reward, and of what it leaves in the run's folder
 FOLDER = "reward_model"
@@ -25,7 +25,6 @@ class RewardModelScores:
         if model.backbone.config.vocab_size != policy.config.vocab_size:
             raise ValueError(f"{path}: this model has another vocabulary than the policy")
         self.model, self.world = model.requires_grad_(False), world
-        self.gather_weights = run.rollout.gather_weights
 
     @torch.no_grad()
     def __call__(
@@ -33,12 +32,12 @@ class RewardModelScores:
     ) -> list[float]:
         """Score completions, in their order; all ranks call this with equally many prompts."""
         scores, config = [], self.model.backbone.config
-        with rollout_weights(self.model, self.world, self.gather_weights):
-            for start in range(0, len(prompts), BATCH_SIZE):
-                part = slice(start, start + BATCH_SIZE)
-                ids = [[completion.ids for completion in group] for group in completions[part]]
-                batch = pack_to_end(prompts[part], ids, config, self.world.device)
-                scores += self.model.at_end(batch).tolist()
+        for start in range(0, len(prompts), BATCH_SIZE):
+            part = slice(start, start + BATCH_SIZE)
+            ids = [[completion.ids for completion in group] for group in completions[part]]
+            batch = pack_to_end(prompts[part], ids, config, self.world.device)
+            scores += self.model.at_end(batch).tolist()
+        reshard(self.model)
         return scores
 
 

@@ -21,7 +21,7 @@ from minivlmrl.sampling.filters import Filters, SamplingOptions
 from minivlmrl.sampling.pieces import in_pieces
 from minivlmrl.sampling.stop_strings import StopStrings
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import gathered, is_sharded, rollout_weights
+from minivlmrl.scale.sharding import is_sharded, rollout_weights
 
 
 class RunSampler(Sampler):
@@ -65,12 +65,10 @@ class RunSampler(Sampler):
         """Sample completions of these prompts together."""
         limit = self.sampling.max_new_tokens
         decode = CapturedDecode() if self.captured else Decode()
-        with rollout_weights(self.model, self.world, self.gather_weights) as lockstep:
-            choose, model = self.chooser(prompts, num_generations, keys), self.model
+        with rollout_weights(self.model, self.world, self.gather_weights) as (model, lockstep):
+            choose = self.chooser(prompts, num_generations, keys)
             if lockstep is not None:
                 choose = lockstep.keeping(choose, limit, model)
-            elif is_sharded(model):
-                model = gathered(model)
             device = self.world.device  # weights may be offloaded
             if self.keeps_vision and lockstep is None and self.sampling.max_tokens_at_once is None:
                 keep_vision(model, prompts, device)

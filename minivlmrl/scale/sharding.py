@@ -107,7 +107,7 @@ class Sharding:
         model.register_forward_pre_hook(vision.before)
         # runs before FSDP's own, which waits for the gradient
         model.register_forward_hook(vision.after, prepend=True)
-        model.sharding, model.vision_in_step = self, vision
+        model.sharding = self
 
     def shard_head(self, head: nn.Module):
         """Shard a value head, which computes in the dtype of its own weights."""
@@ -139,14 +139,13 @@ class VisionInStep:
     """
 
     def __init__(self):
-        self.joint = True  # False while every rank has full weights
         self.zero: Tensor | None = None
 
     def before(self, model: nn.Module, arguments: tuple):
         batch, vision = arguments[0], model.config.vision_config
         images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
         device = batch.input_ids.device
-        if not self.joint or dist.get_world_size() == 1:
+        if dist.get_world_size() == 1:
             return
         on_any_rank = torch.tensor(int(images > 0), device=device)
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
@@ -179,43 +178,27 @@ def reshard(module: nn.Module):
 @contextmanager
 def rollout_weights(
     model: nn.Module, world: World, gather_weights: bool
-) -> Iterator["Lockstep | None"]:
-    """Run a model without gradient, to sample or to judge.
+) -> Iterator[tuple[nn.Module, "Lockstep | None"]]:
+    """Run a model without gradient, to sample.
 
     Args:
         gather_weights: gather a sharded model's full weights on every rank first; each rank may
             then run it as often as it likes. False: gather layer by layer, which saves memory; all
             ranks must run it equally often.
     Yields:
-        None, or for a model that is gathered layer by layer what makes its decode steps equally
-        many on all ranks.
+        what to run, and for a model that is gathered layer by layer what makes its decode steps
+        equally many on all ranks.
     """
     if not is_sharded(model):
         with torch.inference_mode():
-            yield None
+            yield model, None
         return
-    if gather_weights:
-        _keep_full(model, True)
     try:
         # not inference mode: what FSDP allocates in it could not be trained later
         with torch.no_grad():
-            yield None if gather_weights else Lockstep(world)
+            yield (gathered(model), None) if gather_weights else (model, Lockstep(world))
     finally:
-        if gather_weights:
-            _keep_full(model, False)
         reshard(model)
-
-
-def _keep_full(module: nn.Module, full: bool):
-    """Gather all units and keep them so after their forward, or free each again after its forward
-    but for the root."""
-    for unit in units(module):
-        if full:
-            unit.unshard()
-        root = hasattr(unit, "vision_in_step")
-        if root:
-            unit.vision_in_step.joint = not full
-        unit.set_reshard_after_forward(not full and not root, recurse=False)
 
 
 class Lockstep:
@@ -250,10 +233,12 @@ class Lockstep:
 
 @torch.no_grad()
 def gathered(model: nn.Module) -> nn.Module:
-    """Make a plain model on the gathered weights of a sharded one, inside rollout_weights.
+    """Gather a sharded model's weights until it is resharded, and make a plain model on them.
 
-    It has no hooks, which a CUDA graph cannot capture.
+    It has no hooks: a rank may run it alone, and a CUDA graph capture it.
     """
+    for unit in units(model):
+        unit.unshard()
     with torch.device("meta"):
         twin = type(model)(model.config).to(model.sharding.compute_dtype)
     place_like(twin, model)
