@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import yaml
 
-from minivlmrl.hub.checker import Loader, naming, require
+from minivlmrl.hub.checker import Loader, build, naming
 from minivlmrl.rows import Row
 
 
@@ -105,33 +105,30 @@ def sample(strategy: str, count: int) -> list[int]:
     )
 
 
+@dataclass
+class _Dataset:
+    """One entry of VLM-R1's YAML."""
+
+    json_path: str
+    sampling_strategy: str = "all"
+
+
+@dataclass
+class _Mix:
+    datasets: list[_Dataset]
+
+
 def read_mix(path: Path) -> list[FileSection]:
-    """Read VLM-R1's YAML: datasets with json_path, from where it is read, and sampling_strategy."""
-    with naming(path):
-        try:
-            listed = yaml.load(path.read_text(encoding="utf-8"), Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not YAML ({error})") from error
-        entries = listed.get("datasets") if isinstance(listed, dict) else None
-        good = (
-            isinstance(entries, list)
-            and entries
-            and all(isinstance(entry, dict) for entry in entries)
-        )
-        good = good and all(isinstance(entry.get("json_path"), str) for entry in entries)
-        require(good, "datasets", entries, "a list of json_path and, maybe, sampling_strategy")
-        files = []
-        for entry in entries:
-            if unknown := sorted(entry.keys() - {"json_path", "sampling_strategy"}):
-                raise ValueError(
-                    f"{entry['json_path']}: unknown key {unknown[0]!r}; data.train of a recipe has "
-                    "more"
-                )
-            here, beside = Path(entry["json_path"]), path.parent / entry["json_path"]
-            file = here if here.exists() else beside
-            files.append(
-                FileSection(str(file), sampling=str(entry.get("sampling_strategy", "all")))
-            )
+    """Read VLM-R1's YAML; paths from where it is read, or beside it."""
+    try:
+        listed = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML ({error})") from error
+    files = []
+    for entry in build(_Mix, listed, str(path)).datasets:
+        here, beside = Path(entry.json_path), path.parent / entry.json_path
+        file = str(here if here.exists() else beside)
+        files.append(FileSection(file, sampling=entry.sampling_strategy))
     return files
 
 
