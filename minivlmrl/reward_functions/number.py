@@ -10,47 +10,19 @@ LONGEST = 100  # characters
 WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
 WORDS += "|seventeen|eighteen|nineteen|twenty"
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# unit: what it measures, and its size; any other word after a number is not looked at
-UNITS = {
-    "%": ("", "1/100"),
-    "mm": ("m", "1/1000"),
-    "cm": ("m", "1/100"),
-    "m": ("m", "1"),
-    "km": ("m", "1000"),
+# units by what they measure, with their sizes; any other word after a number is not looked at
+KINDS = {
+    "": "%=1/100",
+    "m": "mm=1/1000 cm=1/100 m=1 km=1000 in=254/10000 ft=3048/10000",
+    "g": "mg=1/1000 g=1 kg=1000",
+    "s": "s=1 min=60 h=3600",
 }
-UNITS |= {
-    "in": ("m", "254/10000"),
-    "ft": ("m", "3048/10000"),
-    "mg": ("g", "1/1000"),
-    "g": ("g", "1"),
-}
-UNITS |= {"kg": ("g", "1000"), "s": ("s", "1"), "min": ("s", "60"), "h": ("s", "3600")}
-SPELLINGS = {
-    "percent": "%",
-    "inch": "in",
-    "inches": "in",
-    "foot": "ft",
-    "feet": "ft",
-    "meter": "m",
-    "metre": "m",
-}
-SPELLINGS |= {
-    "millimeter": "mm",
-    "millimetre": "mm",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "kilometer": "km",
-}
-SPELLINGS |= {
-    "kilometre": "km",
-    "gram": "g",
-    "kilogram": "kg",
-    "sec": "s",
-    "second": "s",
-    "minute": "min",
-    "hr": "h",
-}
-SPELLINGS |= {"milligram": "mg", "hour": "h"}
+SIZES = [(kind, size.split("=")) for kind, sizes in KINDS.items() for size in sizes.split()]
+UNITS = {unit: (kind, size) for kind, (unit, size) in SIZES}
+SPELLINGS = "percent=% inch=in inches=in foot=ft feet=ft meter=m metre=m millimeter=mm"
+SPELLINGS += " millimetre=mm centimeter=cm centimetre=cm kilometer=km kilometre=km gram=g"
+SPELLINGS += " kilogram=kg milligram=mg sec=s second=s minute=min hr=h hour=h"
+SPELLINGS = dict(pair.split("=") for pair in SPELLINGS.split())
 # after a number they make another one of it, or leave room for more
 OTHER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
