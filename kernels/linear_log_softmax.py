@@ -239,9 +239,7 @@ def linear_log_softmax(
         or hidden.dtype != weight.dtype
     ):
         given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
-        raise ValueError(
-            f"hidden (M, D), weight (V, D) of its dtype and ids (M,) are needed, not {given}"
-        )
+        raise ValueError(f"hidden (M, D), weight (V, D) of its dtype, ids (M,) are needed: {given}")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     logps, entropies, *_ = _op(hidden, weight, ids.contiguous(), temperature)

@@ -354,10 +354,7 @@ def selective_log_softmax(
     Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} need ids {tuple(logits.shape[:-1])}, not "
-            f"{tuple(ids.shape)}"
-        )
+        raise ValueError(f"ids {tuple(ids.shape)} are not those of logits {tuple(logits.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
     rows = logits.flatten(0, -2) if logits.dim() > 1 else logits[None]

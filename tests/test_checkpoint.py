@@ -239,7 +239,7 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
     edit_json(copy / "config.json", vocab_size=json.loads((copy / "config.json").read_text())["vocab_size"] + 100)
     load_processor(copy)  # embeddings that no token uses are common
     edit_json(copy / file, **changes)
-    with pytest.raises(ValueError, match=rf"copy/config\.json: .*{says}; take these files from one model"):
+    with pytest.raises(ValueError, match=rf"copy/config\.json: .*{says}; take files of one model"):
         load_processor(copy)
 
 
@@ -345,13 +345,13 @@ def test_a_tensor_that_is_there_twice_is_refused(copy):
 def test_an_index_that_names_a_missing_file_is_refused(copy):
     (_, second), _ = split(copy)
     (copy / second).unlink()
-    with pytest.raises(ValueError, match=f"index.json: 1 of its 2 files missing, first {second}"):
+    with pytest.raises(ValueError, match=f"index.json: 1 of 2 files missing: {second}"):
         load_model(copy)
 
 
 def test_pickled_weights_are_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(ValueError, match=r"convert pytorch_model\.bin, which can run code"):
+    with pytest.raises(ValueError, match=r"convert pytorch_model\.bin with"):
         load_model(copy)
 
 

@@ -83,7 +83,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(write, content):
     key = section if section == "seeds" else f"{section}.{next(iter(yaml.safe_load(content)[section]))}"
     valid = RunConfig if section == "seeds" else RunConfig.__dataclass_fields__[section].default_factory
     names = ", ".join(sorted(field.name for field in dataclasses.fields(valid)))
-    with pytest.raises(ValueError, match=rf"recipe\.yaml: unknown key {key}; valid keys here: {names}$"):
+    with pytest.raises(ValueError, match=rf"recipe\.yaml: unknown key {key}; valid keys: {names}$"):
         load_config(write(content))
 
 
@@ -97,7 +97,7 @@ def test_a_flag_needs_no_value(recipe):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--grpo.betta=1", "command line: unknown key grpo.betta; valid keys here: adam_beta2, "),
+        ("--grpo.betta=1", "command line: unknown key grpo.betta; valid keys: adam_beta2, "),
         ("--nonsense=1", "command line: unknown key nonsense"),
         ("--seed.x=1", "command line: seed is"),
         ("--grpo=1", "grpo is 1, it must be an object with names and values"),

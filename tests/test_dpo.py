@@ -122,7 +122,7 @@ def test_no_reference_is_kept_where_none_is_asked(stage, options):
     [
         ([PRECOMPUTE, "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs .*which dpo leaves"),
         (["--dpo.reference_free=true", "--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs"),
-        ([PRECOMPUTE, "--dpo.reference_free=true"], "with reference_free there is no reference to score"),
+        ([PRECOMPUTE, "--dpo.reference_free=true"], "reference_free has none to score"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(stage, options, says):

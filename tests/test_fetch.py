@@ -149,7 +149,7 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
             "http://example.com/a.png",
             r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$",
         ),
-        (None, "a path, URL, data URI or bytes, not NoneType"),
+        (None, "a path, URL, data URI or bytes is needed, not NoneType"),
         (7, "not int"),
         (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
     ],

@@ -141,7 +141,9 @@ def test_columns_are_renamed(read):
         columns={"wording": "problem", "gold": "solution", "pic": "image"},
     )
     assert (words(row.messages), row.columns["solution"], len(row.images)) == ("a", 3, 1)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution', and the row has both"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
+    ):
         read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
 
 
@@ -154,12 +156,9 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"prefix": "a"}, "or use a form: conversations, messages, prefix and suffix, query, instruction, question"),
     ({}, "column 'problem' is missing; the row has []; name its question"),
     ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
-    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; it needs 'from', one of human, user, "),
-    (
-        {"conversations": [{"from": ["human"], "value": "a"}]},
-        "turn 0 is {'from': ['human'], 'value': 'a'}; it needs 'f",
-    ),
-    ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; it needs 'from'"),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be human, user, "),
+    ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 0 is {'from': ['human'], 'value': 'a'}; 'f"),
+    ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; 'from' has"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 <image> placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
@@ -169,10 +168,7 @@ WRONG = [  # a row, and what its error says after the file and line
     ),
     ({"prompt": "<bbox>", "objects": {"bbox": [[1, 2]] * 3}}, "column 'objects' has 2 more than the texts have <bbox>"),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
-    (
-        {"problem": "a", "image": {"bytes": None}},
-        "column 'image': each image must be a path, URL or data URI; one is N",
-    ),
+    ({"problem": "a", "image": {"bytes": None}}, "column 'image': each image must be a path, URL or data URI, not N"),
     ({"problem": "a", "photo": "cat.jpg"}, "did you mean 'image'? data.columns: {photo: image} renames it; or leave i"),
 ]
 

@@ -51,7 +51,7 @@ def test_overrides_win_over_the_generation_config():
     assert read(hub, temperature=0.0).top_k == 0
     assert read({"top_k": 7}, temperature=0.5) == SamplingOptions(0.5, top_k=7)
     assert read({"max_length": 9}, max_new_tokens=8).max_new_tokens == 8
-    with pytest.raises(ValueError, match="max_length counts the prompt too; give max_new_tokens instead"):
+    with pytest.raises(ValueError, match="max_length counts the prompt; give max_new_tokens"):
         read({"max_length": 9})
 
 

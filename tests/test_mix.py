@@ -33,7 +33,7 @@ def test_random_is_the_same_for_every_run():
 
 @pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "first:x", "end:-1", "first:2.5"])
 def test_other_strategies_are_named(strategy):
-    with pytest.raises(ValueError, match=f"sampling '{strategy}' must be all, or first:N"):
+    with pytest.raises(ValueError, match=f"sampling '{strategy}' must be all, first:N"):
         sample(strategy, 7)
 
 

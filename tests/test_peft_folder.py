@@ -101,7 +101,7 @@ def saved(tmp_path):
     ("change", "says"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"use_qalora": True}, "use_qalora is True, which is not supported"),
+        ({"use_qalora": True}, "use_qalora is True: merge it with PEFT"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"lora_alpha": 0}, "lora_alpha is 0"),
@@ -121,7 +121,7 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     ("change", "says"),
     [
         (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
-        (lambda t: t.update({A: t[A][:, :5].contiguous()}), "take the adapter of this base"),
+        (lambda t: t.update({A: t[A][:, :5].contiguous()}), "take the one of this base"),
         (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
         (lambda t: t.update({"x": t[A] + 0}), "unexpected tensor x"),
         (lambda t: t.clear(), "no adapter in it"),

@@ -158,16 +158,16 @@ def test_docstring_examples():
     "options, says",
     [
         ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
-        ({"loss_type": []}, "give one weight for each name"),
-        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each name"),
-        ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0, such as 1e-3"),
-        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5: a share of wrong labels, in \[0, 0.5\)"),
+        ({"loss_type": []}, "give one for each"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one for each"),
+        ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0"),
+        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
         ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
         (
             {"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
-            "bco_pair is made for reverse_kl; js_divergence goes with " + ", ".join(losses.ANY_DIVERGENCE),
+            "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.ANY_DIVERGENCE),
         ),
-        ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs; weights of pairs \(WPO\) have no meaning"),
+        ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
         ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
         ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
     ],
@@ -179,7 +179,7 @@ def test_a_preference_loss_that_cannot_be_is_refused(options, says):
 
 def test_an_answer_without_tokens_is_refused():
     mask = tensor([[1.0, 0.0], [0.0, 0.0]])
-    with pytest.raises(ValueError, match=r"an answer has no tokens: .* drop the pair or cut less"):
+    with pytest.raises(ValueError, match=r"an answer has no tokens: drop the pair, or cut less"):
         dpo_loss(PAIR, mask, ref_per_token_logps=PAIR_REF)
 
 

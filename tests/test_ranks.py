@@ -270,7 +270,7 @@ def gpus(monkeypatch):
 def test_each_rank_has_a_gpu_of_its_own(gpus):
     gpus(2)
     assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, 2 are visible here: start at most 2"):
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, 2 are visible: start at most 2"):
         find_device(2)
 
 

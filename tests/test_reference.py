@@ -80,7 +80,7 @@ def test_all_layers_can_be_shared_and_not_more(stage):
     assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
         "model.norm.weight", "lm_head.weight",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="num_shared_layers is 3, the model has 2 layers"):
+    with pytest.raises(ValueError, match="num_shared_layers is 3, of 2 layers"):
         stage("grpo", "--reference.num_shared_layers=3", "--grpo.beta=0.1")
 
 

@@ -182,7 +182,7 @@ def test_a_missing_column_is_named():
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 0.0, 1.0]])
 def test_another_number_of_values_is_refused(own, values):
     name = own(f"def counted(completions, **columns): return {values}")
-    with pytest.raises(ValueError, match=f"reward .*:counted returned {len(values)} values for 2 completions"):
+    with pytest.raises(ValueError, match=f"reward .*:counted returned {len(values)} values, not 2"):
         earnings([name], ["a", "b"], {})
 
 

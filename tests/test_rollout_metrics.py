@@ -43,5 +43,5 @@ def test_without_groups_nothing_is_said_of_them():
 def test_a_rollout_that_nothing_could_judge_ends_the_run():
     algorithm = SimpleNamespace(run=SimpleNamespace(rewards={"format": 1.0, "accuracy": 1.0}))
     nothing = torch.full((4, 2), math.nan)
-    with pytest.raises(ValueError, match=r"rewards: format, accuracy judged none of 4 completions: there is nothing"):
+    with pytest.raises(ValueError, match=r"rewards: format, accuracy judged none of 4 completions"):
         rollout_metrics(algorithm, rollout(1, 3, 3, 3), nothing, nothing[:, 0])

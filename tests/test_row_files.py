@@ -97,7 +97,7 @@ def test_a_wrong_file_is_named(tmp_path, content):
 def test_text_that_is_not_utf8_is_named(tmp_path):
     for name in ("rows.jsonl", "rows.csv"):
         (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
-        with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save the file as UTF-8"):
+        with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save it as UTF-8"):
             FileDataset(tmp_path / name)
 
 
@@ -128,10 +128,10 @@ def test_a_folder_that_is_no_dataset_is_named(files):
         open_rows(files / "imagefolder")
     (files / "dict" / "train").mkdir(parents=True)
     (files / "dict" / "train" / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"dict: has the splits train; name one, .*dict.train"):
+    with pytest.raises(ValueError, match=r"dict: name one of its splits: train"):
         open_rows(files / "dict")
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match="repository: has parquet files of test, train; make a folder of each"):
+    with pytest.raises(ValueError, match="repository: has parquet files of test, train; one a folder"):
         open_rows(files / "repository")
     with pytest.raises(ValueError, match=r"test-0\.parquet: cannot be read \(Parquet file size is 0 bytes"):
         open_rows(files / "repository" / "data" / "test-0.parquet")

@@ -196,7 +196,7 @@ def test_parts_of_a_row_join_to_the_whole(widths):
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature", "message"), [((3,), 1.0, r"need ids \(2,\)"), ((2,), 0.0, "temperature 0.0")]
+    ("shape", "temperature", "message"), [((3,), 1.0, r"are not those of logits"), ((2,), 0.0, "temperature 0.0")]
 )
 def test_what_does_not_fit_is_said(shape, temperature, message):
     with pytest.raises(ValueError, match=message):

@@ -274,6 +274,6 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 
 
 def test_offloading_needs_sharding(folder):
-    message = "sharding.cpu_offload is True, it must be False unless sharding is enabled"
+    message = "sharding.cpu_offload is True, it must be False unless enabled"
     with pytest.raises(ValueError, match=message):
         load_config(folder / "recipe.yaml", ["--sharding.cpu_offload=true"])

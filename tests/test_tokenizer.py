@@ -193,5 +193,5 @@ def test_a_panic_of_the_library_is_an_error_too(tmp_path):
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
 def test_half_a_surrogate_pair_is_no_text(text):
     """JSON can spell it and Python can hold it; UTF-8 has none."""
-    with pytest.raises(ValueError, match=r"is no Unicode text: is half of a surrogate pair in it"):
+    with pytest.raises(ValueError, match=r"is no Unicode text: half of a surrogate"):
         TINY.encode(text)

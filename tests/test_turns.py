@@ -51,7 +51,7 @@ def test_content_none_is_refused():
     ],
 )
 def test_a_completion_begins_and_ends_with_the_assistant(turns):
-    with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles are"):
+    with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles"):
         render_completion(turns)
 
 

@@ -132,9 +132,7 @@ def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
 
 def test_a_plain_model_is_refused(processor, tmp_path):
     save_model(tmp_path / "policy", tiny.model(), processor)
-    with pytest.raises(
-        ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one with"
-    ):
+    with pytest.raises(ValueError, match=r"policy: this model has no score head \(score\.safetensors\); train one"):
         load_value_model(tmp_path / "policy")
 
 
@@ -143,7 +141,7 @@ def test_another_head_is_refused(processor, tmp_path, change):
     save_value_model(tmp_path / "judge", value_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
-    with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight of shape \(1, 64\)"):
+    with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight, \(1, 64\)"):
         load_value_model(tmp_path / "judge")
 
 

@@ -249,9 +249,7 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
     try:
         found = [name for name in names if re.fullmatch(TARGETS.get(target, target), name)]
     except re.error as error:
-        raise ValueError(
-            f"target is {target!r}, it must be a regular expression ({error})"
-        ) from error
+        raise ValueError(f"target is {target!r}, it must be a regular expression") from error
     if not found:
         words = (
             f"{', '.join(TARGETS)} or a regular expression of whole names of linear layers, "

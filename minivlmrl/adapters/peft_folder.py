@@ -71,9 +71,7 @@ def _read(
     with naming(folder / CONFIG):
         for name in REFUSED:
             if values.get(name) not in (None, False, [], "none"):
-                raise ValueError(
-                    f"{name} is {values[name]!r:.60}, which is not supported; merge it with PEFT"
-                )
+                raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
     file, pairs = folder / WEIGHTS, {}
     try:
         tensors = load_file(file)
@@ -111,9 +109,7 @@ def _form(
             f"lora_A (r, {columns}) and lora_B ({rows}, r)"
             + f" and lora_magnitude ({rows},)" * config.use_dora
         )
-        raise ValueError(
-            f"{name} has {there}; there must be {asked}: take the adapter of this base"
-        )
+        raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
     patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
     fits = [
         alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))
@@ -130,9 +126,7 @@ def _our_name(name: str) -> tuple[str, str]:
         rf"{re.escape(PREFIX)}(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?", name
     )
     if not match:
-        raise ValueError(
-            f"unexpected tensor {name:.80}; an adapter has only lora_A and lora_B of linear layers"
-        )
+        raise ValueError(f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone")
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", match[1]), match[2]
 
 

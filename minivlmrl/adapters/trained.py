@@ -39,9 +39,7 @@ def select_trained(model: nn.Module, freeze: list[Part]):
         trained += parameter.requires_grad_(chosen).requires_grad
     if not trained:
         why = "adapter.target names no other part" if has_adapters else "these are all parts"
-        raise ValueError(
-            f"model.freeze is [{', '.join(freeze)}], and nothing is left to train: {why}"
-        )
+        raise ValueError(f"model.freeze is [{', '.join(freeze)}], nothing is left to train: {why}")
 
 
 def table(model: nn.Module) -> str:

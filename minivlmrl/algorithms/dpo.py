@@ -48,9 +48,7 @@ class DPO(PairAlgorithm):
                 without = "dpo leaves out with precompute_ref_log_probs or reference_free"
                 raise ValueError(f"reference.{name} needs a reference model, which {without}")
         if config.precompute_ref_log_probs and config.reference_free:
-            raise ValueError(
-                "dpo.precompute_ref_log_probs: with reference_free there is no reference to score"
-            )
+            raise ValueError("dpo.precompute_ref_log_probs: reference_free has none to score")
 
     @staticmethod
     def has_reference(config) -> bool:

@@ -52,22 +52,14 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
         rloo = self.loss_type == "rloo"
         gdpo = self.multi_objective_aggregation == "normalize_then_sum"
         if rloo and self.importance_sampling_level != "token":
-            raise ValueError(
-                "importance_sampling_level: rloo has its own, the ratio of whole completions"
-            )
+            raise ValueError("importance_sampling_level: rloo has its own, of whole completions")
         if rloo and gdpo:
-            raise ValueError(
-                "multi_objective_aggregation: rloo has its own advantages; use sum_then_normalize"
-            )
+            raise ValueError("multi_objective_aggregation: with rloo use sum_then_normalize")
         for name in ("normalize_advantages", "reward_clip_range"):
             if getattr(self, name) and not rloo:
-                raise ValueError(
-                    f"{name} is an option of loss_type rloo; the others have scale_rewards"
-                )
+                raise ValueError(f"{name} is an option of loss_type rloo; use scale_rewards")
         if self.soft_punish_cache and gdpo:
-            raise ValueError(
-                "soft_punish_cache is added to the sum of rewards; use sum_then_normalize with it"
-            )
+            raise ValueError("soft_punish_cache is added to the sum of rewards: sum_then_normalize")
 
 
 def needs_family(config: FamilyConfig) -> bool:

@@ -39,10 +39,7 @@ class KTO(AnswerAlgorithm):
     @staticmethod
     def check(run):
         if run.kto.loss_type == "kto" and run.kto.prompts_per_step < 2:
-            raise ValueError(
-                "kto.prompts_per_step is 1, it must be 2 or more: the KL needs the answer of "
-                "another row"
-            )
+            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more, for the KL")
 
     @staticmethod
     def has_reference(config) -> bool:

@@ -58,30 +58,19 @@ class DPOLoss:
             self.loss_type = [self.loss_type]
         names, weights, divergence = self.loss_type, self.loss_weights, self.f_divergence_type
         if not names or (weights is not None and len(names) != len(weights)):
-            raise ValueError(
-                f"loss_type is {names}, loss_weights {weights}: give one weight for each name"
-            )
+            raise ValueError(f"loss_type is {names}, loss_weights {weights}: give one for each")
         _check_known("f_divergence_type", divergence, F_DIVERGENCES)
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
             if divergence != "reverse_kl" and name not in ANY_DIVERGENCE:
                 known = ", ".join(ANY_DIVERGENCE)
-                raise ValueError(
-                    f"loss_type {name} is made for reverse_kl; {divergence} goes with {known}"
-                )
+                raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence}: {known}")
             if self.use_weighting and name in ("aot", "aot_unpaired"):
-                raise ValueError(
-                    f"loss_type {name} sorts the pairs; weights of pairs (WPO) have no meaning for "
-                    "it"
-                )
+                raise ValueError(f"loss_type {name} sorts the pairs: use_weighting has no meaning")
         if "exo_pair" in names and not self.label_smoothing:
-            raise ValueError(
-                "loss_type exo_pair takes log(label_smoothing): give one over 0, such as 1e-3"
-            )
+            raise ValueError("loss_type exo_pair takes log(label_smoothing): give one over 0")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}: a share of wrong labels, in [0, 0.5)"
-            )
+            raise ValueError(f"label_smoothing is {self.label_smoothing}, it must be in [0, 0.5)")
 
 
 @dataclass
@@ -178,9 +167,7 @@ def dpo_loss(
         raise ValueError("use_weighting needs log_sum_sq_probs")
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
-        raise ValueError(
-            "an answer has no tokens: its pair teaches nothing about it; drop the pair or cut less"
-        )
+        raise ValueError("an answer has no tokens: drop the pair, or cut less")
     B = len(mask)
     num_pairs, tokens = (
         (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)

@@ -73,9 +73,7 @@ class Reference:
 def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
     """Vision tower, embeddings (and a tied head) and the first `layers` layers; nothing for 0."""
     if layers > len(policy.model.layers):
-        raise ValueError(
-            f"num_shared_layers is {layers}, the model has {len(policy.model.layers)} layers"
-        )
+        raise ValueError(f"num_shared_layers is {layers}, of {len(policy.model.layers)} layers")
     if layers == 0:
         return []
     modules = [policy.visual, policy.model.embed_tokens, *policy.model.layers[:layers]]
@@ -85,9 +83,7 @@ def shared_parameters(policy: nn.Module, layers: int) -> list[nn.Parameter]:
 def check_online(stage: str, run, kl_weight: float):
     """Refuse a recipe that cannot sample, has no reward, or sets what has no effect."""
     if run.sampling.temperature == 0:
-        raise ValueError(
-            "sampling.temperature is 0: all completions of a group would be equal; use more than 0"
-        )
+        raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
     if not run.rewards:
         raise ValueError(f"rewards: {stage} needs at least one")
     if "reward_model" in run.rewards:

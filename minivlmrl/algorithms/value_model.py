@@ -87,9 +87,7 @@ def _read_head(model: ValueModel, file: Path) -> ValueModel:
         set(tensors) != {"score.weight"}
         or tensors["score.weight"].shape != model.score.weight.shape
     ):
-        raise ValueError(
-            f"{file}: it must hold score.weight of shape {tuple(model.score.weight.shape)}"
-        )
+        raise ValueError(f"{file}: it must hold score.weight, {tuple(model.score.weight.shape)}")
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
     if is_sharded(model.backbone):
@@ -100,14 +98,9 @@ def _read_head(model: ValueModel, file: Path) -> ValueModel:
 def check_value_model_folder(folder: str | Path):
     """Refuse a folder without a value model (ValueError)."""
     if not Path(folder).is_dir():
-        raise ValueError(
-            f"{folder}: no such folder; a reward model or critic is a folder with {HEAD_FILE} in it"
-        )
+        raise ValueError(f"{folder}: no such folder; a reward model or critic has {HEAD_FILE}")
     if not (Path(folder) / HEAD_FILE).is_file():
-        raise ValueError(
-            f"{folder}: this model has no score head ({HEAD_FILE}); train one with stages: "
-            "[reward_model]"
-        )
+        raise ValueError(f"{folder}: this model has no score head ({HEAD_FILE}); train one")
 
 
 def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueModel:

@@ -43,10 +43,7 @@ def read_conversation(
         and "rejected" in found
         and render(as_turns(found["chosen"])) == render(as_turns(found["rejected"]))
     ):
-        raise ValueError(
-            "column 'rejected' equals column 'chosen': there is no preference to learn; drop the "
-            "row"
-        )
+        raise ValueError("column 'rejected' equals column 'chosen': drop the row")
     source, prompt, answers = _split(found, row)
     try:
         for name, answer in answers.items():
@@ -107,9 +104,7 @@ def _split(found: dict, row: dict) -> tuple[str, str | list[dict], dict]:
     if given == ["messages"] and "completion" in found:
         given.append("completion")
     if len(given) > 1:
-        raise ValueError(
-            f"columns {given[0]!r} and {given[1]!r} say the same thing twice; keep one of them"
-        )
+        raise ValueError(f"columns {given[0]!r} and {given[1]!r} say the same thing; keep one")
     answers = {column: value for column, value in found.items() if column in ANSWERS}
     if not given:
         return "chosen", *_implicit_prompt(answers, sorted(row))
@@ -140,10 +135,7 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
         if len(turns) == start or turns[start]["role"] != "assistant":
             after = f"after the {start} turn(s) that chosen and rejected share"
             roles = [turn["role"] for turn in turns]
-            raise ValueError(
-                f"column {column!r} must go on with an assistant turn {after}; its roles are "
-                f"{roles}"
-            )
+            raise ValueError(f"column {column!r} must go on with the assistant {after}: {roles}")
     return both["chosen"][:start], answers | {
         column: turns[start:] for column, turns in both.items()
     }
@@ -152,9 +144,7 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
 def _check_form(value: str | list[dict], types: tuple[type, ...]):
     if not isinstance(value, types):
         names = {str: "text", list: "a list of turns"}
-        raise ValueError(
-            f"must be {' or '.join(names[kind] for kind in types)}, it is {value!r:.40}"
-        )
+        raise ValueError(f"must be {' or '.join(names[t] for t in types)}, it is {value!r:.40}")
     turns = as_turns(value)
     check_messages(turns)
     if not turns or not {turn["role"] for turn in turns} <= ROLES.keys():
@@ -170,7 +160,4 @@ def _check_answer(turns: list[dict]):
             cure = f"{mark[1]}s belong into the prompt"
             raise ValueError(f"there is {mark[0]} after the assistant's first turn; {cure}")
         if turn["role"] == "assistant" and not text.strip():
-            raise ValueError(
-                "an answer is empty or blank, and would teach to say nothing; write it or drop the "
-                "row"
-            )
+            raise ValueError("an answer is empty or blank; write it or drop the row")

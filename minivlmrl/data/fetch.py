@@ -83,9 +83,7 @@ def open_source(
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
-        raise ValueError(
-            f"an image or video is a path, URL, data URI or bytes, not {type(source).__name__}"
-        )
+        raise ValueError(f"a path, URL, data URI or bytes is needed, not {type(source).__name__}")
     text, url = str(source), source if isinstance(source, str) else ""
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with naming(name):

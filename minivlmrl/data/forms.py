@@ -31,9 +31,7 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
     for theirs, ours in (renamed or {}).items():
         if row.get(theirs) is not None:
             if row.get(ours) is not None:
-                raise ValueError(
-                    f"data.columns calls {theirs!r} {ours!r}, and the row has both; leave one out"
-                )
+                raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")
             row = {**row, theirs: None, ours: row[theirs]}
     for name, (keys, unless, read) in FORMS.items():
         if None not in map(row.get, keys) and [*map(row.get, unless)].count(None) == len(unless):
@@ -75,10 +73,7 @@ def _answered(turns: list[dict], row: dict) -> dict:
 def _turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise ValueError(
-            f"turn {number} is {turn!r:.60}; it needs 'from', one of {', '.join(SPEAKERS)}, and "
-            "'value'"
-        )
+        raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
     value = turn.get("value", turn.get("content"))
     # VLM-R1's answers may be numbers
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -159,9 +154,7 @@ def _objects(row: dict) -> dict:
             count = len(listed) if isinstance(listed, list) else 0
             if count != marks:
                 more = "fewer" if count < marks else f"{count - marks} more"
-                raise ValueError(
-                    f"column 'objects' has {more} than the texts have {mark}; make them as many"
-                )
+                raise ValueError(f"column 'objects' has {more} than the texts have {mark}")
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
     def fill(value):

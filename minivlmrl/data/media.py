@@ -117,9 +117,7 @@ def place_media(
                 names = " and ".join(
                     f"{len(media)} {kind}(s)" for kind, media in listed.items() if media
                 )
-                raise ValueError(
-                    f"the prompt has no user turn that could show the row's {names}; add one"
-                )
+                raise ValueError(f"the prompt has no user turn that could show {names}; add one")
             contents[first][:0] = [show(kind) for kind in OPTIONS for _ in listed.get(kind, ())]
     if len(used) > MAX_MEDIA:
         raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
@@ -230,9 +228,7 @@ def _media(entry: object, kind: str) -> Media:
     )
     if not isinstance(source, str | bytes) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(
-            f"each {kind} must be a path, URL or data URI{also}; one is {source!r:.60}"
-        )
+        raise ValueError(f"each {kind} must be a path, URL or data URI{also}, not {source!r:.60}")
     return Media(kind, source, _options(entry, kind))
 
 

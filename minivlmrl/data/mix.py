@@ -92,10 +92,7 @@ def sample(strategy: str, count: int) -> list[int]:
     except ValueError:
         number = -1
     if name not in ("all", "first", "end", "random") or number < 0 or (name == "all") != (not size):
-        raise ValueError(
-            f"sampling {strategy!r} must be all, or first:N, end:N or random:N, N rows or N% of "
-            "them"
-        )
+        raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
     if name == "random":
         return sorted(random.Random(0).sample(range(count), min(number, count)))
     return (

@@ -39,16 +39,11 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         state = json.loads((folder / "state.json").read_text())
         return Arrow([folder / item["filename"] for item in state["_data_files"]])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
-        raise ValueError(
-            f"{folder}: has the splits {', '.join(inside)}; name one, {folder / inside[0]}"
-        )
+        raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
     parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     splits = sorted({path.name.partition("-")[0].removesuffix(".parquet") for path in parquet})
     if len(splits) > 1:
-        raise ValueError(
-            f"{folder}: has parquet files of {', '.join(splits)}; make a folder of each and name "
-            "one"
-        )
+        raise ValueError(f"{folder}: has parquet files of {', '.join(splits)}; one a folder")
     files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
     if not parquet and len(files) != 1:
@@ -80,9 +75,7 @@ class Lines:
             self.texts = self.split(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             line = 1 + content.count(b"\n", 0, error.start)
-            raise ValueError(
-                f"{path}:{line}: not UTF-8 ({error}); save the file as UTF-8"
-            ) from error
+            raise ValueError(f"{path}:{line}: not UTF-8 ({error}); save it as UTF-8") from error
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return the line number and the text of each row."""
@@ -169,9 +162,7 @@ class Arrow:
             import pyarrow.parquet as pq
         except ImportError as error:
             cure = "pip install -c constraints.txt -e '.[parquet]'"
-            raise ValueError(
-                f"{paths[0]}: parquet and dataset folders need pyarrow: {cure}"
-            ) from error
+            raise ValueError(f"{paths[0]}: needs pyarrow: {cure}") from error
         self.path, self.folder, self.groups, self.firsts = paths[0], paths[0].parent, [], [0]
         for path in paths:
             try:

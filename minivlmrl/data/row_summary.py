@@ -86,9 +86,7 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
         else:
             kept.append(number)
     if not kept:
-        raise ValueError(
-            f"data.max_prompt_tokens is {limit}: all {len(rows)} prompts are longer, {dropped[0]}"
-        )
+        raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {dropped[0]}")
     return (pick(rows, kept) if dropped else rows), dropped
 
 

@@ -24,10 +24,7 @@ def check_options(options: dict[str, float | None], known: Collection[str]) -> d
             raise ValueError(f"option {name!r} is not one of {', '.join(known)}")
         number(name, value, zero=name in SAMPLING_OPTIONS, whole=name not in SAMPLING_OPTIONS)
     if given.get("min_pixels", 0) > MAX_MIN_PIXELS:
-        raise ValueError(
-            f"min_pixels {given['min_pixels']} is over {MAX_MIN_PIXELS}, which would fill the "
-            "memory"
-        )
+        raise ValueError(f"min_pixels {given['min_pixels']} is over {MAX_MIN_PIXELS}")
     if ("resized_height" in given) != ("resized_width" in given):
         raise ValueError("resized_height and resized_width belong together: give both or neither")
     return given

@@ -86,9 +86,7 @@ def check_ends(turns: list[dict]):
     """Refuse turns that do not begin and end with the assistant's, or show images or videos."""
     if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         roles = [turn["role"] for turn in turns]
-        raise ValueError(
-            f"turns must begin and end with an assistant turn; their roles are {roles}"
-        )
+        raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
     for turn in turns:
         for kind in map(
             part_kind, turn["content"] if isinstance(turn.get("content"), list) else ()

@@ -41,18 +41,14 @@ class Video:
                 or self.frames.dtype != np.uint8
             ):
                 wrong = f"{self.frames.dtype} {self.frames.shape}"
-                raise ValueError(
-                    f"the frames of a video are {wrong}, they must be uint8 (T, height, width, 3)"
-                )
+                raise ValueError(f"the frames of a video are {wrong}, not uint8 (T, H, W, 3)")
             self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
         sizes = ["{} x {} pixels".format(*frame.size) for frame in self.frames]
         other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:
-            raise ValueError(
-                f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}; make them one size"
-            )
+            raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}")
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float]:
         """Make pixel_values, image_grid_thw (see image.patchify), and the seconds from t to t + 1.
@@ -89,9 +85,7 @@ def load_video(
         if other := next(
             (name for name, value in sampling.items() if name != "fps" and value is not None), None
         ):
-            raise ValueError(
-                f"{other} chooses frames of a video file; a list of frames is taken whole"
-            )
+            raise ValueError(f"{other} chooses frames of a video file; a list is taken whole")
         frames, fps = [], sampling.get("fps")
         for frame in source:
             frames.append(fetch_image(frame, folder, allow_url))
@@ -179,9 +173,7 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                 # phones store what their sensor saw, and how to turn it
                 turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * turns) > 1:
-                    raise ValueError(
-                        f"is turned by {frame.rotation} degrees; only quarter turns are supported"
-                    )
+                    raise ValueError(f"is turned by {frame.rotation} degrees, no quarter turn")
                 frames.append(
                     PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
                 )
@@ -230,9 +222,7 @@ def frame_range(
     Source: qwen-vl-utils' calculate_video_frame_range.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
-        raise ValueError(
-            f"a video of {total_frames} frames at {video_fps} a second has nothing to show"
-        )
+        raise ValueError(f"{total_frames} frames, {video_fps} a second: nothing to show")
     first, last, duration = 0, total_frames - 1, total_frames / video_fps
     if video_start is not None:
         first = math.ceil(min(number("video_start", video_start, zero=True), duration) * video_fps)
@@ -267,9 +257,7 @@ def smart_nframes(
     """
     if nframes is not None:
         if (fps, min_frames, max_frames) != (None, None, None):
-            raise ValueError(
-                "nframes fixes the number of frames: give it without fps, min_frames and max_frames"
-            )
+            raise ValueError("nframes fixes the number of frames: no fps, min_frames, max_frames")
         chosen = round(number("nframes", nframes, whole=True) / FRAME_FACTOR) * FRAME_FACTOR
     else:
         least = MIN_FRAMES if min_frames is None else number("min_frames", min_frames, whole=True)
@@ -285,10 +273,7 @@ def smart_nframes(
             math.floor(min(max(chosen, least), most, total_frames) / FRAME_FACTOR) * FRAME_FACTOR
         )
     if not FRAME_FACTOR <= chosen <= total_frames:
-        raise ValueError(
-            f"{chosen} frames would be taken of a video of {total_frames}; need {FRAME_FACTOR} or "
-            "more"
-        )
+        raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}")
     return chosen
 
 

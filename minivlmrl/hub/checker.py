@@ -72,9 +72,7 @@ def _build(cls, values: Any, prefix: str, json: bool):
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
-            raise ValueError(
-                f"unknown key {prefix}{name}; valid keys here: {', '.join(sorted(fields))}"
-            )
+            raise ValueError(f"unknown key {prefix}{name}; valid keys: {', '.join(sorted(fields))}")
     for name, field in fields.items():
         if name in values:
             found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)

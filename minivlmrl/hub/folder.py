@@ -87,21 +87,14 @@ def weight_files(folder: Path) -> list[Path]:
     if one.is_file():
         return [one]
     if not index.is_file():
-        raise ValueError(
-            f"{one}: no such file; convert pytorch_model.bin, which can run code, with transformers"
-        )
+        raise ValueError(f"{one}: no such file; convert pytorch_model.bin with transformers")
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
-        raise ValueError(
-            f"{index}: it needs a weight_map, from the name of each tensor to a .safetensors file "
-            "here"
-        )
+        raise ValueError(f"{index}: it needs a weight_map, from tensors to .safetensors files here")
     files = [folder / file for file in sorted(shards)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(
-            f"{index}: {len(missing)} of its {len(files)} files missing, first {missing[0]}"
-        )
+        raise ValueError(f"{index}: {len(missing)} of {len(files)} files missing: {missing[0]}")
     return files
 
 
@@ -125,9 +118,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
     if not isinstance(settings, dict):
-        raise ValueError(
-            f"{newer}: it needs image_processor, an object with patch_size and the pixel bounds"
-        )
+        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size")
     return newer, settings
 
 
@@ -147,9 +138,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     new, replaced = Path(f"{folder}.partial"), Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
-        raise ValueError(
-            f"{folder}: this is not a checkpoint (it has no config.json) and is not overwritten"
-        )
+        raise ValueError(f"{folder}: no checkpoint (it has no config.json), not overwritten")
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -165,9 +154,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
-            raise OSError(
-                f"{folder}: not saved ({error}); what was there before is untouched"
-            ) from error
+            raise OSError(f"{folder}: not saved ({error}); what was there is untouched") from error
         raise
     flush_file(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)

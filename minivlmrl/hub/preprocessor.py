@@ -46,9 +46,7 @@ def read_image_processor(
     settings = build(Settings, content, where, json=True)
     size = {name: value for name, value in (settings.size or {}).items() if value is not None}
     if not set(size) <= {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
-        raise ValueError(
-            f"{where}: size is {size!r}, it must be shortest_edge and longest_edge, areas in pixels"
-        )
+        raise ValueError(f"{where}: size is {size!r}, it must be shortest_edge and longest_edge")
     least = (
         min_pixels,
         settings.min_pixels,

@@ -57,9 +57,7 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(
-                f"{text!r:.60} is no Unicode text: is half of a surrogate pair in it?"
-            ) from error
+            raise ValueError(f"{text!r:.60} is no Unicode text: half of a surrogate?") from error
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, control tokens by their names."""
@@ -91,9 +89,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except (
         BaseException
     ) as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
-        raise ValueError(
-            f"{path}: not a readable tokenizer.json of the Qwen2 family ({error})"
-        ) from error
+        raise ValueError(f"{path}: not a readable tokenizer.json of Qwen2 ({error})") from error
     return tokenizer
 
 

@@ -127,9 +127,7 @@ def checked_values(
         cure = "it must be a list, one number a completion"
         raise ValueError(f"reward {name} returned {values!r:.80}; {cure}") from error
     if len(values) != len(completions):
-        raise ValueError(
-            f"reward {name} returned {len(values)} values for {len(completions)} completions"
-        )
+        raise ValueError(f"reward {name} returned {len(values)} values, not {len(completions)}")
     found = []
     for value, completion, row in itertools.zip_longest(values, completions, rows):
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array

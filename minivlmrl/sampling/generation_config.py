@@ -29,10 +29,7 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
     for name in values.keys() & NOT_SUPPORTED:
         if values[name] != NOT_SUPPORTED[name]:
             found = f"{name} = {values[name]!r} changes what is drawn and is not supported"
-            raise ValueError(
-                f"generation_config: {found}; do without the file and set what you need of it "
-                "yourself"
-            )
+            raise ValueError(f"generation_config: {found}; do without the file")
     asked = {"temperature": 0.0}
     kept = ["repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings"]
     if overrides.get("temperature", values.get("do_sample")):
@@ -40,9 +37,7 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
         kept += ["temperature", "top_k", "top_p", "min_p"]
     # transformers heeds one of both
     if "max_length" in values and "max_new_tokens" not in values | overrides:
-        raise ValueError(
-            "generation_config: max_length counts the prompt too; give max_new_tokens instead"
-        )
+        raise ValueError("generation_config: max_length counts the prompt; give max_new_tokens")
     if (stop := values.get("eos_token_id")) is not None:
         asked["stop_token_ids"] = stop if isinstance(stop, list) else [stop]
     asked |= {name: values[name] for name in kept if name in values}

@@ -110,24 +110,17 @@ def _read_weights(
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in found:
-                raise ValueError(
-                    f"{file}: tensor {name} is there twice; take the wrong one out of the folder"
-                )
+                raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
-                raise ValueError(
-                    f"{file}: tensor {name} has shape {shape}, config.json asks for {asked}"
-                )
+                raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
             found[name] = (
                 copied(tensor, like)
                 if isinstance(like, Tensor)
                 else like.read(tensor.to(device), copied)
             )
     if missing := expected.keys() - found.keys():
-        raise ValueError(
-            f"{folder}: {len(missing)} tensor(s) missing that config.json asks for, first "
-            f"{min(missing)}"
-        )
+        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
         cure = (
@@ -243,9 +236,7 @@ def load_processor(
             f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens"
         )
     if wrong:
-        raise ValueError(
-            f"{folder}/config.json: {'; '.join(wrong)}; take these files from one model"
-        )
+        raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take files of one model")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     files = [
         file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()
@@ -255,10 +246,7 @@ def load_processor(
         for f in files
         if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"
     ]:
-        raise ValueError(
-            f"{out[0]}: a link to {out[0].resolve()}; checkpoints copy it, so put the file itself "
-            "there"
-        )
+        raise ValueError(f"{out[0]}: a link to {out[0].resolve()}; put the file itself there")
     # now: the folder may be gone at the next save
     tokenizer.files = {file.name: file.read_bytes() for file in files}
     return Processor(tokenizer, images, template or family.template)
@@ -324,10 +312,7 @@ def check_finite(tensors: dict[str, Tensor], where: object):
     if name := next(
         (name for name, tensor in tensors.items() if not tensor.isfinite().all()), None
     ):
-        raise ValueError(
-            f"{where}: not saved, {name} has values that are not finite; what was there is "
-            "untouched"
-        )
+        raise ValueError(f"{where}: not saved, {name} is not finite; what was there is untouched")
 
 
 def _full_weights(

@@ -134,9 +134,7 @@ def find_device(local_rank: int = 0) -> torch.device:
                 f"start at most {count} (--nproc_per_node), or show more of them in "
                 "CUDA_VISIBLE_DEVICES"
             )
-            raise ValueError(
-                f"local rank {local_rank} has no GPU, {count} are visible here: {cure}"
-            )
+            raise ValueError(f"local rank {local_rank} has no GPU, {count} are visible: {cure}")
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:

@@ -39,9 +39,7 @@ class ShardingSection:
         for name in ("replicas", "cpu_offload"):
             value, default = getattr(self, name), getattr(type(self), name)
             if not self.enabled and value != default:
-                raise ValueError(
-                    f"{name} is {value!r}, it must be {default!r} unless sharding is enabled"
-                )
+                raise ValueError(f"{name} is {value!r}, it must be {default!r} unless enabled")
 
 
 class Sharding:
@@ -68,9 +66,7 @@ class Sharding:
         device = world.device
         replicas = section.replicas if section.enabled else world.size
         if size % replicas:
-            raise ValueError(
-                f"sharding.replicas is {replicas}, but {size} ranks are no multiple of it"
-            )
+            raise ValueError(f"sharding.replicas is {replicas}, {size} ranks are no multiple of it")
         self.device = torch.device("cpu") if section.cpu_offload else device
         names, shape = ("replicate", "shard"), (replicas, size // replicas)
         first = int(replicas == 1)  # without replicas the mesh has one dimension

@@ -30,15 +30,11 @@ def get_task(name: str) -> Task:
     task = TASKS.get(name, name)
     if isinstance(task, str):
         if ":" not in task:
-            raise ValueError(
-                f"data.task is {name!r}; there are {', '.join(TASKS)}, or file.py:TASK of your own"
-            )
+            raise ValueError(f"data.task is {name!r}, not {', '.join(TASKS)} or file.py:TASK")
         try:
             task = load_name(task)
         except (OSError, ImportError, KeyError, AttributeError) as error:
             raise ValueError(f"data.task {name}: there is no such task ({error!r})") from error
     if not isinstance(task, Task):
-        raise ValueError(
-            f"data.task {name}: it is {task!r:.60}, not a Task of minivlmrl.tasks.task"
-        )
+        raise ValueError(f"data.task {name}: {task!r:.60} is no Task of minivlmrl.tasks.task")
     return task
