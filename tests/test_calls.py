@@ -227,5 +227,5 @@ def test_one_number_or_nothing_is_no_list(values):
 
 @pytest.mark.parametrize("values", [[], [1.0], iter([1.0, 0.0, 1.0])])
 def test_another_number_of_values_is_refused(values):
-    with pytest.raises(ValueError, match=r"reward own returned \d values for 2 completions"):
+    with pytest.raises(ValueError, match=r"reward own returned \d values, not 2"):
         checked_values("own", values, ["a", "b"])
