@@ -424,7 +424,7 @@ def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path
     """Into every checkpoint, which may be published: a folder of someone else could link to any file of yours."""
     (tmp_path / "secret").write_text("key")
     (copy / "LICENSE").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=r"LICENSE: a link to .*secret; .* put the file itself there"):
+    with pytest.raises(ValueError, match=r"LICENSE: a link to .*secret; put the file itself there"):
         load_processor(copy)
     (tmp_path / "blobs").mkdir()  # as in a cache of the hub
     (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
