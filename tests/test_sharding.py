@@ -269,7 +269,7 @@ def test_the_optimizer_has_the_sharded_weights(alone):
 
 
 def test_ranks_must_be_a_multiple_of_the_replicas():
-    with pytest.raises(ValueError, match=r"sharding\.replicas is 2, but 3 ranks are no multiple of it"):
+    with pytest.raises(ValueError, match=r"sharding\.replicas is 2, 3 ranks are no multiple of it"):
         Sharding(ShardingSection(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
 
 
