@@ -47,6 +47,8 @@ def render(messages: list[dict], *, add_generation_prompt=True, add_vision_id=Fa
 
 def layout_turn(message: dict, seen: Counter | None = None) -> list[str]:
     """Lay out one message; `seen` counts images and videos if they are to be numbered."""
+    if message.get("content") is None or message.get("tool_calls"):
+        raise ValueError(f"a message needs content and no tool_calls: {message!r:.80}")
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)

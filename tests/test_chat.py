@@ -144,6 +144,12 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
+@pytest.mark.parametrize("also", [{"content": None}, {}, {"content": "hm", "tool_calls": [{"name": "f"}]}])
+def test_a_message_without_content_or_with_tool_calls_is_refused(also):
+    with pytest.raises(ValueError, match="a message needs content and no tool_calls"):
+        render([{"role": "assistant", **also}])
+
+
 ANSWERS = {
     "one turn": [assistant("green square")],
     "one turn of parts": [assistant([{"type": "text", "text": t} for t in ("green", "", " square")])],

@@ -44,6 +44,10 @@ def test_the_solution_is_what_the_picture_shows():
             assert smallest <= side <= largest
 
 
+def test_the_rows_end():
+    assert len(list(Shapes(3, 0))) == len(list(shapes.LabelledShapes(Shapes(3, 0)))) == 3
+
+
 def test_all_labels_occur_about_equally_often():
     rows = Shapes(1200, 0)
     counts = [sum(rows[i].columns["solution"] == label for i in range(1200)) for label in LABELS]

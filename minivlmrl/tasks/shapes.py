@@ -45,6 +45,7 @@ class Shapes:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
+        index = range(self.size)[index]  # IndexError: without it list(rows) would not end
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw(label, rng)
