@@ -13,7 +13,7 @@ HEAD = """\
 # Questions, answered by running code
 
 Questions that users of TRL, verl and VLM-R1 keep asking. Each answer has a test of at most 15 lines that shows it
-in numbers: follow its link, or run it by its name.
+in numbers.
 
 ```bash
 pytest tests/test_faq.py -k zero_loss
