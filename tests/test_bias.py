@@ -191,9 +191,9 @@ def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(picture
 
 @pytest.mark.slow
 def test_the_mean_of_sampled_groups_is_the_expected_gradient_within_its_standard_error(pictures):
-    """4,096 groups that the trainer samples; 14 numbers tell all gradients apart, as 7 prefixes have 2 each."""
+    """2,048 groups that the trainer samples; 14 numbers tell all gradients apart, as 7 prefixes have 2 each."""
     drawn, expected, reward, _ = pictures(64)
-    n, total, squares, seen = 4096, torch.zeros_like(expected), torch.zeros_like(expected), []
+    n, total, squares, seen = 2048, torch.zeros_like(expected), torch.zeros_like(expected), []
     directions = torch.randn(len(expected), 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     directions = torch.cat([directions, expected[:, None] / expected.norm()], 1)
     for _ in range(n):

@@ -5,7 +5,7 @@ import time
 import pytest
 from reward_table import CLASSES, ROWS
 
-from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, unwrap, yes_no
+from minivlmrl.reward_functions.judges import choice, class_name, judge_rows, yes_no
 
 from earnings import earnings
 
@@ -59,13 +59,3 @@ def test_classes_from_a_file_or_none_at_all(tmp_path):
 
 def test_an_answer_that_is_too_long_earns_nothing():
     assert judge_rows("x", "x", str, ["a" * 2001, "a" * 2000], ["a" * 2001, "a" * 2000]) == [0.0, 1.0]
-
-
-def test_unwrap():
-    assert [unwrap(text) for text in ("$\\boxed{3}$.", " **B**", "\\(x\\)", "$3$ $4$", "3")] == [
-        "3",
-        "B",
-        "x",
-        "3$ $4",
-        "3",
-    ]

@@ -67,18 +67,6 @@ def test_one_group_equals_separate_rows(num_generations, kind):
         assert_equal(gradient, totals[name])
 
 
-def test_a_completion_sees_nothing_of_another_group_or_completion():
-    model = tiny.model(dtype=torch.float64)
-    prompts, completions = groups(3)
-    batch = pack(prompts, completions, model.config)
-    before = batch.split(per_token_logps(model, batch)[0].detach())
-    completions[1][0] = completions[1][0].flip(0) + 1
-    batch = pack(prompts, completions, model.config)
-    after = batch.split(per_token_logps(model, batch)[0].detach())
-    changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    assert changed == [row == 3 for row in range(15)]
-
-
 @pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])
 def test_the_fused_calls_equal_their_definition(temperature):
     model = tiny.model(dtype=torch.float64)
