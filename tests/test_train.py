@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from runs import LETTERS, metrics, summary
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from minivlmrl import grpo as grpo_file
 from minivlmrl.algorithms import sft as sft_file
@@ -108,12 +108,6 @@ def test_the_same_seed_gives_the_same_bytes(run, plain, lively):
     assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
     weights = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (first, second)]
     assert weights[0] == weights[1]
-
-
-def test_another_seed_gives_other_random_weights(run, plain):
-    folders = [run("--stages=[]", f"--seed={seed}", name=str(seed)) for seed in (0, 1)]
-    first, second = (load_file(folder / "checkpoint" / "model.safetensors") for folder in folders)
-    assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
 
 
 def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path, monkeypatch):
@@ -222,8 +216,7 @@ def test_held_out_pairs_need_no_solution(run, own, rows, tmp_path):
 
 def test_without_an_eval_file_nothing_is_evaluated(run, own):
     folder = run(*own, "--stages=[sft]")
-    assert list(summary(folder)) == ["chance", "seconds"]
-    assert (folder / "report.png").is_file()
+    assert list(summary(folder)) == ["chance", "seconds"] and (folder / "report.png").is_file()
 
 
 def test_text_only_rows_train_too(run, own, tmp_path, plain, lively):
@@ -250,21 +243,12 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
     [
         (["--stages=[tpo]"], "stages: unknown algorithm 'tpo'; known are sft, dpo, kto, reward_model, grpo, ppo"),
         (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
-        (["--model.path=/tmp"], r"model: set either model\.path .* or model\.config"),
-        (["--model.config=null", "--model.path=/nowhere"], r"/nowhere: no such folder"),
         (["--rewards.brevity=1"], "unknown reward 'brevity'; there are: .*accuracy, .*format"),
         (["--stages=[grpo]", "--sampling.temperature=0"], r"sampling\.temperature is 0"),
         (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
         ([BOXES, "--stages=kto"], "stages: kto needs labels, which data.task .*localisation.py:TASK does"),
         (["--stages=dpo", "--dpo.loss_type=ppo"], "dpo.loss_type is 'ppo'; known are sigmoid, hinge"),
-        (["--stages=dpo", "--dpo.loss_type=exo_pair"], "dpo.loss_type exo_pair takes"),
         (["--stages=dpo", "--reference.sync_ref_model=true", "--dpo.reference_free=true"], "sync_ref_model needs"),
-        (
-            ["--stages=dpo", "--reference.num_shared_layers=1", "--dpo.precompute_ref_log_probs=true"],
-            r"reference\.num_shared_layers needs a reference model",
-        ),
-        (["--stages=dpo", "--reference.num_shared_layers=3"], "num_shared_layers is 3, of 2 layers"),
-        (["--stages=grpo", "--reference.num_shared_layers=3", "--grpo.beta=1"], "num_shared_layers is 3, of"),
         (["--grpo.loss_type=rloo", "--grpo.importance_sampling_level=sequence"], "rloo has its own"),
         (
             ["--grpo.soft_punish_cache=2", "--grpo.multi_objective_aggregation=normalize_then_sum"],
@@ -276,19 +260,11 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
             ["--stages=dpo", "--dpo.reference_free=true", "--dpo.precompute_ref_log_probs=true"],
             r"dpo\.precompute_ref_log_probs: reference_free has none",
         ),
-        (
-            ["--grpo.loss_type=rloo", "--grpo.multi_objective_aggregation=normalize_then_sum"],
-            r"grpo\.multi_objective_aggregation: with rloo use",
-        ),
         (["--grpo.normalize_advantages=true"], r"grpo\.normalize_advantages is an option of loss_type rloo"),
-        (["--stages=ppo", "--ppo.critic=separate", "--ppo.critic_path=/gone"], "/gone: no such folder; a reward model"),
         (["--rewards={reward_model: 1}", "--reward_model.path=/gone"], "/gone: no such folder; a reward model"),
         (["--data.task=null"], r"set either data\.task .*, data\.train_file"),
-        (["--data.task=counting"], r"data\.task is 'counting', not shapes or"),
-        ([BOXES, "--stages=dpo"], "stages: dpo needs pairs, which data.task .*localisation.py:TASK does"),
         (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
         (["--data.eval_rewards=[accuracy]"], r"eval_rewards.*\['accuracy'\]"),
-        (["--data.eval_rewards=[acuracy, format]"], "unknown reward 'acuracy'"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
@@ -346,18 +322,3 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
     monkeypatch.setattr(grpo_file, "grpo_loss", loss)
     with pytest.raises(ValueError, match=r"grpo step 0: loss .* gradient norm nan"):
         run("--stages=[grpo]")
-
-
-def test_a_poisoned_weight_stops_sft(run, plain, own, checkpoint, tmp_path):
-    for file in checkpoint.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="sft step 0: loss nan"):
-        run(*own, f"--model.path={tmp_path}", "--stages=[sft]")
-
-
-def test_a_learning_rate_that_destroys_the_weights_is_named(run, plain, lively):
-    with pytest.raises(ValueError, match=r"grpo step \d.*grpo\.learning_rate"):
-        run("--stages=[grpo]", LETTERS, "--grpo.learning_rate=1e30")
