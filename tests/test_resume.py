@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pickle
-import random
 import shutil
 import signal
 import socket
@@ -32,7 +31,7 @@ from minivlmrl.hub.folder import locked
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate as evaluate_file
-from minivlmrl.run import results, signals, state_files
+from minivlmrl.run import results, state_files
 from minivlmrl.run import resume as resume_file
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
@@ -120,12 +119,11 @@ PLACES = {
 }
 
 
-def attempt(recipe, output, *options, ranks=1, die=None, number=1, after=None, rank=None):
+def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
     """Train in forked children, one a rank; their exit codes, negative for signals.
 
     Args:
         die: the place where `rank`, by default all of them, is killed at the number-th time.
-        after: seconds after which all are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -139,13 +137,7 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, after=None, r
             counted(owner, name, number, **moment)
         return train.main([str(recipe), f"--output_dir={output}", *options])
 
-    children = []
-    for me in range(ranks):
-        children.append(fork(functools.partial(begin, me)))
-    if after is not None:
-        time.sleep(after)
-        for child in children:
-            os.kill(child, signal.SIGKILL)
+    children = [fork(functools.partial(begin, me)) for me in range(ranks)]
     return [exit_code(child) for child in children]
 
 
@@ -205,14 +197,6 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_time_ends_like_one_that_was_not(recipe, straight, tmp_path):
-    draw, options, kills = random.Random(), ["--stages=[ppo]"], 0
-    while attempt(recipe, tmp_path, *options, *STATES, after=draw.uniform(0.2, 1) * 1.3**kills) != [0]:
-        kills += 1
-    assert outcome(tmp_path) == straight(*options)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--sharding.enabled=true"]])
 def test_two_ranks_of_which_one_dies_end_like_two_that_live(recipe, straight, tmp_path, options):
     codes = attempt(recipe, tmp_path, *options, *STATES, ranks=2, die="in backward", number=4, rank=1)
@@ -250,11 +234,17 @@ def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("owner", [state_files, checkpoint_file])
-def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, owner):
-    PLACES["slow disk"] = (owner, "save_file", {"before": lambda *_: time.sleep(6)})
+def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
+    """Of a state, and of the checkpoint."""
+    for owner in (state_files, checkpoint_file):
+
+        def slow(*arguments, save=owner.save_file, **options):
+            time.sleep(5 if os.environ["RANK"] == "0" else 0)
+            return save(*arguments, **options)
+
+        monkeypatch.setattr(owner, "save_file", slow)
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--state_steps=1"]
-    assert attempt(recipe, tmp_path, *options, ranks=2, die="slow disk", rank=0) == [0, 0]
+    assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
 # signals
@@ -287,13 +277,6 @@ def test_a_signal_in_other_work_ends_the_run_at_once_and_loses_nothing(recipe, s
     assert [path.name for path in found] == left and not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
     assert outcome(tmp_path) == straight(*options[:-2])
-
-
-def test_a_second_signal_ends_the_run_at_once(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "SAME_REQUEST", 0.0)
-    PLACES["signal"] = (torch.Tensor, "backward", {"after": lambda *_: [os.kill(os.getpid(), 15) for _ in "12"]})
-    assert attempt(recipe, tmp_path, die="signal") == [-signal.SIGTERM]
-    assert not (tmp_path / "states").exists()
 
 
 # states that are hurt
@@ -377,8 +360,6 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
     ("change", "message"),
     [
         ({"stage": 99}, "stage is 99, it must be one of 1"),
-        ({"step": -5}, "step is -5, it must be 0 or more"),
-        ({"draws": "many"}, "draws is 'many', it must be of type int"),
         ({"results": {"start": {"values": {}}}}, "results.start.answers is missing"),
         ([], "it must hold a JSON object"),
     ],
@@ -407,9 +388,8 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
-        with pytest.raises(
-            ValueError, match=r"000003 could not be written .*No space left.*last complete state is .*000002"
-        ):
+        said = r"000003 could not be written .*No space left.*last complete state is .*000002"
+        with pytest.raises(ValueError, match=said):
             resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert [path.name for path in (copy / "states").iterdir()] == ["000002"]
     resume(recipe, copy, "--resume=auto", "--state_steps=1")
@@ -427,11 +407,6 @@ def test_states_are_never_overwritten_unasked(recipe, copy):
     resume(recipe, copy, "--resume=never")
     assert not list((copy / "states").iterdir())
     assert (copy / "metrics.jsonl").read_bytes() == before
-
-
-def test_auto_begins_where_there_is_no_state(recipe, finished, tmp_path):
-    resume(recipe, tmp_path, "--resume=auto")
-    assert outcome(tmp_path) == outcome(finished)
 
 
 @pytest.mark.parametrize("option", ["--resume=never", "--overwrite", "--resume=null"])
@@ -460,7 +435,6 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
     [
         (["--resume=/gone"], "/gone: no such folder; give 'auto', 'never' or the folder of a state"),
         (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
-        (["--resume=auto", "--stages=[sft, grpo]"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
         (
             ["--resume=auto", "--grpo.beta=0", "--reference.sync_ref_model=false"],
             "of another model or recipe; only one of the two has reference.",
@@ -469,7 +443,7 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
 )
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
-        resume(recipe, copy, *(option.replace("{copy}", str(copy)) for option in options))
+        resume(recipe, copy, *options)
 
 
 def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, finished, tmp_path, monkeypatch):
@@ -502,9 +476,8 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
 
 def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.pairs=11"]
-    with pytest.raises(
-        ValueError, match=r"section data or the rows of data\.train_file have changed; .* --resume=.*/000003"
-    ):
+    said = r"section data or the rows of data\.train_file have changed; .* --resume=.*/000003"
+    with pytest.raises(ValueError, match=said):
         resume(recipe, copy, "--resume=auto", *options)
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4

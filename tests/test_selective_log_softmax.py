@@ -1,8 +1,9 @@
-"""Log-probabilities and entropies of logits against float64, on the torch path and (again) in Triton's interpreter."""
+"""Log-probabilities and entropies of logits against float64, on the torch path; in Triton's interpreter by
+test_window_attention.py."""
 
 import pytest
 import torch
-from interpreter import INTERPRETED, run_interpreted
+from interpreter import INTERPRETED
 
 from minivlmrl.kernels import selective_log_softmax as kernel
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
@@ -45,6 +46,11 @@ def error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
+def equal(found, expected):
+    for actual, value in zip(found, expected, strict=True):
+        assert error(actual, value) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "vocab", "temperature"), [(5, 1000, 1.0), (5, 5003, 0.7), (2, 151936, 0.7), (3, 8192, 1.3), (1, 1, 1.0)]
@@ -77,12 +83,8 @@ def test_ignored_rows_are_zero_in_everything():
     logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
     assert not logps[1:3].any() and not entropies[1:3].any() and not gradient[1:3].any()
     kept = [0, 3]
-    for mine, expected in zip(
-        (logps[kept], entropies[kept], gradient[kept]),
-        exact(logits[kept], ids[kept], 1.0, upstream[:, kept]),
-        strict=True,
-    ):
-        assert error(mine, expected) < 1e-6
+    expected = exact(logits[kept], ids[kept], 1.0, upstream[:, kept])
+    equal((logps[kept], entropies[kept], gradient[kept]), expected)
 
 
 def test_all_rows_ignored_and_no_rows_at_all():
@@ -102,8 +104,7 @@ def test_forbidden_ids_have_no_probability_and_no_gradient():
     logps, entropies, gradient = ours(logits, ids, 0.7, upstream)
     expected = exact(logits[:2], ids[:2], 0.7, upstream[:, :2])
     assert logps[2] == float("-inf")
-    for mine, reference in zip((logps[:2], entropies[:2]), expected[:2], strict=True):
-        assert error(mine, reference) < 1e-6
+    equal((logps[:2], entropies[:2]), expected[:2])
     assert gradient[:2, 10:9000:2].abs().max() < 1e-30 and gradient.isfinite().all()
 
 
@@ -112,8 +113,7 @@ def test_logits_far_from_zero_lose_no_digit(level):
     logits, ids, upstream = inputs(2, 5003)
     logits.data.fill_(level)
     logps, entropies, gradient = ours(logits, ids, 1.0, upstream)
-    for mine, expected in zip((logps, entropies, gradient), exact(logits, ids, 1.0, upstream), strict=True):
-        assert error(mine, expected) < 1e-6
+    equal((logps, entropies, gradient), exact(logits, ids, 1.0, upstream))
 
 
 def test_a_certain_token_has_log_probability_zero_and_not_more():
@@ -137,8 +137,7 @@ def test_rows_need_not_be_neighbours():
     for logits in (wide[::2, :500], wide[:3, ::2]):
         ids = ids[:3].clamp(max=logits.shape[-1] - 1)
         actual = ours(logits, ids, 1.0, upstream[:, :3])
-        for mine, expected in zip(actual, exact(logits, ids, 1.0, upstream[:, :3]), strict=True):
-            assert error(mine, expected) < 1e-6
+        equal(actual, exact(logits, ids, 1.0, upstream[:, :3]))
 
 
 def test_leading_dimensions_stay():
@@ -226,10 +225,3 @@ def test_compiles_in_one_graph():
         [gradient] = torch.autograd.grad((results * upstream).sum(), logits)
         expected = ours(logits, ids, 0.7, upstream)
         assert torch.equal(results, torch.stack(expected[:2])) and torch.equal(gradient, expected[2])
-
-
-@pytest.mark.slow
-@only_torch
-def test_again_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(__file__)

@@ -1,11 +1,11 @@
-"""silu(gate) * up and its gradients against the formula in float64: in torch, and in Triton's interpreter."""
+"""silu(gate) * up and its gradients against the formula in float64: in torch, and (by test_rotary.py) in Triton's
+interpreter."""
 
 import pytest
 import torch
-from interpreter import run_interpreted
 
 from minivlmrl.kernels import swiglu as module
-from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
+from minivlmrl.kernels.backend import INTERPRETED
 from minivlmrl.kernels.swiglu import swiglu
 
 # of the norm; in torch bfloat16 rounds silu(gate) too
@@ -64,8 +64,3 @@ def test_derivatives_of_the_torch_path():
 def test_the_operators():
     gate, up, _ = make((4, 6), torch.float32)
     torch.library.opcheck(module._forward, (gate.requires_grad_(), up.requires_grad_()))
-
-
-@pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
-def test_in_the_interpreter():
-    run_interpreted(__file__)

@@ -206,4 +206,5 @@ def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="the child itself, or no Triton")
 def test_all_of_this_holds_for_the_kernels():
-    run_interpreted(__file__)
+    """And those of selective_log_softmax: a process takes long to begin."""
+    run_interpreted(__file__, "tests/test_selective_log_softmax.py")

@@ -1,8 +1,8 @@
 """Kernel tests run twice: on the torch path, and in Triton's interpreter, in a process of its own.
 
 Triton reads TRITON_INTERPRET when it is first imported, for the whole process, and an interpreting process can compile
-nothing. So one test of each kernel file runs that file again, in a child process where MINIVLMRL_KERNELS=triton
-sends every public function of kernels/ through its Triton kernel.
+nothing. So a test runs kernel files again, in one child process, where MINIVLMRL_KERNELS=triton sends every public
+function of kernels/ through its Triton kernel.
 
 Importing this module in such a process also mends two things in which the interpreter is not like a GPU. It holds
 bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_interpreted(file: str, *arguments: str) -> None:
-    """Run a test file again in the interpreter; fail with its output when it fails."""
+    """Run test files again in the interpreter; fail with their output when they fail."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
