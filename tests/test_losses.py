@@ -127,6 +127,14 @@ def test_what_is_clipped_of_sequences_is_a_share_of_rows():
     assert metrics["clip_ratio/high_mean"] == near(1 / 2)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_of_one_token_alone_the_means_are_that_token(level):
+    """Beside it is padding. Its ratio 1.3 is the row's, clipped to 1.2; that is the loss, and all is clipped."""
+    given = {"old_per_token_logps": -tensor([log(1.3), 0.0]), "importance_sampling_level": level, "loss_type": "dapo"}
+    loss, metrics = loss_of(torch.zeros(1, 2).double(), torch.ones(1), tensor([1.0, 0.0]), **given)
+    assert (loss.item(), metrics["clip_ratio/high_mean"]) == (near(-1.2), near(1.0))
+
+
 def test_a_token_without_advantage_is_never_clipped():
     """Its gradient is 0 wherever its ratio is."""
     *_, metrics = policy([[5.0], [0.2]], [0.0, 0.0])
