@@ -18,11 +18,8 @@ Part = Literal["vision", "merger", "language", "embeddings"]
 
 def part_of(name: str) -> Part:
     """The part that a parameter of this name belongs to."""
-    return next(
-        part
-        for part in ("merger", "embeddings", "vision", "language")
-        if name.startswith(PART[part])
-    )
+    names = "merger", "embeddings", "vision", "language"
+    return next(part for part in names if name.startswith(PART[part]))
 
 
 def select_trained(model: nn.Module, freeze: list[Part]):

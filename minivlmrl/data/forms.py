@@ -10,16 +10,13 @@ from collections.abc import Callable
 from minivlmrl.hub.checker import require
 
 QUESTIONS = ("problem", "prompt", "messages")
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
+ROLES = {  # role: who `from` says
+    "user": "human user",
     "system": "system",
-    "observation": "tool",
-    "tool": "tool",
+    "tool": "observation tool",
+    "assistant": "gpt assistant chatgpt bing model function_call",
 }
-SPEAKERS |= dict.fromkeys(
-    ("gpt", "assistant", "chatgpt", "bing", "model", "function_call"), "assistant"
-)
+SPEAKERS = {name: role for role, names in ROLES.items() for name in names.split()}
 
 
 def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:

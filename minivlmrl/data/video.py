@@ -98,9 +98,7 @@ def load_video(
         raise ValueError(
             f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'"
         ) from error
-    except (
-        Exception
-    ) as error:  # damaged files make PyAV raise what Python code raises on values out of range
+    except Exception as error:  # damaged files make PyAV raise anything
         reason = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
             reason = f"cannot be read as a video ({error.strerror or reason})"

@@ -44,9 +44,7 @@ def find_folder(name: str | Path) -> Path:
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
     try:
         return _snapshot(repository["id"], repository["revision"])
-    except (
-        Exception
-    ) as error:  # each network library that huggingface_hub has used has its own errors
+    except Exception as error:  # each network library of huggingface_hub has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         missing = (
             f"{name}: no such folder, not whole in the Hugging Face cache, and not "

@@ -69,38 +69,21 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        vision = self.vision_config
-        heads = self.num_attention_heads
-        groups = self.num_key_value_heads
-        require(
-            self.hidden_size % heads == 0,
-            "hidden_size",
-            self.hidden_size,
-            f"a multiple of its {heads} heads",
+        vision, heads, groups = (
+            self.vision_config,
+            self.num_attention_heads,
+            self.num_key_value_heads,
         )
-        require(
-            heads % groups == 0,
-            "num_key_value_heads",
-            groups,
-            f"a divisor of num_attention_heads ({heads})",
-        )
-        half = (
-            f"three numbers whose sum is half of head_dim {self.head_dim} (hidden_size / "
-            "num_attention_heads)"
-        )
-        require(
-            sum(self.mrope_section) * 2 == self.head_dim,
-            "mrope_section",
-            list(self.mrope_section),
-            half,
-        )
+        words = f"a multiple of its {heads} heads"
+        require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
+        words = f"a divisor of num_attention_heads ({heads})"
+        require(heads % groups == 0, "num_key_value_heads", groups, words)
+        sections = list(self.mrope_section)
+        words = f"three numbers whose sum is half of head_dim {self.head_dim}"
+        require(sum(sections) * 2 == self.head_dim, "mrope_section", sections, words)
         width, out, by = vision.hidden_size, vision.out_hidden_size, 4 * vision.num_heads
-        require(
-            width % by == 0,
-            "vision_config.hidden_size",
-            width,
-            "a multiple of 4 x num_heads, for 2-D rotary",
-        )
+        words = "a multiple of 4 x num_heads, for 2-D rotary"
+        require(width % by == 0, "vision_config.hidden_size", width, words)
         same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
         require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
 

@@ -86,9 +86,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ValueError(f"it turns {PROBE[:40]!r} into {back[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # the library raises bare Exception; its Rust code, where it panics, not even it
+    except BaseException as error:  # the library's Rust code, where it panics, raises such
         raise ValueError(f"{path}: not a readable tokenizer.json of Qwen2 ({error})") from error
     return tokenizer
 

@@ -50,14 +50,8 @@ def judge(
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 value = float(json.loads(reply.read(2**20))["choices"][0]["message"]["content"])
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-            LookupError,
-            TypeError,
-        ):  # no server, no JSON, no number
-            return None
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):
+            return None  # no server, no JSON, no number
         return value if 0 <= value <= 1 else None
 
     with ThreadPoolExecutor(concurrency) as pool:

@@ -218,19 +218,9 @@ def load_processor(
         )
     for name in ("image_token_id", "video_token_id"):
         token = family.control_tokens[name]
-        pairs.append(
-            (
-                name,
-                getattr(config, name),
-                f"tokenizer.json has {token}",
-                tokenizer.special_tokens[token],
-            )
-        )
-    wrong = [
-        f"{name} is {ours}, but {other} {theirs}"
-        for name, ours, other, theirs in pairs
-        if ours != theirs
-    ]
+        said = f"tokenizer.json has {token}"
+        pairs.append((name, getattr(config, name), said, tokenizer.special_tokens[token]))
+    wrong = [f"{name} is {a}, but {other} {b}" for name, a, other, b in pairs if a != b]
     if config.vocab_size < len(tokenizer):  # more are common: embeddings that no token uses
         wrong.append(
             f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens"
@@ -241,12 +231,10 @@ def load_processor(
     files = [
         file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()
     ]
-    if out := [
-        f
-        for f in files
-        if f.resolve().parent != folder.resolve() and f.resolve().parent.name != "blobs"
-    ]:
-        raise ValueError(f"{out[0]}: a link to {out[0].resolve()}; put the file itself there")
+    for file in files:
+        target = file.resolve()
+        if target.parent != folder.resolve() and target.parent.name != "blobs":
+            raise ValueError(f"{file}: a link to {target}; put the file itself there")
     # now: the folder may be gone at the next save
     tokenizer.files = {file.name: file.read_bytes() for file in files}
     return Processor(tokenizer, images, template or family.template)
