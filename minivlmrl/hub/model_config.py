@@ -69,11 +69,9 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        vision, heads, groups = (
-            self.vision_config,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-        )
+        vision = self.vision_config
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
         words = f"a multiple of its {heads} heads"
         require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
         words = f"a divisor of num_attention_heads ({heads})"
