@@ -13,7 +13,7 @@ CELLS = """
 
 A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
 answers, train it, and then train it with a reward of your own. Install once, in a clone, in a terminal:
-`pip install -c constraints.txt -e '.[report]' notebook`, then `jupyter notebook docs/first_hour.ipynb`.
+`pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
 The [walkthrough](walkthrough.md) has every number of one step; the [FAQ](faq.md) answers
 what others have asked.
 ---

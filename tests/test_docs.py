@@ -97,7 +97,7 @@ def test_pages_are_short():
 
 def test_the_readme_is_short_and_begins_with_two_commands():
     run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
-    assert run.endswith("pip install -c constraints.txt -e '.[report]' && torchrun train.py")
+    assert run.endswith("pip install -c constraints.txt -e . && torchrun train.py")
     assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
     assert len(README.splitlines()) <= 145
     ci = (ROOT / ".ci" / "run").read_text()

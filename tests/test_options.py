@@ -16,7 +16,6 @@ from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 from minivlmrl.generate import chooser
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import RunConfig, load_config
-from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.model import build_model
 from minivlmrl.sampling import sample
 from recipes import localisation
@@ -218,7 +217,7 @@ def lines_of(home, own):
             if overrides[0] == "drift":
                 overrides = overrides[1:]
                 patch.setattr(sample, "chooser", drifting)
-            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation({}, []))
+            patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
             for module in ("scale.checkpoint", "run.results", "algorithms.value_model"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
             train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--overwrite=true", *overrides])

@@ -228,7 +228,6 @@ def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, c
     for rank in ranks:
         for name in (count, f"{count}, layer by layer"):
             assert repr(rank[name]) == repr(alone[count])  # NaN is not equal to itself
-    assert len({answer.text for answer in alone["5 rows"].answers}) > 1
 
 
 def test_all_gather_and_local(quick_results):

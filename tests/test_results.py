@@ -14,10 +14,9 @@ from runs import LETTERS, summary
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
-from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.page import collect
-from minivlmrl.run.results import Results
+from minivlmrl.run.results import Results, print_table
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_model, random_model
 from minivlmrl.scale.ranks import World
@@ -32,7 +31,6 @@ NAN = math.nan
 @pytest.fixture
 def results(home, tmp_path, monkeypatch):
     """results(world, held_out) of a run in tmp_path / "run"."""
-    monkeypatch.setattr(file, "write_report", lambda *_: None)
 
     def results(*overrides, world=ONE, held_out=None):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
@@ -54,7 +52,7 @@ def trained(stage, max_steps=3, saved=None, **says):
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": 0.25, "greedy": 0.5, "format": 1.0}, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": 0.25, "greedy": 0.5, "format": 1.0})
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     found.measure("after_sft", trained("sft", pairs=0.5))
@@ -69,8 +67,16 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
     assert load_config(found.folder / "config.yaml") == found.config
 
 
+def test_the_table_says_on_how_many_rows(capsys):
+    summary = {"chance": 0.25, "start": {"sampled": 0.5}, "seconds": {"sft": 1.0}}
+    print_table(summary, "chance", 256)
+    assert capsys.readouterr().out.splitlines()[1:3] == ["held-out 256  sampled", "chance          0.250    0.250"]
+    print_table({"chance": None, "seconds": {"sft": 1.0}}, "", 0)  # nothing was evaluated
+    assert capsys.readouterr().out == "training: sft 1.0 s\n"
+
+
 def test_a_disk_that_the_checkpoint_fills_has_what_was_measured(results, monkeypatch):
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": 0.25, "greedy": 0.5, "format": 1.0}, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": 0.25, "greedy": 0.5, "format": 1.0})
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
     for full in ("algorithm", "checkpoint"):
@@ -193,7 +199,7 @@ def test_a_resumed_run_writes_each_evaluation_once(run):
 )  # fmt: skip
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
-    monkeypatch.setattr(file, "evaluate", lambda *_: Evaluation({"sampled": values[len(done)] or 0}, []))
+    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": values[len(done)] or 0})
     found, done, kept = results(f"--keep_best={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     algorithm = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
     algorithm.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}

@@ -71,11 +71,11 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def lively():
-    """Let an untrained model earn different rewards at different lengths; leave out the picture."""
+    """Let an untrained model earn different rewards at different lengths; leave out the page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REWARDS, "letters", "on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
-        patch.setattr(results, "write_report", lambda *_: None)
+        patch.setattr(results, "write_page", lambda *_: None)
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)  # its thread would not live on in a forked child
         yield
 
@@ -360,7 +360,7 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
     ("change", "message"),
     [
         ({"stage": 99}, "stage is 99, it must be one of 1"),
-        ({"results": {"start": {"values": {}}}}, "results.start.answers is missing"),
+        ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', it must be of type float"),
         ([], "it must hold a JSON object"),
     ],
 )

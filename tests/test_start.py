@@ -39,7 +39,7 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
 def test_what_takes_memory_is_imported_where_it_is_used():
     """Triton (70 MiB) and FSDP (40 MiB, with sympy) were imported by every run, and took a second."""
     modules = "minivlmrl.tools.process", "minivlmrl.run.start", "minivlmrl.run.model", "minivlmrl.run.resume"
-    heavy = {"triton", "torch.distributed.fsdp", "sympy", "matplotlib", "pyarrow", "scipy"}
+    heavy = {"triton", "torch.distributed.fsdp", "sympy", "pyarrow", "scipy"}
     code = f"import sys, {', '.join(modules)}; print(sorted({heavy} & sys.modules.keys()))"
     environment = {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"

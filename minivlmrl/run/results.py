@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside metrics: config.yaml, summary.json, two reports and its
+"""What a run leaves in its folder beside metrics: config.yaml, summary.json, its page and its
 checkpoints."""
 
 import shutil
@@ -7,10 +7,9 @@ from pathlib import Path
 
 from minivlmrl.hub.folder import write_json
 from minivlmrl.run.config import RunConfig, to_yaml
-from minivlmrl.run.evaluate import Evaluation, evaluate
+from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
 from minivlmrl.run.page import write_page
-from minivlmrl.run.report import print_table, write_report
 from minivlmrl.run.trackers import check_trackers
 from minivlmrl.scale.checkpoint import save_model
 from minivlmrl.tasks.task import get_task
@@ -43,13 +42,8 @@ class Results:
     without held_out nothing is evaluated."""
 
     def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
-        self.config, self.model, self.processor, self.log, self.world = (
-            config,
-            model,
-            processor,
-            log,
-            log.world,
-        )
+        self.config, self.log, self.world = config, log, log.world
+        self.model, self.processor = model, processor
         self.held_out, self.progress, self.results = held_out, progress, progress.results
         self.folder = Path(config.output_dir)
         if self.world.is_main:
@@ -59,9 +53,8 @@ class Results:
     def measure(self, name: str, algorithm=None):
         """Evaluate the model before the first stage or at the end of one, for the table."""
         if self.held_out is not None:
-            self.results[name] = self.evaluate(
-                name, algorithm, algorithm.config.max_steps if algorithm else 0
-            )
+            done = algorithm.config.max_steps if algorithm else 0
+            self.results[name] = self.evaluate(name, algorithm, done)
 
     def after_step(self, algorithm, done: int):
         """Evaluate and save if it is time, after `done` steps of a stage;
@@ -84,58 +77,57 @@ class Results:
         for number in numbers[: -config.save_total_limit] if self.world.is_main else ():
             shutil.rmtree(self.folder / CHECKPOINTS / f"{stage}-{number:06d}")
 
-    def evaluate(self, name: str, algorithm, done: int) -> Evaluation:
+    def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
         """Evaluate the model as it is now, write what it says, and save it if it is the best so
-        far."""
-        begin = time.perf_counter()
-        options = self.config.data.eval_rewards, self.config.rollout.gather_weights
+        far; returns what the table shows."""
+        begin, config = time.perf_counter(), self.config
+        of = self.model, self.processor, self.held_out, config.sampling, self.world
         try:
-            result = evaluate(
-                self.model,
-                self.processor,
-                self.held_out,
-                self.config.sampling,
-                self.world,
-                *options,
-            )
+            values = evaluate(*of, config.data.eval_rewards, config.rollout.gather_weights)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
-        stage, values = self.config.stages[0] if self.config.stages else name, result.values
+        stage = config.stages[0] if config.stages else name
         if algorithm is not None:
             stage, values = algorithm.stage, values | algorithm.evaluate(self.held_out)
-        # only some stages have one
-        result.values = {name: value for name, value in values.items() if name != "loss"}
         self.log.evaluation(stage, done, values, time.perf_counter() - begin)
-        kind, best = self.config.keep_best, self.progress.best
+        kind, best = config.keep_best, self.progress.best
         if algorithm is not None and kind in values:
             value = -values[kind] if kind == "loss" else values[kind]
             if best is None or value > best:
                 self.progress.best = value
                 algorithm.save(self.folder / BEST)
-        return result
+        # only some stages have a loss
+        return {name: value for name, value in values.items() if name != "loss"}
 
     def write(self, seconds: dict[str, float], algorithm=None):
-        """Write the table of the run and draw its picture;
-        after that, which may fill the disk, save the weights."""
+        """Write the table of the run and its page; after that, which may fill the disk, save the
+        weights."""
         if self.world.is_main:
-            self.write_summary(seconds)
+            task = self.config.data.task and get_task(self.config.data.task)
+            chance = task.chance(self.held_out) if task else None
+            summary = {"chance": chance, **self.results, "seconds": seconds}
+            write_json(self.folder / SUMMARY, summary)
+            print_table(summary, task.chance_name if task else "", len(self.held_out or ()))
+            write_page([self.folder], self.folder / "page.html")
         if algorithm is not None:
             algorithm.save(self.folder)
         if algorithm is None or not algorithm.trains_policy:
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world)
 
-    def write_summary(self, seconds: dict[str, float]):
-        """Print and write the table of the run, and draw its picture."""
-        task = self.config.data.task and get_task(self.config.data.task)
-        chance, chance_name = (
-            (task.chance(self.held_out), task.chance_name) if task else (None, "chance")
-        )
-        summary = {
-            "chance": chance,
-            **{name: result.values for name, result in self.results.items()},
-            "seconds": seconds,
-        }
-        write_json(self.folder / SUMMARY, summary)
-        print_table(summary, chance_name, len(self.held_out or ()))
-        write_report(self.folder, summary, self.held_out, self.results, chance_name)
-        write_page([self.folder], self.folder / "page.html")
+
+def print_table(summary: dict, chance_name: str, rows: int):
+    """Print summary.json as a table: what was measured on so many held-out rows."""
+    stages = {name: row for name, row in summary.items() if name not in ("chance", "seconds")}
+    columns = dict.fromkeys(key for row in stages.values() for key in row)
+    widths = {name: max(9, len(name) + 2) for name in columns}
+    first = max(12, len(chance_name) + 1, *(len(name) + 1 for name in stages))
+    if stages:
+        titles = (f"{name:>{width}}" for name, width in widths.items())
+        print(f"\n{f'held-out {rows}':<{first}}" + "".join(titles))
+    if summary["chance"] is not None:
+        print(f"{chance_name:<{first}}" + f"{summary['chance']:>9.3f}" * 2)
+    for name, row in stages.items():
+        cells = (f"{row[key]:>{n}.3f}" if key in row else "" for key, n in widths.items())
+        print(f"{name.replace('_', ' '):<{first}}" + "".join(cells))
+    seconds = (f"{name} {value:.1f} s" for name, value in summary["seconds"].items())
+    print(f"training: {', '.join(seconds)}")

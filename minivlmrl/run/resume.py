@@ -29,7 +29,6 @@ from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import flush_file, read_json
 from minivlmrl.run.config import RunConfig
-from minivlmrl.run.evaluate import Evaluation
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.signals import Preempted, StopSignals
@@ -54,7 +53,7 @@ class Progress:
     draws: Annotated[int, ">= 0"] = 0  # how often the present stage has drawn rows ...
     rows: Annotated[int, ">= 0"] = 0  # ... and of how many; 0: it has not begun
     # evaluations between stages so far
-    results: dict[str, Evaluation] = field(default_factory=dict)
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # of keep_best so far, a loss with a minus
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
     # metrics.jsonl, timings.jsonl and evaluations.jsonl so far

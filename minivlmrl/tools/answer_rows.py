@@ -149,7 +149,7 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
 
 
 def line(
-    processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]], _
+    processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]]
 ) -> dict:
     """Make a row's line of the results file."""
     answers = []

@@ -195,7 +195,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     picture."""
     processor, names = sample.processor, online_rewards(config)
     weights = torch.tensor([config.rewards[name] for name in names])
-    rewards, drawn, _ = draw(sample, rows, G, names)
+    rewards, drawn = draw(sample, rows, G, names)
     total, flat = combine(rewards, weights), [c for group in drawn for c in group]
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:

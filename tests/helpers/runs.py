@@ -39,8 +39,8 @@ def run(home, tmp_path):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Leave out the picture, the slowest part of a small run."""
-    monkeypatch.setattr("minivlmrl.run.results.write_report", lambda *_: None)
+    """Leave out the page."""
+    monkeypatch.setattr("minivlmrl.run.results.write_page", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
