@@ -598,7 +598,7 @@ FAULTS = {
     ),
     "a template without the form that a reward asks for": Fault(
         ["--rewards={format: 1, accuracy: 1}"],
-        check=("no prompt does, and no completion", "say it in data.prompt_template"),
+        check=("no prompt does, and no completion", "say the form in data.prompt_template"),
         run=("no completion has the form that reward format asks for", "say the form in data.prompt_template"),
     ),
     "a reward that always says 1": Fault(

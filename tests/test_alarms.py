@@ -58,7 +58,7 @@ def test_weights_without_a_gradient_are_named():
     rules = alarms(model=model, state=set(model["visual"].parameters()))
     assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
     model.requires_grad_(False)
-    assert alarms(model=model).untouched() == []
+    assert list(alarms(model=model).untouched()) == []
 
 
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run():

@@ -7,7 +7,7 @@ was quiet.
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 
@@ -15,6 +15,9 @@ from minivlmrl.reward_functions.names import required_columns
 
 WINDOW = 10  # optimizer steps in a row for which something must hold
 BLIND = 50  # rollouts in which a policy must earn more than one that always answers the same
+# cures that tools/check.py names too
+LONGER = "raise it, or ask for shorter answers"
+FORM = "say the form in data.prompt_template, train sft first, or drop the reward"
 
 
 class Alarms:
@@ -32,12 +35,12 @@ class Alarms:
         returns the sentences that are new."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
-            self.earned.append(
-                ([str(row.columns.get("solution")) for row in rollout.rows], rollout.rewards)
-            )
+            solutions = [str(row.columns.get("solution")) for row in rollout.rows]
+            self.earned.append((solutions, rollout.rewards))
         self.last.append(metrics)
         self.first = self.first or metrics
-        true = dict(self.rules()) if len(self.last) == WINDOW else {}
+        rules = chain(self.rules(), self.blind(), self.untouched())
+        true = dict(rules) if len(self.last) == WINDOW else {}
         new = [sentence for name, sentence in true.items() if name not in self.said]
         self.said = set(true)
         return new
@@ -49,124 +52,76 @@ class Alarms:
     def rules(self) -> Iterator[tuple[str, str]]:
         """Name and sentence of each rule that is broken."""
         run, stage, last = self.algorithm.run, self.algorithm.stage, self.last[-1]
+        alike = "all completions of each group earn the same, so nothing is learned"
         equal = self.always("frac_reward_zero_std", lambda share: share == 1)
         if all(self.always(f"rewards/{name}/std", lambda std: std == 0) for name in run.rewards):
-            says = " and ".join(
-                f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards
-            )
+            says = (f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards)
             cure = "look at completions.jsonl and at what these rewards ask for"
-            yield "constant", f"of every completion reward {says}, so nothing is learned; {cure}"
+            yield "constant", f"of every completion reward {' and '.join(says)}; {cure}"
         elif equal and run.sampling.temperature < 0.2:
-            cure = (
-                f"sampling.temperature {run.sampling.temperature} draws the same text again; "
-                "take 1.0"
-            )
-            yield (
-                "cold",
-                f"all completions of each group earn the same, so nothing is learned; {cure}",
-            )
+            cause = f"sampling.temperature {run.sampling.temperature} draws the same text again"
+            yield "cold", f"{alike}; {cause}; take 1.0"
         elif equal:
             cure = "the prompts are too easy or too hard: take others, or raise num_generations"
-            yield (
-                "equal",
-                f"all completions of each group earn the same, so nothing is learned; {cure}",
-            )
+            yield "equal", f"{alike}; {cure}"
         elif self.always("grad_norm", lambda norm: norm == 0):
             cause = "is everything frozen?"
             if self.first.get("grad_norm"):
-                cause = (
-                    f"they were not at first, so the weights are lost: lower {stage}.learning_rate"
-                )
+                cause = f"the weights are lost: lower {stage}.learning_rate"
             yield "zero", f"all gradients are zero, so nothing is learned; {cause}"
         if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
             limit = f"sampling.max_new_tokens ({run.sampling.max_new_tokens})"
-            yield (
-                "cut",
-                f"9 of 10 completions or more are cut at {limit}; raise it, or ask for shorter "
-                "answers",
-            )
+            yield "cut", f"9 of 10 completions are cut at {limit}; {LONGER}"
         for name in (name for name in run.rewards if "format" in name):
             if self.always(f"rewards/{name}/mean", lambda mean: mean == 0):
-                cure = (
-                    "say the form in data.prompt_template or data.system_prompt, train sft "
-                    "first, or drop the reward"
-                )
-                yield name, f"no completion has the form that reward {name} asks for; {cure}"
-        if "reward" in last and self.always("entropy", lambda nats: nats < 1e-3):
-            cure = (
-                "lower the learning rate, add beta (a KL to the reference), or go back to an "
-                "earlier checkpoint"
-            )
-            yield (
-                "certain",
-                f"the policy is certain of every token (entropy below 0.001 nats); {cure}",
-            )
+                yield name, f"no completion has the form that reward {name} asks for; {FORM}"
+        if "reward" not in last:
+            return
+        if self.always("entropy", lambda nats: nats < 1e-3):
+            cure = "lower the learning rate, add beta, or go back to an earlier checkpoint"
+            yield "certain", f"the policy is certain of every token (entropy below 0.001); {cure}"
         uniform = math.log(self.algorithm.policy.config.vocab_size)
-        became = "reward" in last and self.first.get("entropy", uniform) < 0.5 * uniform
+        became = self.first.get("entropy", uniform) < 0.5 * uniform
         if became and self.always("entropy", lambda nats: nats > 0.9 * uniform):
-            yield (
-                "noise",
-                f"the policy writes noise now (entropy {last['entropy']:.1f}); lower "
-                f"{stage}.learning_rate",
-            )
-        for name, mean, always, blind in self.blind():
-            earns = (
-                f"in {BLIND} rollouts reward {name} was {mean:.3g}, and always answering "
-                f"{always!r:.80} {blind:.3g}"
-            )
-            cure = (
-                "are the solutions with the right rows? Else train sft first, or take easier "
-                "prompts"
-            )
-            yield f"blind {name}", f"{earns}, so nothing is learned of the pictures; {cure}"
-        if untouched := self.untouched():
-            several = (
-                f"{untouched[0]} and {len(untouched) - 1} others"
-                if len(untouched) > 1
-                else untouched[0]
-            )
-            cause = (
-                "no row had an image that the model saw: "
-                if all("visual" in name for name in untouched)
-                else ""
-            )
-            cure = (
-                "check the image column, or set model.freeze=[vision, merger]"
-                if cause
-                else "freeze them"
-            )
-            yield (
-                "untouched",
-                f"{cause}{several} are to be trained, and never had a gradient; {cure}",
-            )
+            cure = f"lower {stage}.learning_rate"
+            yield "noise", f"the policy writes noise now (entropy {last['entropy']:.1f}); {cure}"
 
-    def blind(self) -> Iterator[tuple[str, float, str, float]]:
-        """Rewards that always giving the most frequent solution would earn too: name, mean, that
-        solution, its mean.
+    def blind(self) -> Iterator[tuple[str, str]]:
+        """Rewards that always giving the most frequent solution would earn too.
 
         Labels that were shuffled end here: no policy that learns from them is better than this.
         """
         if len(self.earned) < BLIND:
             return
         solutions = [solution for some, _ in self.earned for solution in some]
-        rewards = torch.cat(
-            [rewards.view(len(some), -1, rewards.shape[1]) for some, rewards in self.earned]
-        )
-        for name, values in zip(self.algorithm.run.rewards, rewards.unbind(2), strict=True):
+        rewards = [given.view(len(some), -1, given.shape[1]) for some, given in self.earned]
+        columns = torch.cat(rewards).unbind(2)
+        for name, values in zip(self.algorithm.run.rewards, columns, strict=True):
             judged = ~values.isnan().any(1)  # rows whose completions all were
             if "solution" not in required_columns([name]) or not judged.any():
                 continue
             [(always, count)] = Counter(compress(solutions, judged.tolist())).most_common(1)
             values, share = values[judged].double(), count / judged.sum().item()
             low, high, mean = values.min().item(), values.max().item(), values.mean().item()
-            if low < high and mean <= (blind := low + (high - low) * share):
-                yield name, mean, always, blind
+            blind = low + (high - low) * share
+            if low < high and mean <= blind:
+                earns = f"was {mean:.3g}, and always answering {always!r:.80} {blind:.3g}"
+                cure = "are the solutions with the right rows? Else train sft first"
+                yield f"blind {name}", f"in {BLIND} rollouts reward {name} {earns}; {cure}"
 
-    def untouched(self) -> list[str]:
+    def untouched(self) -> Iterator[tuple[str, str]]:
         """Parameters that are to be trained and never had a gradient: AdamW has no moments of
         them."""
         named = self.algorithm.trained.named_parameters()
-        return [name for name, p in named if p.requires_grad and p not in self.optimizer.state]
+        state = self.optimizer.state
+        names = [name for name, p in named if p.requires_grad and p not in state]
+        if names:
+            cause, cure = "", "freeze them"
+            if all("visual" in name for name in names):
+                cause = "no row had an image that the model saw: "
+                cure = "check the image column, or set model.freeze=[vision, merger]"
+            several = f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0]
+            yield "untouched", f"{cause}{several} never had a gradient; {cure}"
 
 
 def check_mismatch(run, metrics: dict[str, float]):
@@ -174,11 +129,8 @@ def check_mismatch(run, metrics: dict[str, float]):
     (ValueError)."""
     found, bound = metrics.get("rollout/logp_mismatch", 0.0), run.rollout.max_logp_mismatch
     if found > bound and not run.adapter.dropout:  # which the sampler has not
-        cause = (
-            "the loss would be of another policy than the one that sampled: a bug, or a dtype "
-            "too coarse"
-        )
+        cause = "a bug, or a dtype too coarse"
         cure = f"rollout.max_logp_mismatch ({bound}) is the bound, .inf does not check"
         raise ValueError(
-            f"sampler and trainer differ by {found:.3g} nats about a token; {cause}; {cure}"
+            f"sampler and trainer differ by {found:.3g} nats about a token: {cause}; {cure}"
         )

@@ -3,6 +3,7 @@ progress bar."""
 
 import json
 import math
+import re
 import sys
 import time
 from contextlib import ExitStack
@@ -18,12 +19,8 @@ from minivlmrl.run.completions import CompletionsLog
 from minivlmrl.run.trackers import TRACKERS, curves
 from minivlmrl.scale.ranks import World
 
-METRICS, TIMINGS, EVALUATIONS, WARNINGS = (
-    "metrics.jsonl",
-    "timings.jsonl",
-    "evaluations.jsonl",
-    "warnings.jsonl",
-)
+METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 # of micro-batches; of all other metrics the mean counts
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
@@ -38,13 +35,8 @@ class MetricsLog(ExitStack):
 
     def __init__(self, config, world: World, progress):
         super().__init__()
-        self.world, self.steps, self.files, self.trackers, self.bar = (
-            world,
-            progress.steps,
-            {},
-            [],
-            None,
-        )
+        self.world, self.steps = world, progress.steps
+        self.files, self.trackers, self.bar = {}, [], None
         self.completions = CompletionsLog(config, world, progress)
         if world.is_main:
             for name in FILES:
@@ -88,50 +80,40 @@ class MetricsLog(ExitStack):
             return
         for file in self.files.values():
             if not Path(file.name).exists():
-                raise ValueError(
-                    f"{file.name}: deleted while the run writes it; nothing of this run would be "
-                    "left"
-                )
+                raise ValueError(f"{file.name}: deleted while the run writes it; the run ends")
         line, seconds = {"stage": self.name, "step": number}, self.seconds
         # JSON has no NaN
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.write(METRICS, line | finite)
         self.track({name: value for name, value in finite.items() if value is not None})
-        tokens, step_time = (
-            sum(len(batch.group.input_ids) for batch in step.micro_batches),
-            seconds - self.last,
-        )
-        timing = {
-            "seconds": seconds,
-            "step_time": step_time,
-            "tokens_per_second": tokens / step_time,
-        }
+        tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
+        took = seconds - self.last
+        timing = {"seconds": seconds, "step_time": took, "tokens_per_second": tokens / took}
         self.write(TIMINGS, line | timing | peak_memory())
         self.last = seconds
-        means = [
-            name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")
-        ][:3]
-        shown = (
-            ["reward", *means, "completions/mean_length", "kl"]
-            if means
-            else ["loss", "rewards/accuracies"]
-        )
-        short = {_short(name): f"{metrics[name]:.3f}" for name in shown if name in metrics}
+        self.show(number, metrics, took)
+        self.completions.step(self.algorithm, step, number)
+        for warning in self.alarms.step(metrics, step.rollout):
+            self.write(WARNINGS, line | {"warning": warning})
+            tqdm.write(f"step {number}: {warning}", file=sys.stderr)
+
+    def show(self, number: int, metrics: dict[str, float], took: float):
+        """Advance the bar; without a terminal print a line."""
+        names = ["loss", "rewards/accuracies"]
+        if "reward" in metrics:
+            means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
+            names = ["reward", *means[:3], "completions/mean_length", "kl"]
+        short = {
+            re.sub("^(rewards|completions)/|/mean$", "", name): f"{metrics[name]:.3f}"
+            for name in names
+            if name in metrics
+        }
         # more would leave no room for the bar
         self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)
         self.bar.update()
         if self.bar.disable:  # no terminal: a line a step
             said = (f"{name}={value}" for name, value in short.items())
-            print(
-                f"{self.name} {number + 1}/{self.bar.total}",
-                *said,
-                f"{step_time:.2f} s",
-                flush=True,
-            )
-        self.completions.step(self.algorithm, step, number)
-        for warning in self.alarms.step(metrics, step.rollout):
-            self.write(WARNINGS, line | {"warning": warning})
-            tqdm.write(f"step {number}: {warning}", file=sys.stderr)
+            print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{took:.2f} s", flush=True)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
         """Record what held-out rows say after `done` steps of a stage;
@@ -151,28 +133,19 @@ class MetricsLog(ExitStack):
         return self.seconds
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("rewards/").removeprefix("completions/").removesuffix("/mean")
-
-
 def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
     """A bar on the first rank's terminal, which is left there at its end;
     without a terminal there is none."""
-    options = {
-        "disable": not is_main or not sys.stderr.isatty(),
-        "mininterval": 0.5,
-        "dynamic_ncols": True,
-    }
+    hidden = not is_main or not sys.stderr.isatty()
+    options = {"disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
     return tqdm(total=total, initial=done, desc=name, leave=leave, **options)
 
 
 def peak_memory() -> dict[str, float]:
     """Most memory that this process has held so far, in GiB: of its GPU, or of the machine."""
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if torch.cuda.is_available()
-        else getrusage(RUSAGE_SELF).ru_maxrss * 1024
-    )
+    peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
     return {"peak_memory_gib": round(peak / 2**30, 3)}
 
 

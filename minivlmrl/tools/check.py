@@ -22,6 +22,7 @@ from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Processor, Row
+from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import draw
 from minivlmrl.run.start import prepare
@@ -38,6 +39,7 @@ HACKS = {
 }
 HACKS |= {"the question": "{question}", "a refusal": ROLLOUT.format("hm", "I cannot tell")}
 HACKS |= {"the same word again": "answer " * 60}
+AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
 
 
 def main(arguments: list[str]) -> int:
@@ -71,20 +73,11 @@ def check(config) -> Iterator[str]:
         yield from check_prompts(rows, processor)
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
-            sample = RunSampler(
-                model, processor, config.sampling, world, config.rollout.gather_weights
-            )
-            yield from check_rollouts(
-                config, sample, rows, getattr(config, online[0]).num_generations
-            )
+            gather, G = config.rollout.gather_weights, getattr(config, online[0]).num_generations
+            sample = RunSampler(model, processor, config.sampling, world, gather)
+            yield from check_rollouts(config, sample, rows, G)
         else:
-            cure = (
-                "check again with --stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
-            )
-            print(
-                "no completions were drawn, as the model has to learn their form first; after "
-                f"that {cure}"
-            )
+            print(f"no completions were drawn of a model without its form; after that {AGAIN}")
     ranks.shutdown()
 
 
@@ -95,10 +88,8 @@ def check_settings(config, model) -> Iterator[str]:
     for stage in config.stages:
         rate = getattr(config, stage).learning_rate
         if rate > usual:
-            yield (
-                f"{stage}.learning_rate is {rate:g}: over {usual:g} such weights are lost in a "
-                "few steps; lower it"
-            )
+            cause = f"over {usual:g} such weights are lost in a few steps"
+            yield f"{stage}.learning_rate is {rate:g}: {cause}; lower it"
 
 
 def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -110,39 +101,22 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
             continue
         mean = earned([name], some, texts, processor)[:, 0].nanmean().item()
         if mean < 0.2:
-            cure = (
-                "are the labels shuffled, or does the reward ask for another form? Look at a "
-                "row and its reward"
-            )
-            if (
-                name != "format"
-                and not any("<answer>" in text for text in texts)
-                and processor.answer == "tags"
-            ):
-                cure = (
-                    "their answers are in no tags: set data.answer: whole, or write "
-                    "<answer>...</answer>"
-                )
-            yield (
-                f"demonstrations earn {mean:.2f} of reward {name}: sft would teach what is not "
-                f"rewarded; {cure}"
-            )
+            cure = "are the labels shuffled, or does the reward ask for another form?"
+            tagged = any("<answer>" in text for text in texts)
+            if name != "format" and processor.answer == "tags" and not tagged:
+                cure = "set data.answer: whole, or write <answer>...</answer>"
+            cause = "sft would teach what is not rewarded"
+            yield f"demonstrations earn {mean:.2f} of reward {name}: {cause}; {cure}"
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """Prompts that are too long, or have no image."""
     longest = max(len(row.prompt(processor).input_ids) for row in rows)
     if longest > 8192:
-        yield (
-            f"a prompt has {longest} tokens; attention grows with its square: lower "
-            "data.max_pixels or cut the text"
-        )
-    seen = sum(bool(row.images or row.videos) for row in rows)
-    if seen == 0:
-        yield (
-            "no row has an image or video: the model trains on text alone; name the column image "
-            "or images"
-        )
+        cure = "lower data.max_pixels or cut the text"
+        yield f"a prompt has {longest} tokens; attention grows with its square: {cure}"
+    if not any(row.images or row.videos for row in rows):
+        yield "no row has an image or video: name the column image or images"
 
 
 def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -154,21 +128,14 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
     best = weights.clamp(min=0).sum()
     solutions = [str(row.columns.get("solution")) for row in rows]
     rollouts = [ROLLOUT.format("hm", find_answer(solution) or solution) for solution in solutions]
-    right, [(constant, count)] = (
-        earned(names, rows, rollouts, processor),
-        Counter(rollouts).most_common(1),
-    )
+    right = earned(names, rows, rollouts, processor)
+    [(constant, count)] = Counter(rollouts).most_common(1)
     if any(row.columns.get("solution") is not None for row in rows):
-        share = (
-            combine(earned(names, rows, [constant] * len(rows), processor), weights).nanmean()
-            / best
-        )
+        always = earned(names, rows, [constant] * len(rows), processor)
+        share = combine(always, weights).nanmean() / best
         if count > 1 and share > 0.8:
             cure = "the rows hardly need their pictures; balance them"
-            yield (
-                f"always writing {constant!r:.80} earns {share:.2f} of all that can be earned: "
-                f"{cure}"
-            )
+            yield f"always writing {constant!r:.80} earns {share:.2f} of all: {cure}"
     given = {}  # name of a text: what it earns, (n, K)
     for name, text in HACKS.items():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
@@ -177,17 +144,12 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
         means = {name: values[:, k].nanmean().item() for name, values in given.items()}
         if required_columns([reward]):  # it knows the truth
             for name in (name for name, mean in means.items() if mean > 0.3 and weights[k] > 0):
+                what = f"{name} ({HACKS[name]!r:.40})"
                 cure = "a policy finds this; make the reward ask for the answer itself"
-                yield (
-                    f"reward {reward} gives {means[name]:.2f} to {name} ({HACKS[name]!r:.40}): "
-                    f"{cure}"
-                )
+                yield f"reward {reward} gives {means[name]:.2f} to {what}: {cure}"
         elif {*means.values(), right[:, k].nanmean().item()} == {means["nothing"]} != {0.0}:
-            cure = "look at what it reads"
-            yield (
-                f"reward {reward} says {means['nothing']:.3g} of every text that was tried, even "
-                f"of nothing: {cure}"
-            )
+            what = f"{means['nothing']:.3g} of every text that was tried, even of nothing"
+            yield f"reward {reward} says {what}: look at what it reads"
 
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
@@ -200,51 +162,30 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     cut = sum(not c.stopped for c in flat) / len(flat)
     if cut > 0.3:
         limit = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
-        yield (
-            f"{cut:.0%} of {len(flat)} completions are cut at {limit}; raise it, or ask for "
-            "shorter answers"
-        )
+        yield f"{cut:.0%} of {len(flat)} completions are cut at {limit}; {LONGER}"
     equal = (group_std(total.double(), G) < 1e-8).double().mean().item() if G > 1 else 0.0
     if equal > 0.9:
         cure = "take easier or harder prompts, train sft first, or look at what the rewards ask for"
-        yield (
-            f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions and would "
-            f"teach nothing; {cure}"
-        )
+        what = f"{equal:.0%} of {len(rows)} groups earn the same for all {G} completions"
+        yield f"{what} and would teach nothing; {cure}"
     asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
     if "format" in names and not asked and rewards[:, names.index("format")].nanmean() < 0.05:
-        cure = (
-            "say it in data.prompt_template, as recipes/own_data.yaml does, train sft first, or "
-            "drop the reward"
-        )
-        yield (
-            "reward format asks for <think> and <answer>, no prompt does, and no completion has "
-            f"it; {cure}"
-        )
+        yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
     texts = [processor.decode(c.ids) for c in flat]
     unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
     if unparsed > 0.5:
-        cure = (
-            "ask for the form in data.prompt_template, set data.answer (tags, whole, "
-            "last_line), or train sft first"
-        )
-        yield (
-            f"{unparsed:.0%} of the completions have no answer where data.answer "
-            f"({processor.answer}) looks; {cure}"
-        )
+        what = f"{unparsed:.0%} of the completions have no answer"
+        cure = f"set data.answer (tags, whole, last_line), or {FORM}"
+        yield f"{what} where data.answer ({processor.answer}) looks; {cure}"
     if any(row.images for row in rows):
         grey = [
             replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images])
             for row in rows
         ]
-        blind = combine(draw(sample, grey, G, names)[0], weights).nanmean()
-        if total.nanmean() > 0 and blind > 0.95 * total.nanmean() and equal < 1:
-            cure = (
-                "the model does not look, or need not: check that the right images are with the "
-                "right rows"
-            )
-            real = f"with the real ones {total.nanmean():.2f}"
-            yield f"with grey pictures the completions earn {blind:.2f}, {real}: {cure}"
+        real, blind = total.nanmean(), combine(draw(sample, grey, G, names)[0], weights).nanmean()
+        if real > 0 and blind > 0.95 * real and equal < 1:
+            what = f"with grey pictures the completions earn {blind:.2f}, else {real:.2f}"
+            yield f"{what}: check that the right images are with the right rows"
     yield from check_labels(config, rows, drawn, processor)
 
 
@@ -255,26 +196,17 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
     for name in online_rewards(config):
         truth, means = required_columns([name]), []
         for shift in range(len(rows) if truth else 0):  # with what the row so many rows later says
-            others = [
-                {column: row.columns.get(column) for column in truth}
-                for row in rows[shift:] + rows[:shift]
-            ]
-            swapped = [
-                replace(row, columns=row.columns | other)
-                for row, other in zip(rows, others, strict=True)
-            ]
+            swapped = []
+            for row, other in zip(rows, rows[shift:] + rows[:shift], strict=True):
+                columns = {column: other.columns.get(column) for column in truth}
+                swapped.append(replace(row, columns=row.columns | columns))
             columns = recipe_columns(swapped, prompts, drawn, processor)
             means.append(ask_by_name([name], columns).nanmean())
         others = torch.tensor(means[1:])
         if len(others) > 1 and others.std() > 0 and means[0] <= others.mean() + others.std():
-            cure = (
-                "were the solutions shuffled? Else the model knows nothing of the task yet: "
-                "train sft first"
-            )
-            yield (
-                f"reward {name} is {means[0]:.2f}, and {others.mean():.2f} with the solutions of "
-                f"other rows; {cure}"
-            )
+            what = f"{means[0]:.2f}, and {others.mean():.2f} with the solutions of other rows"
+            cure = "were the solutions shuffled? Else train sft first"
+            yield f"reward {name} is {what}; {cure}"
 
 
 def earned(
