@@ -42,85 +42,51 @@ RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy
 
 def main(arguments: list[str]):
     """Write the results file and its summary, and print the summary."""
-    run(parser("evaluate", __doc__.splitlines()[0]).parse_known_args(arguments), judged=True)
+    run("evaluate", arguments)
 
 
 def generate(arguments: list[str]):
     """Write answers without judging them."""
-    run(
-        parser("generate", "Answer the rows of a file: one line a row.").parse_known_args(
-            arguments
-        ),
-        judged=False,
-    )
+    run("generate", arguments)
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    more = (
-        "--section.name=value changes the recipe: --data.eval_rewards='[iou, box_format]', "
-        "--data.max_pixels=401408"
+    p = argparse.ArgumentParser(
+        prog=f"python -m minivlmrl {name}",
+        description=__doc__.partition("\n\n")[0],
+        epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
+        allow_abbrev=False,
     )
-    options = {"description": description, "epilog": more, "allow_abbrev": False}
-    p = argparse.ArgumentParser(prog=f"python -m minivlmrl {name}", **options)
-    p.add_argument(
-        "--recipe",
-        metavar="FILE",
-        help="default: config.yaml of the model's run, else own_data.yaml",
-    )
-    p.add_argument(
-        "--model", required=True, help="a Hugging Face folder, or the id of a repository"
-    )
-    p.add_argument(
-        "--data", required=True, metavar="FILE", help="rows, in any form of docs/data.md"
-    )
-    p.add_argument("--out", metavar="FILE", help=f"the results file; default: {name}.jsonl")
-    p.add_argument(
-        "--num_generations",
-        type=int,
-        default=1,
-        metavar="K",
-        help="answers to each row; default: 1",
-    )
-    p.add_argument(
-        "--temperature",
-        type=float,
-        help="default: 0 (the likeliest answer), with several answers 1",
-    )
-    p.add_argument(
-        "--rows", type=int, default=10**9, metavar="N", help="take the first N rows; default: all"
-    )
+    p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
+    p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
+    p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
+    p.add_argument("--out", default=f"{name}.jsonl", help="the results file")
+    p.add_argument("--num_generations", type=int, default=1, help="answers to each row; default: 1")
+    p.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
+    p.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
     return p
 
 
-def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
+def run(tool: str, arguments: list[str]):
     """Answer, judge and write."""
-    options, overrides = given
+    options, overrides = parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
-    files = {
-        "model.path": options.model,
-        "data.train_file": options.data,
-        "data.eval_file": options.data,
-    }
-    fixed = {**files, "model.config": None, "data.task": None, "data.eval_rows": options.rows}
+    fixed = {"model.path": options.model, "data.train_file": options.data}
+    fixed |= {"data.eval_file": options.data, "data.eval_rows": options.rows}
+    fixed |= {"model.config": None, "data.task": None}
     # of RUN/best/checkpoint
     near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
-    recipe = options.recipe or next(
-        (path for path in near if path.is_file()), recipes_folder() / "own_data.yaml"
-    )
-    overrides = [
-        "--adapter={}",
-        *overrides,
-        *(f"--{key}={json.dumps(value)}" for key, value in fixed.items()),
-    ]
-    config, temperature = load_config(recipe, overrides), options.temperature
+    recipes = [*filter(Path.is_file, near), recipes_folder() / "own_data.yaml"]
+    recipe = options.recipe or recipes[0]
+    fixed = [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
+    config = load_config(recipe, ["--adapter={}", *overrides, *fixed])
+    temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling, names = (
-        replace(config.sampling, temperature=temperature),
-        config.data.eval_rewards if judged else [],
-    )
+    sampling = replace(config.sampling, temperature=temperature)
+    names = config.data.eval_rewards if tool == "evaluate" else []
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
@@ -130,12 +96,9 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     # the likeliest answer does not depend on it
     decoding["seed"] = config.seed if temperature > 0 else None
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
-    out = Path(options.out or ("evaluate.jsonl" if judged else "generate.jsonl"))
-    lines, sample = [], RunSampler(model, processor, sampling, world)
-    describe = partial(line, processor, names)
-    for part in answer_rows(
-        sample, rows, options.num_generations, names, f"{config.seed}/evaluate", describe
-    ):
+    lines, sample, out = [], RunSampler(model, processor, sampling, world), Path(options.out)
+    key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
+    for part in answer_rows(sample, rows, options.num_generations, names, key, describe):
         if world.is_main:
             with out.open("a" if lines else "w") as file:
                 file.writelines(json.dumps(one) + "\n" for one in part)
@@ -143,34 +106,24 @@ def run(given: tuple[argparse.Namespace, list[str]], judged: bool):
     if world.is_main:
         summary |= summarise(lines, names)
         write_json(out.with_suffix(".summary.json"), summary)
-        print("\n".join(f"{name:<28}{value}" for name, value in shown(summary)))
+        for name, value in (summary | {"pin": summary["pin"]["all"]}).items():
+            shown = f"{value:.3f}" if isinstance(value, float) else value
+            print(f"{name.replace('_', ' '):<28}{shown}")
         print(f"wrote {out} and {out.with_suffix('.summary.json')}")
     ranks.shutdown()
 
 
-def line(
-    processor, names: Sequence[str], row: Row, completions: list, earned: list[list[float]]
-) -> dict:
+def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
     """Make a row's line of the results file."""
     answers = []
     for completion, worth in zip(completions, earned, strict=True):
         text = processor.decode(completion.ids)
-        found = {
-            "text": text,
-            "answer": find_answer(text, processor.answer),
-            "tokens": len(completion.ids),
-        }
-        found |= {
-            "stopped": completion.stopped,
-            "rewards": dict(zip(names, map(finite, worth), strict=True)),
-        }
+        found = {"text": text, "answer": find_answer(text, processor.answer)}
+        found |= {"tokens": len(completion.ids), "stopped": completion.stopped}
+        found["rewards"] = dict(zip(names, map(finite, worth), strict=True))
         answers.append(found)
-    return {
-        "row": row.index,
-        "where": row.where,
-        "solution": row.columns.get("solution"),
-        "answers": answers,
-    }
+    about = {"row": row.index, "where": row.where, "solution": row.columns.get("solution")}
+    return about | {"answers": answers}
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
@@ -182,14 +135,11 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
     2107.03374). majority: whether the answer that was given most often is right; of two the first.
     """
     answers = [line["answers"] for line in lines]
-    found = {
-        "cut": sum(not one["stopped"] for said in answers for one in said) / sum(map(len, answers))
-    }
+    cut = [not one["stopped"] for said in answers for one in said]
+    found = {"cut": sum(cut) / len(cut)}
     for name in names:
-        rows = [
-            [one["rewards"][name] for one in said if one["rewards"][name] is not None]
-            for said in answers
-        ]
+        rows = [[one["rewards"][name] for one in said] for said in answers]
+        rows = [[value for value in row if value is not None] for row in rows]
         means = [sum(values) / len(values) for values in rows if values]
         found[name] = sum(means) / len(means) if means else None
     if not names or found[names[0]] is None:
@@ -199,9 +149,8 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
     n = len(judged[0])
     right = [sum(value >= RIGHT for _, value in said) for said in judged]
     for k in (2**i for i in range(n.bit_length()) if n > 1):
-        found[f"pass@{k}"] = sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(
-            right
-        )
+        passed = [1 - math.comb(n - c, k) / math.comb(n, k) for c in right]
+        found[f"pass@{k}"] = sum(passed) / len(passed)
     if n > 1:
         majority = []
         for said in judged:
@@ -216,12 +165,8 @@ def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and
     weights; and all."""
     template = processor.template.text if processor.template else "qwen"
-    prompt = (
-        config.data.prompt_template,
-        config.data.system_prompt,
-        processor.add_vision_id,
-        template,
-    )
+    asked = config.data.prompt_template, config.data.system_prompt
+    prompt = *asked, processor.add_vision_id, template
     pixels = write_image_processor(processor.image_processor), asdict(config.data.video)
     weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -235,11 +180,3 @@ def pin(config, model, processor, decoding: dict) -> dict[str, str]:
 
 def _hash(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def shown(summary: dict):
-    """Names and values for the terminal."""
-    for name, value in summary.items():
-        if name != "pin":
-            yield name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else value
-    yield "pin", summary["pin"]["all"]

@@ -44,9 +44,8 @@ def main(arguments: list[str]):
     model = load_model(options.model, DTYPES.get(options.dtype), device)
     sampler = RunSampler(model, processor, params, World(0, 1, device))
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    stream = Stream(
-        sampler.chooser([prompt], 1, [f"ask/{options.seed}"]), processor.tokenizer, hidden
-    )
+    choose = sampler.chooser([prompt], 1, [f"ask/{options.seed}"])
+    stream = Stream(choose, processor.tokenizer, hidden)
     [[completion]] = generate(model, [prompt], 1, params.max_new_tokens, stream)
     stream.end()
     if not completion.stopped:
@@ -65,11 +64,8 @@ class Stream:
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         ids, logps, ends = self.choose(logits, rows, step)
         if ids.item() not in self.hidden:
-            print(
-                self.decoder.decode(token_bytes(self.tokenizer, ids.item()) or b""),
-                end="",
-                flush=True,
-            )
+            said = token_bytes(self.tokenizer, ids.item()) or b""
+            print(self.decoder.decode(said), end="", flush=True)
         return ids, logps, ends
 
     def end(self):
@@ -80,16 +76,12 @@ class Stream:
 def sampling(options: argparse.Namespace) -> SamplingOptions:
     """The sampling options that were given, on top of the model's own if --generation_config is
     given."""
-    given = {
-        name: value
-        for name, value in vars(options).items()
-        if name in typing.get_type_hints(SamplingOptions)
-    }
+    fields = typing.get_type_hints(SamplingOptions)
+    given = {name: value for name, value in vars(options).items() if name in fields}
     if not options.generation_config:
         return build(SamplingOptions, given, "command line")
-    return from_generation_config(
-        read_json(find_folder(options.model) / "generation_config.json"), **given
-    )
+    file = find_folder(options.model) / "generation_config.json"
+    return from_generation_config(read_json(file), **given)
 
 
 def choose_device(device: str | None) -> torch.device:
@@ -100,9 +92,8 @@ def choose_device(device: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name} cannot be used ({str(error).splitlines()[0]})"
-        ) from error
+        cause = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used ({cause})") from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,54 +102,28 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument(
-        "--model", required=True, help="a Hugging Face folder, or the id of a repository"
-    )
-    p.add_argument(
-        "--prompt",
-        required=True,
-        metavar="TEXT",
-        help="<image> or <video> in it: where each belongs",
-    )
-    for kind in ("image", "video"):
-        p.add_argument(
-            f"--{kind}",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="or a URL; may be given again",
-        )
-    p.add_argument("--system", metavar="TEXT", help="instead of Qwen's system message")
-    p.add_argument(
-        "--seed", type=int, default=0, help="of the draws; the same seed gives the same answer"
-    )
+    p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
+    p.add_argument("--prompt", required=True, help="<image> or <video> in it: where each belongs")
+    media = {"action": "append", "default": [], "metavar": "FILE"}
+    p.add_argument("--image", **media, help="or a URL; may be given again")
+    p.add_argument("--video", **media, help="or a URL; may be given again")
+    p.add_argument("--system", help="instead of Qwen's system message")
+    p.add_argument("--seed", type=int, default=0, help="the same seed gives the same answer")
     p.add_argument("--device", help="by default cuda if there is one")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
-    for bound in ("min_pixels", "max_pixels"):
-        p.add_argument(
-            f"--{bound}", type=int, help="bound of an image's area; by default the model's own"
-        )
+    p.add_argument("--min_pixels", type=int, help="of an image; by default the model's own")
+    p.add_argument("--max_pixels", type=int, help="of an image; by default the model's own")
     p.add_argument(
-        "--generation_config",
-        action="store_true",
-        help="begin with the model's generation_config.json",
+        "--generation_config", action="store_true", help="begin with generation_config.json"
     )
-    group, sentences = (
-        p.add_argument_group("sampling", SamplingOptions.__doc__),
-        help_of(SamplingOptions),
-    )
-    for name, hint in typing.get_type_hints(SamplingOptions).items():
-        kind, nargs, text = hint, None, sentences[name].replace("%", "%%")
+    group = p.add_argument_group("sampling", SamplingOptions.__doc__)
+    sentences = help_of(SamplingOptions)
+    for name, kind in typing.get_type_hints(SamplingOptions).items():
+        nargs = None
         while inside := typing.get_args(kind):  # int of int | None, str of list[str]
             nargs = "*" if typing.get_origin(kind) is list else nargs
             kind = str if isinstance(inside[0], str) else inside[0]
-        metavar = kind.__name__.upper()
-        group.add_argument(
-            f"--{name}",
-            type=kind,
-            nargs=nargs,
-            metavar=metavar,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
+        given = {"type": kind, "nargs": nargs, "metavar": kind.__name__.upper()}
+        sentence = sentences[name].replace("%", "%%")
+        group.add_argument(f"--{name}", **given, default=argparse.SUPPRESS, help=sentence)
     return p
