@@ -524,7 +524,7 @@ def test_another_number_of_rows_is_refused():
     progress = Progress(0, ["sft", "grpo"], "")
     progress.check_rows(8)
     progress.check_rows(8)
-    with pytest.raises(ValueError, match="the state is of a run with 8 rows, this one has 9"):
+    with pytest.raises(ValueError, match="the state is of a run with 8 rows, not 9"):
         progress.check_rows(9)
     progress.begin_stage(1)
     progress.check_rows(9)

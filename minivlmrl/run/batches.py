@@ -86,18 +86,10 @@ class DataSection:
 
     def __post_init__(self):
         template = self.prompt_template
-        require(
-            "{problem}" in template,
-            "prompt_template",
-            template,
-            "a text with {problem} in it, the row's question",
-        )
-        require(
-            len(self.eval_rewards) > 1,
-            "eval_rewards",
-            self.eval_rewards,
-            "names of rewards: what counts, form",
-        )
+        asked = "a text with {problem} in it, the row's question"
+        require("{problem}" in template, "prompt_template", template, asked)
+        names = self.eval_rewards
+        require(len(names) > 1, "eval_rewards", names, "names of rewards: what counts, form")
         if "reward_model" in self.eval_rewards:
             raise ValueError("eval_rewards: reward_model judges training only; leave it out")
 
@@ -117,18 +109,14 @@ def load_datasets(
     given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
     own = bool(stages) and stages.keys() <= files.keys()
     if len(given) > 1 or (given == ["task"] and files) or not (given or own):
-        ways = (
-            "data.task (embedded), data.train_file (your rows), data.train (several), or "
-            "data.files of every stage"
-        )
+        ways = "data.task, data.train_file, data.train, or data.files of every stage"
         raise ValueError(f"data: set either {ways}; set are {', '.join(given) or 'none'}")
     if config.task is not None:
         training, held_out = get_task(config.task).datasets(config, run.seed)
         for stage, needs in stages.items():
             if needs not in training:
-                raise ValueError(
-                    f"stages: {stage} needs {needs}, which data.task {config.task} does not have"
-                )
+                lacks = f"needs {needs}, which data.task {config.task} does not have"
+                raise ValueError(f"stages: {stage} {lacks}")
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
     columns, datasets, held_out = NEEDS | {"prompts": tuple(reward_columns)}, {}, None
     for stage, needs in stages.items():
@@ -154,11 +142,8 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
     parts = []
     for section in files:
         if unknown := [name for name in section.rewards if name not in run.rewards]:
-            known = ", ".join(run.rewards)
-            raise ValueError(
-                f"data.train: {section.file}: the recipe has no reward {unknown[0]!r}; there are: "
-                f"{known}"
-            )
+            lacks = f"the recipe has no reward {unknown[0]!r}; there are: {', '.join(run.rewards)}"
+            raise ValueError(f"data.train: {section.file}: {lacks}")
         own = required_columns(section.rewards) if section.rewards and judged else columns
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         parts.append(_rows(config, section.file, own, None, section.image_root, constants))
@@ -168,14 +153,11 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
 def _rows(
     config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()
 ) -> FileDataset:
-    options = {
-        name: getattr(config, name)
-        for name in ("prompt_template", "system_prompt", "allow_urls", "columns")
-    }
+    names = "prompt_template", "system_prompt", "allow_urls", "columns"
+    options = {name: getattr(config, name) for name in names}
     options["constants"] = {"box_space": config.box_space, **dict(constants)}
-    options["video_options"] = {
-        name: value for name, value in asdict(config.video).items() if value is not None
-    }
+    video = asdict(config.video).items()
+    options["video_options"] = {name: value for name, value in video if value is not None}
     return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)
 
 
@@ -202,11 +184,8 @@ class Batches(Iterator):
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):
         data, size, seed = algorithm.run.data, algorithm.config.prompts_per_step, algorithm.run.seed
         self.dataset, self.world, self.draws = dataset, algorithm.world, draws
-        self.key, self.size, self.steps = (
-            f"{seed}/{algorithm.stage}",
-            size,
-            algorithm.steps_per_rollout,
-        )
+        self.key = f"{seed}/{algorithm.stage}"
+        self.size, self.steps = size, algorithm.steps_per_rollout
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
@@ -221,16 +200,14 @@ class Batches(Iterator):
     def draw(self, number: int) -> list[tuple[int, str]]:
         """Of each row of the next draw: its number in the dataset, and its key."""
         numbers, size = next(self.numbers), self.size
-        positions = [
-            i for k in range(self.steps) for i in self.world.share(range(k * size, (k + 1) * size))
-        ]
+        steps = (range(k * size, (k + 1) * size) for k in range(self.steps))
+        positions = [i for step in steps for i in self.world.share(step)]
         return [(numbers[i], f"{self.key}/{number}/{i}") for i in positions]
 
     def __next__(self) -> list[Row]:
         drawn, self.coming = self.coming, self.draw(self.draws + 1)
-        made = self.ahead + [
-            self.workers.submit(self.make, *which) for which in drawn[len(self.ahead) :]
-        ]
+        later = drawn[len(self.ahead) :]
+        made = self.ahead + [self.workers.submit(self.make, *which) for which in later]
         self.ahead = [self.workers.submit(self.make, *which) for which in self.coming[: self.most]]
         try:
             rows = [self.noted(*future.result()) for future in made]
@@ -266,9 +243,8 @@ class Batches(Iterator):
                 self.skipped.add(number)
                 warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
         if row is None:
-            raise ValueError(
-                f"{failure}; data.skip_unreadable: so are the {MOST_SKIPPED - 1} rows before it"
-            )
+            before = f"so are the {MOST_SKIPPED - 1} rows before it"
+            raise ValueError(f"{failure}; data.skip_unreadable: {before}")
         return row
 
 

@@ -49,11 +49,8 @@ class CompletionsLog:
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
-            kept = "".join(
-                line
-                for line in self.path.read_text().splitlines(keepends=True)
-                if is_past(line, progress)
-            )
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = "".join(line for line in lines if is_past(line, progress))
         self.path.write_text(kept)
 
     def step(self, algorithm: Algorithm, step: Step, number: int):
@@ -104,41 +101,28 @@ def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:
 def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: list[float]) -> dict:
     """A prompt of a rollout and its G completions, all but the images: see the file's docstring."""
     row, processor, G = rollout.rows[index], algorithm.processor, len(advantages)
-    rewards, weights = (
-        rollout.rewards[index * G :][:G],
-        torch.tensor(list(algorithm.run.rewards.values())),
-    )
+    names, rewards = algorithm.run.rewards, rollout.rewards[index * G :][:G]
     [size], [extent] = box_columns([row], [rollout.prompts[index]], processor, 1).values()
     solution, said = row.columns.get("solution"), []
     truth = boxes(solution if isinstance(solution, str) else json.dumps(solution), size)
-    total = combine(rewards, weights).tolist()
-    for completion, values, *worth in zip(
-        rollout.completions[index], rewards.tolist(), total, advantages, strict=True
-    ):
+    total = combine(rewards, torch.tensor(list(names.values()))).tolist()
+    of = rollout.completions[index], rewards.tolist(), total, advantages
+    for completion, values, reward, advantage in zip(*of, strict=True):
         text = processor.decode(completion.ids)
-        line = {
-            "text": text,
-            "rewards": dict(zip(algorithm.run.rewards, map(finite, values), strict=True)),
-        }
-        line |= {"reward": finite(worth[0]), "advantage": worth[1], "stopped": completion.stopped}
-        line |= {
-            "tokens": list(tokens(completion, processor.tokenizer)),
-            "boxes": boxes(text, extent) if truth else [],
-        }
-        said.append(line)
-    asked = "\n".join(
-        part.get("text") or "" for m in row.messages for part in content_parts(m)
-    ).strip()
-    about = {"row": row.index, "where": row.where, "prompt": asked, "solution": solution}
-    return about | {"truth": truth, "completions": said}
+        line = {"text": text, "rewards": dict(zip(names, map(finite, values), strict=True))}
+        line |= {"reward": finite(reward), "advantage": advantage, "stopped": completion.stopped}
+        line["tokens"] = list(tokens(completion, processor.tokenizer))
+        said.append(line | {"boxes": boxes(text, extent) if truth else []})
+    parts = [part.get("text") or "" for m in row.messages for part in content_parts(m)]
+    about = {"row": row.index, "where": row.where, "prompt": "\n".join(parts).strip()}
+    return about | {"solution": solution, "truth": truth, "completions": said}
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Read the boxes of a text, in shares of the image's sides; none without an image."""
-    found = (
-        [box.to((1.0, 1.0)) for box in answered_boxes(text, extent) if box.valid] if extent else []
-    )
-    return [[box.x1, box.y1, box.x2, box.y2] for box in found]
+    found = answered_boxes(text, extent) if extent else []
+    shares = [box.to((1.0, 1.0)) for box in found if box.valid]
+    return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 
 def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float]]:

@@ -123,11 +123,10 @@ class RunConfig:
                 raise ValueError(f"data.files: {stage} is no stage, such as sft or grpo")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
-        given = {name: getattr(self.adapter, name) for name in ("dropout", "path", "quantize")}
-        if lacking := [
-            f"adapter.{name} is {x!r}" for name, x in given.items() if x and not self.adapter.r
-        ]:
-            raise ValueError(f"{lacking[0]}, it needs adapter.r")
+        for name in ("dropout", "path", "quantize"):
+            value = getattr(self.adapter, name)
+            if value and not self.adapter.r:
+                raise ValueError(f"adapter.{name} is {value!r}, it needs adapter.r")
 
     @property
     def uses_fsdp(self) -> bool:
@@ -198,17 +197,15 @@ def _value(key: str, text: str):
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if is_text:
             return text
-        raise ValueError(
-            f"command line: the value of {key} is not YAML, quote it ({error})"
-        ) from error
+        cause = f"the value of {key} is not YAML, quote it ({error})"
+        raise ValueError(f"command line: {cause}") from error
     return text if is_text and not isinstance(value, str | None) else value
 
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved config as a recipe that reproduces it, in a folder that is free."""
-    return yaml.safe_dump(
-        dataclasses.asdict(config) | {"overwrite": False, "resume": None}, sort_keys=False
-    )
+    values = dataclasses.asdict(config) | {"overwrite": False, "resume": None}
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):

@@ -66,9 +66,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
     if config.lr_scheduler_type == "constant":
         return config.learning_rate
-    remaining = (
-        1 - progress
-        if config.lr_scheduler_type == "linear"
-        else 0.5 * (1 + math.cos(math.pi * progress))
-    )
+    remaining = 1 - progress
+    if config.lr_scheduler_type == "cosine":
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)

@@ -20,15 +20,8 @@ STEPS = 60  # logged steps on a page, at most: a page has to open
 
 def main(arguments: list[str]):
     """Write the page of one or two runs."""
-    p = argparse.ArgumentParser(
-        prog="python -m minivlmrl page", description=__doc__.splitlines()[0]
-    )
-    p.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="output_dir of a run; two are shown beside each other",
-    )
+    p = argparse.ArgumentParser("python -m minivlmrl page", description=__doc__.splitlines()[0])
+    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
     p.add_argument("--out", help="the file to write; default: page.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
@@ -62,18 +55,16 @@ def collect(folder: Path) -> dict:
     timings = {line["stage"]: line for line in read_lines(folder / TIMINGS)}
     # steps of earlier stages
     before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}
-    evaluations = [
-        (line.pop("stage"), line.pop("step"), curves(line))
-        for line in read_lines(folder / EVALUATIONS)
-    ]
+    evaluations = []
+    for line in read_lines(folder / EVALUATIONS):
+        step = line.pop("step") + before.get(line.pop("stage"), 0)
+        evaluations.append({"step": step} | curves(line))
     return {
         "name": folder.resolve().name,
         "metrics": metrics,
         "timings": list(timings.values()),
         "warnings": read_lines(folder / WARNINGS),
-        "evaluations": [
-            {"step": step + before.get(stage, 0)} | values for stage, step, values in evaluations
-        ],
+        "evaluations": evaluations,
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder / path) for path in paths},

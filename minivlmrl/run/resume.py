@@ -65,9 +65,7 @@ class Progress:
     def check_rows(self, rows: int):
         """Refuse to go on with another number of rows: they would come in another order."""
         if self.rows not in (0, rows):
-            raise ValueError(
-                f"resume: the state is of a run with {self.rows} rows, this one has {rows}"
-            )
+            raise ValueError(f"resume: the state is of a run with {self.rows} rows, not {rows}")
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
@@ -80,12 +78,8 @@ def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
     modules = nn.ModuleDict(algorithm.modules())
     reshard(modules)
     # which model.path has; layers that policy and reference share are there once
-    base = shared_base(algorithm.policy)
-    found = {
-        name: parameter
-        for name, parameter in modules.named_parameters()
-        if id(parameter) not in base
-    }
+    base, named = shared_base(algorithm.policy), modules.named_parameters()
+    found = {name: parameter for name, parameter in named if id(parameter) not in base}
     for name, parameter in algorithm.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{name}/{moment}"] = value
@@ -96,19 +90,12 @@ class States:
     """The states of one run."""
 
     def __init__(self, config: RunConfig, world: World, signals: StopSignals):
-        self.folder, self.config, self.world, self.signals = (
-            Path(config.output_dir) / "states",
-            config,
-            world,
-            signals,
-        )
+        self.folder = Path(config.output_dir) / "states"
+        self.config, self.world, self.signals = config, world, signals
         # optimizer steps of the last state, and when it was saved
         self.saved, self.time = 0, clock()
-        data = {
-            name: value
-            for name, value in asdict(config.data).items()
-            if not name.startswith("eval_")
-        }
+        data = asdict(config.data)
+        data = {name: value for name, value in data.items() if not name.startswith("eval_")}
         file = config.data.train_file and Path(config.data.train_file)
         self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
@@ -122,17 +109,12 @@ class States:
     ):
         """Save a state at the end of a rollout if one is due or a signal has come;
         after a signal leave (Preempted)."""
-        stage_ends = (
-            progress.step == getattr(self.config, progress.stages[progress.stage]).max_steps
-        )
+        config, stage = self.config, progress.stages[progress.stage]
+        stage_ends = progress.step == getattr(config, stage).max_steps
         self.signals.saved = False
         if not ends_rollout and not stage_ends:
             return
-        every, minutes, stop = (
-            self.config.state_steps,
-            self.config.state_minutes,
-            self.signals.asked(),
-        )
+        every, minutes, stop = config.state_steps, config.state_minutes, self.signals.asked()
         late = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.time)[0]
         late = late or (every and progress.steps // every > self.saved // every)
         if stop or late or (stage_ends and (every or minutes)):
@@ -144,10 +126,8 @@ class States:
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and read how far it is;
         without one begin anew."""
-        self.resumed, progress = self.choose() or (
-            None,
-            Progress(self.config.seed, self.config.stages, self.data),
-        )
+        new = Progress(self.config.seed, self.config.stages, self.data)
+        self.resumed, progress = self.choose() or (None, new)
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
                 shutil.rmtree(leftover)
@@ -158,18 +138,14 @@ class States:
             of = f"a run with stages {progress.stages} and seed {progress.seed}"
             raise ValueError(f"resume: {self.resumed} is of {of}; keep them")
         if self.world.is_main:
-            print(
-                f"resumes from {self.resumed}: {progress.step} steps of {config.stages[known - 1]} "
-                "are done",
-                flush=True,
-            )
+            done = f"{progress.step} steps of {config.stages[known - 1]} are done"
+            print(f"resumes from {self.resumed}: {done}", flush=True)
         if config.resume not in ("auto", "never", None):
             progress.rows, progress.data = 0, self.data
         if progress.data != self.data:
             cure = f"undo that, or go on with other rows by --resume={self.resumed}"
-            raise ValueError(
-                f"resume: the section data or the rows of data.train_file have changed; {cure}"
-            )
+            changed = "the section data or the rows of data.train_file have changed"
+            raise ValueError(f"resume: {changed}; {cure}")
         progress.stages, self.saved = config.stages, progress.steps
         return progress
 
@@ -185,18 +161,16 @@ class States:
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
                     optimizer.state[parameter] = empty_state(optimizer, parameter)
             others = [key for key in pieces if key.startswith("algorithm.")]
-            algorithm.load_state_dict(
-                {key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others}
-            )
+            own = {key[len("algorithm.") :]: read_rows(key, pieces[key]) for key in others}
+            algorithm.load_state_dict(own)
             found = tensors(algorithm, optimizer)
             if other := min(found.keys() ^ pieces.keys(), default=None):
                 raise ValueError(f"only one of the two has {other}")
             for name, tensor in found.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: this state is of another model or recipe; {error}"
-            ) from error
+            cause = f"this state is of another model or recipe; {error}"
+            raise ValueError(f"{path}: {cause}") from error
         return True
 
     def choose(self) -> tuple[Path, Progress] | None:
@@ -206,35 +180,24 @@ class States:
         # a shared file system may show another host an older list
         paths = self.world.gather_objects(self.paths())[0]
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and resume != "auto":
-            raise ValueError(
-                "resume: torchrun's --max-restarts needs --resume=auto, or a restart would begin "
-                "anew"
-            )
+            raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
         if resume == "auto":
             state = next(filter(None, map(self.read, reversed(paths))), None)
             if paths and state is None:
-                raise ValueError(
-                    f"{self.folder}: all states are damaged; --resume=never removes them and "
-                    "begins anew"
-                )
+                cure = "--resume=never removes them and begins anew"
+                raise ValueError(f"{self.folder}: all states are damaged; {cure}")
         elif resume in (None, "never"):
             state = None
         elif not Path(resume).is_dir():
-            raise ValueError(
-                f"resume: {resume}: no such folder; give 'auto', 'never' or the folder of a state"
-            )
+            ways = "give 'auto', 'never' or the folder of a state"
+            raise ValueError(f"resume: {resume}: no such folder; {ways}")
         elif (state := self.read(Path(resume))) is None:
             raise ValueError(f"resume: {resume} is damaged")
         own = state is not None and state[0].resolve().parent == self.folder.resolve()
         if paths and not own and resume != "never":
-            cure = (
-                "--resume=auto goes on from there, --resume=never removes them and begins anew, "
-                "another --output_dir"
-            )
-            of = "of an earlier run, the newest"
-            raise ValueError(
-                f"{self.folder} holds states {of} {paths[-1].name}; {cure} leaves them alone"
-            )
+            cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
+            of = f"of an earlier run, the newest {paths[-1].name}"
+            raise ValueError(f"{self.folder} holds states {of}; {cure}")
         for other in paths if self.world.is_main else ():
             if not own or int(other.name) > int(state[0].name):
                 shutil.rmtree(other)
@@ -243,10 +206,8 @@ class States:
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(
-            (path for path in found if re.fullmatch(r"\d{6,}", path.name)),
-            key=lambda path: int(path.name),
-        )
+        whole = (path for path in found if re.fullmatch(r"\d{6,}", path.name))
+        return sorted(whole, key=lambda path: int(path.name))
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
         """Read a state without its tensors; None, and a line that says why, if it is damaged.
@@ -257,18 +218,11 @@ class States:
             if {file.name for file in path.iterdir()} != {COMPLETE, RUN, *files}:
                 raise ValueError(f"{path} does not have the files that {COMPLETE} lists")
             own = sorted(files)[self.world.rank :: self.world.size]
-            damages = [
-                f"{name} is not what was written"
-                for name in own
-                if _checksum(path / name) != files[name]
-            ]
+            changed = (name for name in own if _checksum(path / name) != files[name])
+            damages = [f"{name} is not what was written" for name in changed]
             progress = build(Progress, read_json(path / RUN), str(path / RUN), json=True)
-            require(
-                progress.stage < len(progress.stages),
-                "stage",
-                progress.stage,
-                f"one of {len(progress.stages)}",
-            )
+            count = len(progress.stages)
+            require(progress.stage < count, "stage", progress.stage, f"one of {count}")
         except (OSError, ValueError) as error:
             damages.append(str(error))
         damages = [damage for part in self.world.gather_objects(damages) for damage in part]
@@ -307,11 +261,8 @@ class States:
             self.world.together(finish if self.world.is_main else int)
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            last = (
-                f"the last complete state is {kept[-1]}"
-                if (kept := self.paths())
-                else "there is no earlier state"
-            )
+            kept = self.paths()
+            last = f"the last complete state is {kept[-1]}" if kept else "there is no earlier state"
             raise ValueError(f"the state {path} could not be written ({error}); {last}") from error
         self.saved, self.time, self.signals.saved = progress.steps, clock(), True
         return path

@@ -52,10 +52,8 @@ class StopSignals:
 
     def note(self, number: int, _frame):
         """Handle a signal."""
-        now, same = (
-            time.monotonic(),
-            min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST,
-        )
+        now = time.monotonic()
+        same = min(SAME_REQUEST, 1.0) if number == signal.SIGINT else SAME_REQUEST
         if number == signal.SIGHUP:
             for stream in self.terminals:  # to write to one that is gone is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -66,18 +64,14 @@ class StopSignals:
             self.first = now
             if self.world.is_main:  # print is not safe in a handler
                 name = signal.Signals(number).name
-                os.write(
-                    2, f"\n{name}: the state is saved after this rollout; again: end now\n".encode()
-                )
+                said = f"\n{name}: the state is saved after this rollout; again: end now\n"
+                os.write(2, said.encode())
 
     def leave(self):
         """After a signal end long work between states (Preempted), if nothing is lost;
         all ranks call this together."""
         if self.saved and self.asked():
-            raise Preempted(
-                "preempted: --resume=auto goes on from the last state, or begins anew if there is "
-                "none"
-            )
+            raise Preempted("preempted: --resume=auto goes on from the last state, if there is one")
 
     def asked(self) -> bool:
         """Whether any rank was signalled. All ranks call this together, so that they stop after the

@@ -108,12 +108,9 @@ def describe_run(config, model: nn.Module, world: World):
         return
     dtype, compute_dtype = config.model.dtype, config.model.compute_dtype or config.model.dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
-    cuda = world.device.type == "cuda"
-    device = (
-        torch.cuda.get_device_name(world.device)
-        if cuda
-        else f"CPU (threads: {torch.get_num_threads()})"
-    )
+    device = f"CPU (threads: {torch.get_num_threads()})"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(f"model: {count:,} parameters in {dtype}, computed in {compute_dtype}", flush=True)

@@ -27,9 +27,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     mesh = tensor.device_mesh
-    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * -(
-        -len(tensor) // mesh.size(mesh.ndim - 1)
-    )
+    share = -(-len(tensor) // mesh.size(mesh.ndim - 1))
+    return tensor.detach().to_local(), mesh.get_coordinate()[-1] * share
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
@@ -64,9 +63,8 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118
                 first, name = key.split(":", 1)
-                pieces.setdefault(name, []).append(
-                    (int(first), handle.get_slice(key).get_shape()[0], file)
-                )
+                rows = handle.get_slice(key).get_shape()[0]
+                pieces.setdefault(name, []).append((int(first), rows, file))
     return {name: sorted(parts) for name, parts in pieces.items()}
 
 
