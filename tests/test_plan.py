@@ -238,7 +238,7 @@ def test_the_command(tmp_path, capsys):
     assert f"{Costs(ModelConfig.from_dict(MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
     start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
-    assert "does not fit with any saving" in capsys.readouterr().out
+    assert "does not fit: take more GPUs" in capsys.readouterr().out
     assert start(["plan", "--model", str(file), "--stages=[foo]"]) == 2
     assert "unknown algorithm 'foo'" in capsys.readouterr().err
     assert start(["plan", "--model", str(tmp_path / "none")]) == 2

@@ -51,16 +51,14 @@ GB = 10**9
 RESERVE = 3 * GB
 TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
 # options that save memory, cheapest first
-SAVINGS = [
+SAVINGS = (
     "model.activation_checkpointing=true",
     "sharding.enabled=true",
     "{stage}.micro_batch_size=1",
-]
-SAVINGS += [
     "model.compute_dtype=bfloat16",
     "rollout.gather_weights=false",
     "sharding.cpu_offload=true",
-]
+)
 
 
 @dataclass(frozen=True)
@@ -102,18 +100,13 @@ def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
     merge, rows = config.vision_config.spatial_merge_size, max(math.isqrt(work.image_tokens), 1)
     columns = math.ceil(work.image_tokens / rows)
-    grid = (
-        torch.tensor([[1, rows * merge, columns * merge]] if work.image_tokens else [])
-        .view(-1, 3)
-        .long()
-    )
-    tokens = [
-        torch.full((columns * rows,), config.image_token_id),
-        torch.zeros(work.text_tokens, dtype=torch.long),
-    ]
+    grids = [[1, rows * merge, columns * merge]] if work.image_tokens else []
+    grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    image = torch.full((columns * rows,), config.image_token_id)
+    ids = torch.cat([image, torch.zeros(work.text_tokens, dtype=torch.long)])
     patches = torch.empty(int(grid.prod(1).sum()), config.vision_config.patch_dim, device="meta")
     completion = torch.zeros(work.completion_tokens, dtype=torch.long)
-    prompts = [Prompt(torch.cat(tokens), patches, grid)] * work.prompts
+    prompts = [Prompt(ids, patches, grid)] * work.prompts
     return pack(prompts, [[completion] * work.num_generations] * work.prompts, config, "meta")
 
 
@@ -124,9 +117,8 @@ class Costs:
         with torch.device("meta"):
             self.config, self.model = config, FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.backbone = self.parameters - (
-            0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
-        )
+        head = 0 if config.tie_word_embeddings else self.model.lm_head.weight.numel()
+        self.backbone = self.parameters - head
         self.known = {}
 
     def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
@@ -153,12 +145,10 @@ class Costs:
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        # the memory of a fused kernel, which keeps no scores: the meta device would write the
-        # formula out
+        # the memory of a fused kernel: the meta device would write the formula out
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        fused = mock.patch.object(
-            F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0]
-        )
+        name, kernel = "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0]
+        fused = mock.patch.object(F, name, kernel)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
         live = LiveBytes([*model.parameters(), *model.buffers()])
         with torch.set_grad_enabled(train), fused, dropped, live:
@@ -174,9 +164,8 @@ class Costs:
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
         """Bytes of a rollout's cache: a prompt's once, and those of each completion."""
         heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
-        tokens = (
-            work.text_tokens + work.image_tokens + work.num_generations * work.completion_tokens
-        )
+        prompt = work.text_tokens + work.image_tokens
+        tokens = prompt + work.num_generations * work.completion_tokens
         return 2 * layers * heads * self.config.head_dim * dtype.itemsize * work.prompts * tokens
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
@@ -204,56 +193,51 @@ def plan(
     """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights":
     ...}, ...}."""
     config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
-    online = not algorithm.answers
+    online, has_reference = not algorithm.answers, algorithm.has_reference(config)
     if gpus % sharding.replicas:
         raise ValueError(
-            f"sharding.replicas is {sharding.replicas}, but {gpus} GPUs are no multiple of it"
+            f"sharding.replicas is {sharding.replicas}, of which {gpus} is no multiple"
         )
-    has_reference = algorithm.has_reference(config)
     layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
+    fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     trained = [p for p in model.parameters() if p.requires_grad]
     state = 2 * _bytes(trained)
     if run.optimizer.name == "adamw_8bit":
         state = _bytes(x for p in trained for x in empty_state(p).values())
-    fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
     whole, backbone = (
         _bytes([*model.parameters(), *model.buffers()]),
         costs.backbone * dtype.itemsize,
     )
-    # its weights, gradients and the two of AdamW
-    critic = getattr(config, "critic", None) == "separate"
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
     # with FSDP models share nothing
     copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
     copied *= 1 if run.reference.sync_ref_model else computed.itemsize / dtype.itemsize
-    held = {  # all the time
-        "weights": whole,
-        "optimizer": state,
-        "value model": (4 + summed) * (adapted or backbone) * critic,
-        "reference": (adapted or copied) * has_reference,
-        # in addition to the copy that is trained
-        "policy": (adapted or whole) * (not algorithm.trains_policy),
-        "reward model": backbone * (online and "reward_model" in run.rewards),
-    }
+    held = {"weights": whole, "optimizer": state}  # all the time
+    if getattr(config, "critic", None) == "separate":  # weights, gradients and the two of AdamW
+        held["value model"] = (4 + summed) * (adapted or backbone)
+    if has_reference:
+        held["reference"] = adapted or copied
+    if not algorithm.trains_policy:  # in addition to the copy that is trained
+        held["policy"] = adapted or whole
+    if online and "reward_model" in run.rewards:
+        held["reward model"] = backbone
     # that is here
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
-    always = {name: size * part for name, size in held.items() if size}
+    always = {name: size * part for name, size in held.items()}
 
-    every, *blocks = (
-        sum(
-            p.numel() * (computed.itemsize if p.is_floating_point() else 1)
-            for p in part.parameters()
+    def in_use(module: nn.Module) -> int:
+        sizes = (
+            (p.numel(), computed if p.is_floating_point() else p.dtype) for p in module.parameters()
         )
-        for part in (model, *family_of(model).blocks(model))
-    )
+        return sum(count * kind.itemsize for count, kind in sizes)
+
+    every, blocks = in_use(model), [in_use(block) for block in family_of(model).blocks(model)]
     # one block runs while the next arrives
     gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
-    G, lengths = (
-        len(algorithm.answers) or config.num_generations,
-        (text_tokens, image_tokens, run.sampling.max_new_tokens),
-    )
+    G = len(algorithm.answers) or config.num_generations
+    lengths = text_tokens, image_tokens, run.sampling.max_new_tokens
     prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     micro = Work(*largest_piece(prompts, prompt, [lengths[2]] * G, budget), *lengths)
@@ -261,21 +245,17 @@ def plan(
     logits, phases = piece_bytes(rows, costs.config.vocab_size, computed, "cuda"), {}
     if online:
         prompts = math.ceil(config.prompts_per_step * config.steps_per_generation / gpus)
-        prompts, _ = largest_piece(
-            prompts, prompt, [G * lengths[2]], run.sampling.max_tokens_at_once
-        )
+        limit = run.sampling.max_tokens_at_once
+        prompts, _ = largest_piece(prompts, prompt, [G * lengths[2]], limit)
         phases["rollout"] = {
             "gathered": every if fsdp and run.rollout.gather_weights else gathered,
             "keys and values": costs.keys_and_values(computed, Work(prompts, G, *lengths)),
             "prompts' forward": costs.activations(run, Work(prompts, 0, *lengths), False),
             "logits": costs.one_draw(computed, run.sampling, prompts * G),
         }
-    if online or "reference" in always:
-        phases["score"] = {
-            "gathered": gathered,
-            "forward": costs.activations(run, micro, False),
-            "logits": logits,
-        }
+    if online or has_reference:
+        forward = costs.activations(run, micro, False)
+        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": _bytes(trained) * part * (1 + summed),
@@ -296,33 +276,26 @@ def smallest_saving(
     """The fewest of SAVINGS, cheap ones first, whose bytes fit;
     None if even all of them are not enough."""
     savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
-    for overrides in (
-        list(some) for count in range(len(savings) + 1) for some in combinations(savings, count)
-    ):
-        with suppress(ValueError):  # an option that needs another one, which is left out here
-            if needed(overrides) <= memory:
-                return overrides
+    for count in range(len(savings) + 1):
+        for overrides in map(list, combinations(savings, count)):
+            with suppress(ValueError):  # an option that needs another one, which is left out here
+                if needed(overrides) <= memory:
+                    return overrides
     return None
 
 
 def table(phases: dict[str, dict], memory: float) -> str:
     """A Markdown table in GB with one column for each phase."""
-    rows = {
-        name: [items.get(name) for items in phases.values()]
-        for items in phases.values()
-        for name in items
-    }
-    rows |= {
-        "in reserve": [RESERVE] * len(phases),
-        "all": [most({name: phases[name]}) for name in phases],
-    }
+    names = dict.fromkeys(name for items in phases.values() for name in items)
+    rows = {name: [items.get(name) for items in phases.values()] for name in names}
+    rows["in reserve"] = [RESERVE] * len(phases)
+    rows["all"] = [most({name: phases[name]}) for name in phases]
     lines = [f"| GB on each GPU | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
     for name, row in rows.items():
-        limit = memory if name == "all" else math.inf
-        cells = [
-            "" if size is None else f"{size / GB:.1f}" + " (too much)" * (size > limit)
-            for size in row
-        ]
+        cells = ["" if size is None else f"{size / GB:.1f}" for size in row]
+        if name == "all":
+            marks = (" (too much)" * (size > memory) for size in row)
+            cells = list(map("".join, zip(cells, marks, strict=True)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -335,46 +308,34 @@ def check_memory(run: RunConfig, gpus: int, memory: int):
     for stage in run.stages:
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
-            text = (
-                f"{stage} needs about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has "
-                f"{memory / GB:.1f}"
+            each = (
+                f"about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
             )
-            cure = (
-                "`python -m minivlmrl plan` says which options make it fit; "
-                "--check_memory=false starts it as it is"
-            )
-            raise ValueError(f"{text}: {cure}")
+            cure = "`python -m minivlmrl plan` says which options make it fit"
+            anyway = "--check_memory=false starts it as it is"
+            raise ValueError(f"{stage} needs {each}: {cure}; {anyway}")
 
 
 def main(arguments: list[str]):
     """Print the plan that the command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minivlmrl plan", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--model", required=True, help="a folder with a config.json, or that file")
-    parser.add_argument("--gpus", type=int, default=1, help="of all nodes together")
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    parser.add_argument(
-        "--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt, without its image"
-    )
-    parser.add_argument(
-        "--image_tokens", type=int, default=IMAGE_TOKENS, help="of its image: height/28 x width/28"
-    )
-    given, rest = parser.parse_known_args(arguments)
-    recipe = (
-        rest.pop(0) if rest and not rest[0].startswith("--") else recipes_folder() / "own_data.yaml"
-    )
+    p = argparse.ArgumentParser("python -m minivlmrl plan", description=__doc__.splitlines()[0])
+    p.add_argument("--model", required=True, help="a folder with a config.json, or that file")
+    p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
+    p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
+    p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
+    p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="height/28 x width/28")
+    given, rest = p.parse_known_args(arguments)
+    recipe = recipes_folder() / "own_data.yaml"
+    if rest and not rest[0].startswith("--"):
+        recipe = rest.pop(0)
     path = Path(given.model)
     if not path.exists():
-        raise ValueError(
-            f"{path}: no such file or folder; of a repository do: hf download {path} config.json"
-        )
+        cure = f"of a repository do: hf download {path} config.json"
+        raise ValueError(f"{path}: no such file or folder; {cure}")
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
-    print(
-        f"{given.model}: {costs.parameters:,} parameters; {given.gpus} GPUs of "
-        f"{given.gpu_memory:g} GB"
-    )
+    gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
+    print(f"{given.model}: {costs.parameters:,} parameters; {gpus}")
     config = load_config(recipe, rest)
     for stage in config.stages:
         find_algorithm(stage, config)  # refuses an unknown one
@@ -386,8 +347,6 @@ def main(arguments: list[str]):
         print(f"\n{stage}\n" + table(phases([]), memory))
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
-            print(
-                "does not fit with any saving: take more GPUs, shorter prompts or a smaller model"
-            )
+            print("does not fit: take more GPUs, shorter prompts or a smaller model")
         elif saving:
             print(f"fits with {' '.join(saving)}\n" + table(phases(saving), memory))
