@@ -23,9 +23,9 @@ TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
+    "logps of sampler": ("sampler_logps", "old_model"),
+    "logps of reference": ("ref_per_token_logps", "ref_model"),
 }
-LOGPS |= {"logps of sampler": ("sampler_logps", "old_model")}
-LOGPS |= {"logps of reference": ("ref_per_token_logps", "ref_model")}
 STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")}
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
@@ -74,27 +74,22 @@ def audit(d: Dump) -> list[Finding]:
     for name, stage in STAGES.items():
         if (answer := stage(d, {})) is None:
             continue
-        findings.append(
-            f := Finding(name, error(answer), sum(has.numel() for has, _, _ in answer.values()))
-        )
+        count = sum(has.numel() for has, _, _ in answer.values())
+        findings.append(f := Finding(name, error(answer), count))
         if not f.ok:
             f.where, f.explained = where(answer), explain(name, d)
         if name == "logps" and not f.ok:  # gradients are then those of the forward that is known
-            d.forward = (
-                dict(pair for c in f.explained[0][0] for pair in c.change.items())
-                if f.explained
-                else None
-            )
+            d.forward = None
+            if f.explained:
+                causes, _ = f.explained[0]
+                d.forward = dict(pair for cause in causes for pair in cause.change.items())
     return findings
 
 
 def error(answer: dict, factor: float = 1.0) -> float:
     """The largest difference, in units; infinite for what is not finite."""
-    sizes = [
-        ((x - factor * should).abs() / unit).max().item()
-        for x, should, unit in answer.values()
-        if x.numel()
-    ]
+    given = [(x - factor * should, unit) for x, should, unit in answer.values() if x.numel()]
+    sizes = [(gap.abs() / unit).max().item() for gap, unit in given]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
@@ -104,9 +99,8 @@ def explain(name: str, d: Dump) -> list[Fit]:
     known = [cause for cause in CAUSES if own & set(cause.stages.split())]
     for size in (1, 2):
         sets = [(list(causes), False) for causes in combinations(known, size)]
-        sets += [
-            (list(causes), True) for causes in combinations(known, size - 1) if name in FACTORS
-        ]
+        if name in FACTORS:
+            sets += [(list(causes), True) for causes in combinations(known, size - 1)]
         if fitting := [fit for causes, scaled in sets if (fit := fits(name, d, causes, scaled))]:
             limit = max(10 * min(left for _, left in fitting), TOLERANCE / 100)
             return [(causes, left) for causes, left in fitting if left <= limit]
@@ -121,9 +115,8 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
         return None  # two values for one deviation
     answer, factor = STAGES[name](d, change), 1.0
     if scaled:
-        has, should = (
-            torch.cat([(x[i] / x[2]).flatten() for x in answer.values()]) for i in (0, 1)
-        )
+        parts = [(x / unit, y / unit) for x, y, unit in answer.values()]
+        has, should = (torch.cat([x.flatten() for x in of]) for of in zip(*parts, strict=True))
         power = should.square().sum().item()
         factor = (has @ should).item() / power if power else math.nan
         # any number is another times a factor
@@ -134,50 +127,38 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """What a factor may come from."""
-    counts = {"micro-batches": len(d.micro_batches), "rows": len(d["input_ids"])}
-    counts |= {
+    part = len(d.micro_batches[0])
+    counts = {
+        "micro-batches": len(d.micro_batches),
+        "rows": len(d["input_ids"]),
         "ranks": d.about.get("world_size", 1),
         "completions of a group": d.about.get("num_generations", 1),
-    }
-    counts["steps of a rollout"], part = (
-        d.about.get("steps_per_rollout", 1),
-        len(d.micro_batches[0]),
-    )
-    counts |= {
+        "steps of a rollout": d.about.get("steps_per_rollout", 1),
         "rows of a micro-batch": part,
         "pairs of a micro-batch": 1 if d.get("pair") is None else part // 2,
     }
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
-    known += [(number, f"not divided by the {number:g} {what}") for what, number in counts.items()]
-    known += [
-        (1 / number, f"divided once more by the {number:g} {what}")
-        for what, number in counts.items()
-    ]
-    found = [
-        text
-        for value, text in known
-        if value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)
-    ]
-    says, costs = (
-        " or ".join(found) or f"all of it is {factor:.6g} times",
-        "the learning rate means something else",
-    )
+    known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
+    known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
+
+    def near(value: float) -> bool:
+        return value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)
+
+    found = [text for value, text in known if near(value)]
+    says = " or ".join(found) or f"all of it is {factor:.6g} times"
+    costs = "the learning rate means something else"
     unknown = not found and (few or not math.isfinite(factor))
     return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
 def where(answer: dict) -> str:
     """Which numbers differ, in a few words."""
-    wrong = {
-        name: ((has - should).abs() / unit > TOLERANCE)
-        for name, (has, should, unit) in answer.items()
-    }
+    wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
     parts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
     parts[3:] = [f"and {len(parts) - 3} more"] * (len(parts) > 3)
     rows = [x.any(1) for name, x in wrong.items() if name.endswith("gradient")]
-    return ", ".join(
-        parts + [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)]
-    )
+    parts += [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)]
+    return ", ".join(parts)
 
 
 def report(findings: list[Finding], d: Dump) -> str:
@@ -185,19 +166,15 @@ def report(findings: list[Finding], d: Dump) -> str:
     lines = []
     for f in findings:
         word = "agrees" if f.ok else "DIFFERS"
-        lines.append(
-            f"{f.stage:20} {word:8}{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip()
-        )
+        numbers = f"{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip()
+        lines.append(f"{f.stage:20} {word:8}{numbers}")
         for number, (causes, left) in enumerate(f.explained[:4]):
             word = "or" if number else "explained by"
-            lines.append(
-                f"{'':12}{word}: {' and '.join(cause.name for cause in causes)} (to {left:.0e})"
-            )
-            about = (
-                "; ".join(filter(None, (c.says, c.source, c.costs and f"costs: {c.costs}")))
-                for c in causes
-            )
-            lines += [f"{'':16}{text}" for text in about]
+            names = " and ".join(cause.name for cause in causes)
+            lines.append(f"{'':12}{word}: {names} (to {left:.0e})")
+            for cause in causes:
+                about = cause.says, cause.source, cause.costs and f"costs: {cause.costs}"
+                lines.append(f"{'':16}{'; '.join(filter(None, about))}")
         if not (f.ok or f.explained):
             lines.append(f"{'':12}no known cause explains it")
     left = [name for name in STAGES if name not in {f.stage for f in findings}]
@@ -205,9 +182,8 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m minivlmrl audit", description="Check a step that a trainer dumped."
-    )
+    what = "Check a step that a trainer dumped."
+    p = argparse.ArgumentParser("python -m minivlmrl audit", description=what)
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
     d = read(p.parse_args(arguments).step)
     findings = audit(d)

@@ -15,30 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
-BY_TOKEN = (
-    *NEEDED,
-    "attention_mask",
-    "prompt_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-)
-BY_TOKEN += (
-    "sampler_logps",
-    "entropies",
-    "log_sum_sq_probs",
-    "logps_gradient",
-    "entropies_gradient",
-)
-BY_ROW = (
-    *BY_TOKEN,
-    "advantages",
-    "micro_batch",
-    "row",
-    "pair",
-    "chosen",
-    "importance_sampling_ratio",
-)
+LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampler_logps"
+OUTPUTS = "entropies", "log_sum_sq_probs", "logps_gradient", "entropies_gradient"
+BY_TOKEN = (*NEEDED, "attention_mask", "prompt_mask", "tool_mask", *LOGPS, *OUTPUTS)
+NUMBERED = "advantages", "micro_batch", "row", "pair", "chosen", "importance_sampling_ratio"
+BY_ROW = (*BY_TOKEN, *NUMBERED)
 
 
 class Dump:
@@ -48,37 +29,28 @@ class Dump:
         missing = [name for name in NEEDED if name not in tensors]
         if missing or about.get("kind") not in ("grpo", "dpo", "sft"):
             what = f"{missing[0]} is missing" if missing else f"kind is {about.get('kind')!r}"
-            raise ValueError(
-                f"{what}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft"
-            )
+            kinds = "and a kind: grpo, dpo or sft"
+            raise ValueError(f"{what}; a step has {', '.join(NEEDED)}, {kinds}")
         n, self.width = tensors["input_ids"].shape
         for name in tensors.keys() & BY_ROW:
-            if len(x := tensors[name]) != n or (
-                name in BY_TOKEN and not (x.dim() == 2 and x.shape[1] <= self.width)
-            ):
-                raise ValueError(
-                    f"{name} is {tuple(x.shape)}, but input_ids are {(n, self.width)}: one row for "
-                    "each"
-                )
+            x = tensors[name]
+            by_token = x.dim() == 2 and x.shape[1] <= self.width
+            if len(x) != n or (name in BY_TOKEN and not by_token):
+                ids = f"input_ids are {(n, self.width)}: one row for each"
+                raise ValueError(f"{name} is {tuple(x.shape)}, but {ids}")
         # what is known to be different in the forward; None: something unknown
         self.about, self.forward = about, {}
-        self.eps = {
-            name: torch.finfo(x.dtype).eps for name, x in tensors.items() if x.is_floating_point()
-        }
-        self.tensors = {
-            name: x.double() if x.is_floating_point() else x for name, x in tensors.items()
-        }
-        self.tensors |= {
-            name: self.align(x) for name, x in self.tensors.items() if name in BY_TOKEN
-        }
+        floats = {name for name, x in tensors.items() if x.is_floating_point()}
+        self.eps = {name: torch.finfo(tensors[name].dtype).eps for name in floats}
+        self.tensors = {name: x.double() if name in floats else x for name, x in tensors.items()}
+        for name in self.tensors.keys() & BY_TOKEN:
+            self.tensors[name] = self.align(self.tensors[name])
         self.tensors.setdefault("micro_batch", torch.zeros(n, dtype=torch.long))
         self.tensors.setdefault("attention_mask", torch.ones_like(self["input_ids"]))
-        self.micro_batches = [
-            (self["micro_batch"] == m).nonzero()[:, 0] for m in self["micro_batch"].unique()
-        ]
-        prompt = self.get(
-            "prompt_mask", self["attention_mask"] * (1 - self["completion_mask"].long())
-        )
+        parts = self["micro_batch"]
+        self.micro_batches = [(parts == m).nonzero()[:, 0] for m in parts.unique()]
+        other = self["attention_mask"] * (1 - self["completion_mask"].long())
+        prompt = self.get("prompt_mask", other)
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
@@ -95,11 +67,8 @@ class Dump:
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Tensors kind.NAME by NAME."""
-        return {
-            name.partition(".")[2]: x
-            for name, x in self.tensors.items()
-            if name.partition(".")[0] == kind
-        }
+        split = ((name.partition("."), x) for name, x in self.tensors.items())
+        return {name: x for (of, _, name), x in split if of == kind}
 
 
 def read(folder: str | Path) -> Dump:
@@ -110,11 +79,8 @@ def read(folder: str | Path) -> Dump:
         with safe_open(folder / "step.safetensors", framework="pt") as file:
             names = list(file.keys())  # a handle is no dict
             tensors = {name: file.get_tensor(name) for name in names}
-        about |= {
-            name: str(folder / value)
-            for name, value in about.items()
-            if name.endswith("model") and value
-        }
+        folders = {name: of for name, of in about.items() if name.endswith("model") and of}
+        about |= {name: str(folder / of) for name, of in folders.items()}
         return Dump(about, tensors)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} is no step: {error}") from error
@@ -135,8 +101,6 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """Write a step that `read` reads (ValueError: it would not)."""
     Dump(about, tensors)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(
-        {n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()},
-        Path(folder) / "step.safetensors",
-    )
+    own = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    save_file(own, Path(folder) / "step.safetensors")
     (Path(folder) / "step.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

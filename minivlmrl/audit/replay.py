@@ -32,23 +32,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument(
-        "run", help="the folder of a run; or a recipe, with --section.name=value as in training"
-    )
+    parser.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
     parser.add_argument("--stage", help="by default the last one")
-    parser.add_argument(
-        "--step", type=int, default=0, help="of the stage, from 0, as in metrics.jsonl"
-    )
+    parser.add_argument("--step", type=int, default=0, help="of the stage, from 0")
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
     options, overrides = parser.parse_known_args(arguments)
     folder, number = Path(options.run), options.step
-    if folder.is_dir() and [word for word in overrides if not word.startswith("--num_threads=")]:
-        raise ValueError(
-            f"{folder}: a run is replayed as it was; only a recipe takes {overrides[0]}"
-        )
-    recipe, own = (
-        (folder / "config.yaml", [f"--output_dir={folder}"]) if folder.is_dir() else (folder, [])
-    )
+    recipe, own = folder, []
+    if folder.is_dir():
+        recipe, own = folder / "config.yaml", [f"--output_dir={folder}"]
+        changed = [word for word in overrides if not word.startswith("--num_threads=")]
+        if changed:
+            only = f"only a recipe takes {changed[0]}"
+            raise ValueError(f"{folder}: a run is replayed as it was; {only}")
     config = load_config(recipe, [*own, *overrides])
     stage = options.stage or ["none", *config.stages][-1]
     algorithm, optimizer, step, rows = go_to(config, stage, number)
@@ -67,10 +63,8 @@ def go_to(config, stage: str, number: int) -> tuple:
     there is none)."""
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
-    world, wanted = (
-        ranks.setup(config.num_threads, config.timeout, config.uses_fsdp),
-        config.stages.index(stage),
-    )
+    world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    wanted = config.stages.index(stage)
     algorithms = {name: find_algorithm(name, config) for name in config.stages}
     model, processor, datasets = prepare(config, algorithms, world)
     lengths = [getattr(config, name).max_steps for name in config.stages]
@@ -82,9 +76,8 @@ def go_to(config, stage: str, number: int) -> tuple:
     found = next(filter(None, map(states.read, reversed(earlier))), None)
     states.resumed, progress = found or (None, Progress(config.seed, config.stages, states.data))
     if progress.data != states.data:
-        raise ValueError(
-            f"{states.resumed}: the section data or the rows have changed since; put them back"
-        )
+        changed = "the section data or the rows have changed since; put them back"
+        raise ValueError(f"{states.resumed}: {changed}")
     print(f"{stage} step {number}, trained again from {states.resumed or 'the beginning'}")
     for index in range(progress.stage, wanted + 1):
         algorithm = algorithms[config.stages[index]](config, model, processor, world)
@@ -97,11 +90,8 @@ def go_to(config, stage: str, number: int) -> tuple:
             train.optimizer_step(algorithm, next(steps), optimizer, done)
         progress.begin_stage(index + 1)
     step = next(steps)
-    rows = (
-        step.rollout.rows
-        if step.rollout
-        else next(Batches(datasets[stage], algorithm, batches.draws - 1))
-    )
+    again = Batches(datasets[stage], algorithm, batches.draws - 1)
+    rows = step.rollout.rows if step.rollout else next(again)
     return algorithm, optimizer, step, rows
 
 
@@ -109,52 +99,36 @@ def go_to(config, stage: str, number: int) -> tuple:
 def show(algorithm, step, rows, index: int):
     """Print a prompt of a step and its completions: texts, rewards, advantages, log-probabilities
     (sums, in nats)."""
-    prompts, decode, temperature = (
-        step.prompts if step.rollout else range(len(rows)),
-        algorithm.processor.decode,
-        1.0,
-    )
+    prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
         raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(prompts) - 1}")
-    row = rows[prompts[index]]
+    row, drawn, temperature = rows[prompts[index]], [], 1.0
     if step.rollout:
-        drawn, temperature = (
-            step.rollout.completions[prompts[index]],
-            algorithm.run.sampling.temperature,
-        )
-        ids, earned = (
-            [completion.ids for completion in drawn],
-            list(groups(algorithm, step))[index][1]["completions"],
-        )
-        table = [
-            one["rewards"] | {"reward": one["reward"], "advantage": one["advantage"]}
-            for one in earned
-        ]
+        drawn = step.rollout.completions[prompts[index]]
+        temperature = algorithm.run.sampling.temperature
+        ids = [completion.ids for completion in drawn]
+        earned = list(groups(algorithm, step))[index][1]["completions"]
+        names = "reward", "advantage"
+        table = [one["rewards"] | {name: one[name] for name in names} for one in earned]
     else:
         _, [answers] = algorithm.encode([row])
         ids, table = [ids for ids, _ in answers], [{"answer": name} for name in algorithm.answers]
-    group = pack(
-        [row.prompt(algorithm.processor)], [ids], algorithm.policy.config, algorithm.world.device
-    )
-    trained = group.split(per_token_logps(algorithm.policy, group, temperature)[0].cpu())
-    for number, (line, now) in enumerate(zip(table, trained, strict=True)):
+    prompt, policy = row.prompt(algorithm.processor), algorithm.policy
+    group = pack([prompt], [ids], policy.config, algorithm.world.device)
+    trained = group.split(per_token_logps(policy, group, temperature)[0].cpu())
+    for line, now in zip(table, trained, strict=True):
         line |= {"tokens": len(now), "trained": now.sum().item()}
-        if step.rollout:
-            sampled = drawn[number].logps
-            line |= {
-                "sampled": sampled.sum().item(),
-                "differ by": (now - sampled).abs().max().item(),
-            }
-    print(
-        f"row {row.index} {row.where}: {text_of(row.messages[-1])!r}, solution "
-        f"{row.columns.get('solution')!r}"
-    )
+    # given answers were not drawn
+    for line, now, completion in zip(table, trained, drawn, strict=False):
+        sampled = completion.logps
+        line |= {"sampled": sampled.sum().item(), "differ by": (now - sampled).abs().max().item()}
+    said = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
+    print(f"row {row.index} {row.where}: {said}")
     print("completion", *(f"{name:>10}" for name in table[0]))
     for number, (line, own) in enumerate(zip(table, ids, strict=True)):
-        cells = (
-            f"{value:.4g}" if isinstance(value, float) else str(value) for value in line.values()
-        )
-        print(f"{number:<10}", *(f"{cell:>10}" for cell in cells), f"\n    {decode(own)!r}")
+        values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
+        print(f"{number:<10}", *(f"{value:>10}" for value in values))
+        print(f"    {algorithm.processor.decode(own)!r}")
 
 
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
@@ -164,14 +138,10 @@ def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[s
     at, same = (algorithm.stage, number), {}
     for name, lines in (("completions.jsonl", said), ("metrics.jsonl", [metrics])):
         text = (folder / name).read_text() if (folder / name).is_file() else ""
-        logged = [
-            line
-            for line in map(json.loads, text.splitlines())
-            if (line["stage"], line["step"]) == at
-        ]
+        lines_of_run = map(json.loads, text.splitlines())
+        logged = [line for line in lines_of_run if (line["stage"], line["step"]) == at]
         again = {line.get("row"): line for line in json.loads(json.dumps(lines))}
         if logged:
-            same[name] = all(
-                line | again.get(line.get("row"), {"row": None}) == line for line in logged
-            )
+            known = [line | again.get(line.get("row"), {"row": None}) for line in logged]
+            same[name] = known == logged
     return same

@@ -10,6 +10,7 @@ them, the weights around optimizer.step.
 
 import re
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,18 +23,14 @@ from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.audit import dump
 
 ROLLOUT = (
-    "num_generations",
-    "scale_rewards",
-    "temperature",
-    "max_completion_length",
-    "mask_truncated_completions",
+    *("num_generations", "scale_rewards", "reward_weights", "multi_objective_aggregation"),
+    *("temperature", "max_completion_length", "mask_truncated_completions"),
 )
-ROLLOUT += ("reward_weights", "multi_objective_aggregation")
 OUTPUTS = {
     "log_probs": ("per_token_logps", "logps_gradient"),
     "entropy": ("entropies", "entropies_gradient"),
+    "log_sum_sq_probs": ("log_sum_sq_probs", ""),
 }
-OUTPUTS |= {"log_sum_sq_probs": ("log_sum_sq_probs", "")}
 # what transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
@@ -52,22 +49,15 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Of a DPOTrainer: first all chosen answers, then all rejected ones."""
-    loss = {
-        name: x for name, x in vars(trainer.args).items() if name in DPOLoss.__dataclass_fields__
-    }
-    about = {
-        "kind": "dpo",
-        "loss": loss | {"loss_type": list(trainer.loss_types)},
-        "mean_over": "micro_batch",
-    }
+    given = vars(trainer.args)
+    loss = {name: given[name] for name in DPOLoss.__dataclass_fields__ if name in given}
+    loss["loss_type"] = list(trainer.loss_types)
+    about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
     def rows(inputs: dict) -> dict:
         count, pairs = torch.arange(len(inputs["input_ids"])), len(inputs["input_ids"]) // 2
-        own = {
-            "completion_mask": inputs["completion_mask"],
-            "pair": count % pairs,
-            "chosen": (count < pairs).long(),
-        }
+        own = {"completion_mask": inputs["completion_mask"]}
+        own |= {"pair": count % pairs, "chosen": (count < pairs).long()}
         return own | prompt_mask(trainer, inputs["input_ids"])
 
     return Steps(trainer, folder, steps, about, rows)
@@ -79,42 +69,39 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     loss = {name: x for name, x in vars(a).items() if name in FamilyLoss.__dataclass_fields__}
     loss |= {"epsilon_low": a.epsilon, "epsilon_high": a.epsilon if high is None else high}
     about = {"kind": "grpo", "loss": loss} | {name: getattr(a, name) for name in ROLLOUT}
-    about |= {
-        "stop_token_ids": list(trainer.eos_token_ids),
-        "pad_token_id": trainer._tokenizer.pad_token_id,
-    }
+    about["stop_token_ids"] = list(trainer.eos_token_ids)
+    about["pad_token_id"] = trainer._tokenizer.pad_token_id
     about["steps_per_rollout"] = a.steps_per_generation / a.gradient_accumulation_steps
 
     def generated(result: dict, examples: list):
+        images = [e.get("images") or [e.get("image")] for e in examples]
         keys = [
-            (str(e["prompt"]), *(x and x.tobytes() for x in e.get("images") or [e.get("image")]))
-            for e in examples
+            (str(e["prompt"]), *(x and x.tobytes() for x in own))
+            for e, own in zip(examples, images, strict=True)
         ]
         # a prompt may return
         group = [(key, keys[:i].count(key) // a.num_generations) for i, key in enumerate(keys)]
         record.rollout["group"] = torch.tensor([group.index(key) for key in group])
         record.rollout["rollout_advantages"] = result["advantages"].clone()
         result["row"] = torch.arange(len(keys))  # goes through the trainer's shuffle and split
-        about["rollout_tokens"] = int(
-            (result["completion_mask"] * result.get("tool_mask", 1)).sum()
-        )
+        counted = result["completion_mask"] * result.get("tool_mask", 1)
+        about["rollout_tokens"] = int(counted.sum())
         about["old_model"] = "model"
+
+    def judged(result, *_):
+        record.rollout["rewards"] = result.clone()
 
     def rows(inputs: dict) -> dict:
         off = trainer.use_adaptive_entropy and trainer._last_world_entropy > a.entropy_target
         loss["entropy_coef"] = 0.0 if off else trainer.entropy_coef
         prompt = pad(inputs["prompt_mask"], (0, inputs["completion_ids"].shape[1]))
-        own = {
-            "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
-            "prompt_mask": prompt,
-        }
+        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        own = {"completion_mask": counted, "prompt_mask": prompt}
         return {name: x for name, x in inputs.items() if name in dump.BY_ROW} | own
 
     record = Steps(trainer, folder, steps, about, rows)
     record.wrap("_generate_and_score_completions", after=generated)
-    record.wrap(
-        "_calculate_rewards", after=lambda result, *_: record.rollout.update(rewards=result.clone())
-    )
+    record.wrap("_calculate_rewards", after=judged)
     return record
 
 
@@ -124,13 +111,10 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     processor, chat = trainer.processing_class, [{"role": "user", "content": "x"}]
     if not processor.chat_template:
         return {}
-    texts = [
-        processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=on)
-        for on in (False, True)
-    ]
-    start = getattr(processor, "tokenizer", processor).encode(
-        texts[1].removeprefix(texts[0]), add_special_tokens=False
-    )
+    render = partial(processor.apply_chat_template, chat, tokenize=False)
+    without, asked = (render(add_generation_prompt=on) for on in (False, True))
+    tokenizer = getattr(processor, "tokenizer", processor)
+    start = tokenizer.encode(asked.removeprefix(without), add_special_tokens=False)
     found = (ids.unfold(1, len(start), 1) == torch.tensor(start)).all(-1)
     ends = torch.where(found, torch.arange(found.shape[1]) + len(start), 0).amax(1, keepdim=True)
     return {"prompt_mask": (torch.arange(ids.shape[1]) < ends).long()}
@@ -142,13 +126,8 @@ class Steps(ExitStack, TrainerCallback):
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
         super().__init__()
-        self.trainer, self.folder, self.steps, self.about, self.rows = (
-            trainer,
-            Path(folder),
-            steps,
-            about,
-            rows,
-        )
+        self.trainer, self.folder, self.steps = trainer, Path(folder), steps
+        self.about, self.rows = about, rows
         self.parts, self.tensors, self.rollout = [], {}, {}
         models = {name: getattr(trainer, name, None) for name in ("model", "ref_model")}
         self.models = {name: model for name, model in models.items() if model is not None}
@@ -157,15 +136,14 @@ class Steps(ExitStack, TrainerCallback):
         trainer.add_callback(self)
         self.callback(trainer.remove_callback, self)
         self.wrap("compute_loss", self.begin)
-        self.wrap(
-            "training_step",
-            after=lambda loss, *_: self.parts[-1].update(loss=loss.detach().view(1)),
-        )
-        self.wrap("_clip_grad_norm", before=lambda *_: self.copy("grad"))
-        self.wrap(
-            "_clip_grad_norm",
-            after=lambda x, *_: self.tensors.update(grad_norm=torch.as_tensor(x).view(1)),
-        )
+        self.wrap("training_step", after=self.keep_loss)
+        self.wrap("_clip_grad_norm", before=lambda *_: self.copy("grad"), after=self.keep_norm)
+
+    def keep_loss(self, loss, *_):
+        self.parts[-1]["loss"] = loss.detach().view(1)
+
+    def keep_norm(self, norm, *_):
+        self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
     def wrap(self, name: str, before=lambda *_: None, after=lambda *_: None):
         """Call before(*arguments) and after(result, *arguments) around a method of the trainer."""
@@ -188,10 +166,10 @@ class Steps(ExitStack, TrainerCallback):
 
     def begin(self, model, inputs: dict, *_):
         """A micro-batch: its row tensors and pictures."""
-        names = ("pixel_values", "image_grid_thw", "num_images")
-        part = self.rows(inputs) | {
-            x: torch.as_tensor(inputs[x]) for x in names if inputs.get(x) is not None
-        }
+        part = self.rows(inputs)
+        for name in ("pixel_values", "image_grid_thw", "num_images"):
+            if inputs.get(name) is not None:
+                part[name] = torch.as_tensor(inputs[name])
         part["micro_batch"] = torch.full((len(part["completion_mask"]),), len(self.parts))
         self.parts.append(part)
 
@@ -207,70 +185,51 @@ class Steps(ExitStack, TrainerCallback):
             return
         part.update({name: options[name] for name in ("input_ids", "attention_mask")})
         for name, (ours, slope) in OUTPUTS.items():
-            if (x := output.get(name)) is not None:
+            x = output.get(name)
+            if x is not None:
                 part[ours] = pad(x.detach(), (1, 0))
             if x is not None and x.requires_grad:
                 # what is masked gets a gradient that goes nowhere
                 part[slope] = torch.zeros_like(part[ours])
-                x.register_hook(
-                    lambda g, to=slope: part.update({to: pad(g * output.label_mask, (1, 0))})
-                )
+                keep = partial(self.keep_slope, part, slope, output.label_mask)
+                x.register_hook(keep)
+
+    @staticmethod
+    def keep_slope(part: dict, name: str, mask, gradient):
+        part[name] = pad(gradient * mask, (1, 0))
 
     def copy(self, *kinds: str):
         """Clone weights, gradients or the optimizer's state."""
         for name, p in self.trainer.model.named_parameters():
-            of = {
-                "before": p,
-                "grad": p.grad,
-                "clipped": p.grad,
-                "after": p,
-                **self.trainer.optimizer.state.get(p, {}),
-            }
-            self.tensors |= {
-                f"{kind}.{name}": of[kind].detach().clone()
-                for kind in kinds
-                if of.get(kind) is not None
-            }
+            of = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
+            of |= self.trainer.optimizer.state.get(p, {})
+            for kind in (kind for kind in kinds if of.get(kind) is not None):
+                self.tensors[f"{kind}.{name}"] = of[kind].detach().clone()
 
     def on_pre_optimizer_step(self, args, state, control, **_):
         if not self.on:
             return
-        self.copy(
-            "before",
-            "clipped",
-            "exp_avg",
-            "exp_avg_sq",
-            *(() if "grad_norm" in self.tensors else ("grad",)),
-        )
+        self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
+        if "grad_norm" not in self.tensors:
+            self.copy("grad")
         for name, model in self.models.items():
             model.save_pretrained(self.folder / str(state.global_step) / name)
             self.about[name] = name
-        plain = [
-            name
-            for name, _ in self.trainer.model.named_parameters()
-            if NO_DECAY.search(name.lower())
-        ]
-        betas, rate = (
-            [args.adam_beta1, args.adam_beta2],
-            self.trainer.optimizer.param_groups[0]["lr"],
-        )
-        self.about["optimizer"] = {
-            "name": str(getattr(args.optim, "value", args.optim)).partition("_")[0]
-        }
-        self.about["optimizer"] |= {
-            "learning_rate": rate,
-            "betas": betas,
-            "eps": args.adam_epsilon,
-            "no_decay": plain,
-        }
-        same = {"weight_decay": args.weight_decay, "max_grad_norm": args.max_grad_norm}
-        self.about["optimizer"] |= same | {"step": state.global_step + 1}
+        names = (name for name, _ in self.trainer.model.named_parameters())
         warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type
+        self.about["optimizer"] = {
+            "name": str(getattr(args.optim, "value", args.optim)).partition("_")[0],
+            "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
+            "betas": [args.adam_beta1, args.adam_beta2],
+            "eps": args.adam_epsilon,
+            "no_decay": [name for name in names if NO_DECAY.search(name.lower())],
+            "weight_decay": args.weight_decay,
+            "max_grad_norm": args.max_grad_norm,
+            "step": state.global_step + 1,
+        }
         self.about["schedule"] = {
             "type": str(getattr(kind, "value", kind)),
             "learning_rate": args.learning_rate,
-        }
-        self.about["schedule"] |= {
             "warmup_steps": warmup,
             "max_steps": state.max_steps,
             "step": state.global_step,

@@ -30,10 +30,8 @@ def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False
     real, after = d["attention_mask"].bool() | d["completion_mask"].bool(), d.completion
     for row in part[(real & after)[part].any(1)].tolist():
         image = (row + 1) % n if change.get("images") == "next row" else row
-        prompt, ids = (
-            d["input_ids"][row][real[row] & ~after[row]],
-            d["input_ids"][row][real[row] & after[row]],
-        )
+        ids = d["input_ids"][row]
+        prompt, ids = ids[real[row] & ~after[row]], ids[real[row] & after[row]]
         given_images = patches[image].to(dtype), grids[image], torch.ones(len(grids[image]))
         batch = pack([Prompt(prompt, *given_images)], [[ids]], model.config)
         if change.get("images") == "none":  # the placeholders keep their own embeddings
@@ -71,35 +69,27 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 def gradients(d: Dump, change: dict) -> Answer:
     """What the optimizer step has accumulated: the gradients of all micro-batches, through the
     model."""
-    has, slopes = (
-        {NAMES.sub("", name): x for name, x in d.parameters("grad").items()},
-        d.get("logps_gradient"),
-    )
+    has = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}
+    slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
         return None
     slopes, total = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)]), {}
-    for part in {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}.get(
-        change.get("parts"), d.micro_batches
-    ):
+    some = {"last": d.micro_batches[-1:], "first": d.micro_batches[:1]}
+    for part in some.get(change.get("parts"), d.micro_batches):
         value, model = forward(d, d.forward | change, d.about["model"], part, grad=True)
         if value.requires_grad:  # some row has tokens
             (value * slopes).sum().backward()
         own = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-        share = (
-            clip_share(own, d.about["optimizer"]["max_grad_norm"])
-            if change.get("clipped parts")
-            else 1.0
-        )
+        share = 1.0
+        if change.get("clipped parts"):
+            share = clip_share(own, d.about["optimizer"]["max_grad_norm"])
         for name, x in own.items():
             total[name] = total.get(name, 0) + x * share
     if "without" in change:
-        lacks = "|".join(
-            f"^{re.escape(name)}$" for name in total if not has.get(name, torch.zeros(1)).any()
-        )
-        total = {
-            name: x * (not re.search(change["without"] or lacks or "$^", name))
-            for name, x in total.items()
-        }
+        lacks = (name for name in total if not has.get(name, torch.zeros(1)).any())
+        lacks = "|".join(f"^{re.escape(name)}$" for name in lacks)
+        without = re.compile(change["without"] or lacks or "$^")
+        total = {name: x * (not without.search(name)) for name, x in total.items()}
     unit = max(x.abs().max() for x in [*total.values(), *has.values()]) * THROUGH_A_MODEL + 1e-30
     none = {name: x * 0 for name, x in (has if d.about.get("some") else total | has).items()}
     return {
@@ -118,22 +108,19 @@ def clip(d: Dump, change: dict) -> Answer:
     grads, clipped, how = d.parameters("grad"), d.parameters("clipped"), change.get("clip", "norm")
     if not grads or not (clipped or d.get("grad_norm") is not None):
         return None
-    bound, length = (
-        d.about.get("optimizer", {}).get("max_grad_norm") or 0.0,
-        get_total_norm(grads.values()).item(),
-    )
+    bound = d.about.get("optimizer", {}).get("max_grad_norm") or 0.0
+    length = get_total_norm(grads.values()).item()
     share = {"norm": clip_share(grads, bound), "always": bound / (length + 1e-6)}.get(how, 1.0)
-    value = {
-        name: x * (clip_share({name: x}, bound) if how == "each" else share)
-        for name, x in grads.items()
-    }
-    value = {name: x.clamp(-bound, bound) for name, x in grads.items()} if how == "value" else value
+    value = {name: x * share for name, x in grads.items()}
+    if how == "each":
+        value = {name: x * clip_share({name: x}, bound) for name, x in grads.items()}
+    if how == "value":
+        value = {name: x.clamp(-bound, bound) for name, x in grads.items()}
     unit = max(x.abs().max() for x in grads.values()) + 1e-30
     answer = {f"clipped.{name}": (x, value[name], unit) for name, x in clipped.items()}
     if d.get("grad_norm") is not None and not d.about.get("some"):
-        logged = torch.tensor(
-            [get_total_norm(value.values()).item() if change.get("logged") == "clipped" else length]
-        )
+        after = get_total_norm(value.values()).item()
+        logged = torch.tensor([after if change.get("logged") == "clipped" else length])
         answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * length + 1e-30
     return answer
 
@@ -146,28 +133,25 @@ def update(d: Dump, change: dict) -> Answer:
     if o.get("name") != "adamw" or not before or not after or not grads:
         return None
     rate, (b1, b2), answer = o["learning_rate"], change.get("betas", o["betas"]), {}
-    states = [
-        {} if change.get("reset") else d.parameters(kind) for kind in ("exp_avg", "exp_avg_sq")
-    ]
+    kinds = ("exp_avg", "exp_avg_sq")
+    states = [{} if change.get("reset") else d.parameters(kind) for kind in kinds]
     for name, w in before.items():
         g, m, v = (x.get(name, w * 0) for x in (grads, *states))
         plain = (name in o.get("no_decay", ())) != (change.get("decay") == "exchanged")
-        decay = o["weight_decay"] * {"none": 0, "all": 1}.get(
-            change.get("decay"), 0 if plain else 1
-        )
+        decay = {"none": 0, "all": 1}.get(change.get("decay"), 0 if plain else 1)
+        decay *= o["weight_decay"]
         value, first, eps = w, 1 if change.get("reset") else o["step"], change.get("eps", o["eps"])
         for t in range(first, first + change.get("times", 1)):
-            slope, value = (
-                (g + decay * value, value)
-                if change.get("coupled")
-                else (g, value * (1 - rate * decay))
-            )
+            slope = g
+            if change.get("coupled"):
+                slope = g + decay * value
+            else:
+                value = value * (1 - rate * decay)
             m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope.square()
             c1, c2 = (1, 1) if change.get("uncorrected") else (1 - b1**t, 1 - b2**t)
             root = (v / c2 + eps).sqrt() if change.get("inside") else (v / c2).sqrt() + eps
-            value = value - rate * {"sgd": slope, "sign": slope.sign()}.get(
-                change.get("rule"), m / c1 / root
-            )
+            rules = {"sgd": slope, "sign": slope.sign()}
+            value = value - rate * rules.get(change.get("rule"), m / c1 / root)
         value = w if change.get("frozen") and re.search(change["frozen"], name) else value
         unit = (value - w).abs().max() + 2e5 * d.eps[f"before.{name}"] * w.abs() + 1e-30
         answer[f"after.{name}"] = after.get(name, w) - w, value - w, unit
@@ -177,11 +161,8 @@ def update(d: Dump, change: dict) -> Answer:
 def schedule(d: Dump, change: dict) -> Answer:
     """The learning rate of step t = 0, 1, ... as transformers' schedules give it."""
     s, o = d.about.get("schedule"), d.about.get("optimizer", {})
-    if (
-        not s
-        or "learning_rate" not in o
-        or s["type"] not in ("linear", "cosine", "constant", "constant_with_warmup")
-    ):
+    known = ("linear", "cosine", "constant", "constant_with_warmup")
+    if not s or "learning_rate" not in o or s["type"] not in known:
         return None
     times = len(d.micro_batches) if change.get("micro") else change.get("steps", 1)
     t = max(0, s["step"] * times + change.get("late", 0))
@@ -189,7 +170,6 @@ def schedule(d: Dump, change: dict) -> Answer:
     done = min(1.0, (t - warmup) / max(1, s["max_steps"] - warmup))
     falls = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     share = t / max(1, warmup) if t < warmup else falls.get(change.get("type", s["type"]), 1.0)
-    rate, should = torch.tensor(
-        [[o["learning_rate"]], [s["learning_rate"] * share]], dtype=torch.float64
-    )
+    both = [[o["learning_rate"]], [s["learning_rate"] * share]]
+    rate, should = torch.tensor(both, dtype=torch.float64)
     return {"learning_rate": (rate, should, s["learning_rate"])}
