@@ -240,7 +240,7 @@ def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
         ),
         (["--grpo.normalize_advantages=true"], r"grpo\.normalize_advantages is an option of loss_type rloo"),
         (["--rewards={reward_model: 1}", "--reward_model.path=/gone"], "/gone: no such folder; a reward model"),
-        (["--data.task=null"], r"set either data\.task .*, data\.train_file"),
+        (["--data.task=null"], r"set either data\.task, data\.train_file"),
         (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
         (["--data.eval_rewards=[accuracy]"], r"eval_rewards.*\['accuracy'\]"),
     ],
