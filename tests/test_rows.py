@@ -15,7 +15,7 @@ from minivlmrl.data.turns import encode_completion
 from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
-from minivlmrl.rows import Processor
+from minivlmrl.rows import Processor, Row, uniform_numbers
 from minivlmrl.tasks import shapes
 
 
@@ -234,3 +234,16 @@ def test_a_control_token_inside_a_completion_is_shown():
     """What a policy writes in front of its answer must not be hidden from the rewards."""
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
+
+
+def test_random_numbers_go_by_the_key_of_a_prompt():
+    """One draw for each token of each of its completions; NumPy's generator of the key's bytes, in every release."""
+    numbers = uniform_numbers(["a", "bc"], 2, 3)
+    expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
+    assert numbers.tolist() == np.concatenate(expected).tolist()
+    assert numbers.dtype == torch.float64
+
+
+def test_a_row_of_no_dataset_says_so():
+    row = Row([], [])
+    assert (row.where, row.index) == ("", -1)
