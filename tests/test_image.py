@@ -138,6 +138,32 @@ def test_an_image_without_pixels_is_refused(size):
         ImageProcessor()(PIL.Image.new("RGB", size))
 
 
+@pytest.mark.parametrize(
+    ("options", "grid"),
+    [
+        ({}, (1, 4, 6)),
+        ({"max_pixels": 28 * 28}, (1, 2, 2)),
+        ({"min_pixels": 112 * 168}, (1, 8, 12)),
+        ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
+    ],
+    ids=str,
+)
+def test_options_of_one_image(options, grid):
+    """56 x 84 pixels: 2 x 3 tokens unless it has other bounds, or a size, which becomes multiples of 28."""
+    processor = ImageProcessor(min_pixels=28 * 28)
+    patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
+    assert found == grid
+    assert patches.shape == (4 * processor.num_tokens(grid), processor.patch_dim)
+    assert processor.patch_dim == 1176
+
+
+@pytest.mark.parametrize("bounds", [(1, 783), (1000, 999)])
+def test_bounds_that_no_image_has_are_refused(bounds):
+    least, most = bounds
+    with pytest.raises(ValueError, match=f"max_pixels {most} must be at least min_pixels {least}, and one token of 28"):
+        smart_resize(56, 56, 28, least, most)
+
+
 def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path):
     """docs/exact.md: it agrees on an image in hand, but not its load_image, and not on premultiplied alpha."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
