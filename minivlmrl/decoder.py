@@ -1,7 +1,7 @@
-"""Qwen2.5-VL and Qwen2-VL: embeddings and vision tower, decoder layers, head.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: embeddings and vision tower, decoder layers, head.
 
-Parameter names are those of the hub's checkpoints. The decoder is Qwen2 with M-RoPE; it works on a
-packed run of N tokens, and the `attention` that it is given knows which of them see each other.
+The decoder, Qwen2's or Qwen3's with M-RoPE, works on a packed run of N tokens, and the `attention`
+that it is given knows which of them see each other. Parameter names are those of the hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
 ModelConfig of hub/model_config.py.
@@ -18,10 +18,10 @@ from minivlmrl.vision import MLP, VisionTransformer
 
 
 class Qwen2_5_VL(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, tower=VisionTransformer):
         super().__init__()
         self.config = config
-        self.visual = VisionTransformer(config.vision_config)
+        self.visual = tower(config.vision_config)
         self.model = TextModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -39,13 +39,15 @@ class Qwen2_5_VL(nn.Module):
         Returns:
             hidden_states (S, hidden_size) after the final norm; `lm_head` makes logits of them.
         """
-        x = self.model.embed_tokens(batch.input_ids)  # (N, hidden_size)
+        x, deep = self.model.embed_tokens(batch.input_ids), []  # (N, hidden_size)
         if len(batch.image_grid_thw):
             vision_embeds = batch.vision_embeds  # those of a frozen tower are known
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
-            x = x.index_copy(0, batch.vision_index, vision_embeds.to(x.dtype))
-        return self.model(x, batch.position_ids, attention or GroupAttention(batch.layout), select)
+            vision_embeds, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
+            x = x.index_copy(0, batch.vision_index, vision_embeds)
+        attention = attention or GroupAttention(batch.layout)
+        return self.model(x, batch.position_ids, attention, select, batch.vision_index, deep)
 
 
 class TextModel(nn.Module):
@@ -63,16 +65,21 @@ class TextModel(nn.Module):
         position_ids: Tensor,
         attention: Attention,
         select: Tensor | None = None,
+        vision_index: Tensor | None = None,
+        deep: list[Tensor] = (),
     ) -> Tensor:
         """Run all layers on inputs_embeds (N, hidden_size); see Qwen2_5_VL.forward.
 
-        After the last attention tokens no longer interact, so the rest of the last layer runs on
-        the selected tokens alone.
+        After layer i DeepStack adds deep[i] (M, hidden_size), what an inner block of the tower saw,
+        to the image tokens vision_index (M,). After the last attention tokens no longer interact,
+        so the rest of the last layer runs on the selected tokens alone.
         """
         cos, sin = text_rotary(position_ids, self.config, inputs_embeds.dtype)
         x = inputs_embeds
-        for layer in self.layers[:-1]:
+        for i, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, attention)
+            if i < len(deep):
+                x = x.index_add(0, vision_index, deep[i])
         return self.norm(self.layers[-1](x, cos, sin, attention, select))
 
 
@@ -94,20 +101,24 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; the output projection has no bias."""
+    """Grouped-query attention. Qwen2 has biases of q, k and v; Qwen3 norms each head of q and k."""
 
     def __init__(self, config, index: int):
         super().__init__()
         self.index, self.head_dim = index, config.head_dim
         width = config.num_attention_heads * self.head_dim
         key_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width)
-        self.k_proj = nn.Linear(config.hidden_size, key_width)
-        self.v_proj = nn.Linear(config.hidden_size, key_width)
+        self.q_proj = nn.Linear(config.hidden_size, width, config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
+        norm = RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm = norm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)  # (N, H, D), (N, K, D)
+        q = apply_rotary(self.q_norm(q), cos, sin)  # (N, H, D)
+        k = apply_rotary(self.k_norm(k), cos, sin)  # (N, K, D)
         return self.o_proj(attention(self.index, q, k, v).flatten(1))

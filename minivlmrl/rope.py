@@ -71,7 +71,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config) -> Ten
 
 
 def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the angles of M-RoPE: `mrope_section` gives each frequency to one of the three axes.
+    """Compute the angles of M-RoPE: config.mrope_axes says with which axis each frequency turns.
 
     Args:
         position_ids: (3, N).
@@ -79,8 +79,8 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
         cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
     inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
-    sections = (position_ids[..., None] * inv_freq).split(config.mrope_section, dim=-1)
-    angles = torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1)  # (N, D/2)
+    axes = _on_device(config.mrope_axes, position_ids.device)
+    angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
     return tuple(x.to(dtype) for x in _cos_sin(angles))
 
 
@@ -119,3 +119,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _inverse_frequencies(count: int, theta: float, device) -> Tensor:
     """(count,) float32: theta^(-i/count), so the slowest turns about `theta` times slower."""
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
+
+
+@cache
+def _on_device(numbers: tuple[int, ...], device) -> Tensor:
+    return torch.tensor(numbers, device=device)

@@ -1,7 +1,7 @@
 """The vision tower: flattened patches -> windows -> one decoder token per 2 x 2 patches.
 
-Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too; Qwen2-VL's
-has no windows, LayerNorm and QuickGELU.
+Qwen2.5-VL's has attention windows, RMSNorm and SwiGLU, which is the decoder's MLP too. What
+Qwen2-VL's and Qwen3-VL's have instead is in hub/qwen2_vl.py and hub/qwen3_vl.py.
 
 Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
 tokens (P / 4). `config` is the VisionConfig of hub/model_config.py.
@@ -35,20 +35,7 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class QuickGELUMLP(nn.Module):
-    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
-        super().__init__()
-        self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.fc1(x)
-        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
-
-
-MLPS = {"swiglu": MLP, "quick_gelu": QuickGELUMLP}  # by config.mlp
+MLPS = {"swiglu": MLP}  # by config.mlp; hub/ adds those of other families
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # by config.norm
 EPS = 1e-6  # of the tower's norms
 
@@ -145,7 +132,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
-        return F.linear(pixel_values.to(weight.dtype), weight)
+        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
 class VisionBlock(nn.Module):

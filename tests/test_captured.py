@@ -6,6 +6,7 @@ from pretend_cuda import CUDA, PretendCuda, pretend
 
 from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters, quantize_base
 from minivlmrl.generate import draw_by
+from minivlmrl.hub.family import FAMILIES
 from minivlmrl.rows import uniform_numbers
 from minivlmrl.sampling import captured
 from minivlmrl.sampling.captured import CapturedDecode, StaticDecodeAttention
@@ -67,9 +68,9 @@ def test_rows_move_together_and_keys_grow(monkeypatch):
     assert {read for *_, read in kept} >= {3, 6, 12}
 
 
-@pytest.mark.parametrize("change", ["adapters", "4 bits", "recomputation", "qwen2_vl", "tied"])
+@pytest.mark.parametrize("change", ["adapters", "4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "tied"])
 def test_models_of_other_layers(change):
-    kind = "qwen2_vl" if change == "qwen2_vl" else "qwen2_5_vl"
+    kind = change if change in FAMILIES else "qwen2_5_vl"
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
     if change in ("adapters", "4 bits"):
         LoRAConfig(r=4).place(model)

@@ -13,7 +13,7 @@ from minivlmrl import chat
 from minivlmrl.batch import pack
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
-from minivlmrl.decoder import Qwen2_5_VL
+from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -51,11 +51,11 @@ def processor():
     return Processor(shapes.tokenizer(), ImageProcessor())
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
     """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms are 1
     and biases 0."""
-    model = Qwen2_5_VL(tiny.config(layers=3, model_type=model_type))
+    model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     checkpoint.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
     for name, parameter in model.named_parameters():
@@ -95,7 +95,7 @@ def edit_weights(path, change):
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 40_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, max_shard_size):
     oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     model = tiny.model(tied, model_type=model_type)

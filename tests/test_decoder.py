@@ -7,6 +7,7 @@ import torch
 
 from minivlmrl import decoder, rope, vision
 from minivlmrl.batch import pack
+from minivlmrl.hub import qwen3_vl
 from minivlmrl.scale.checkpoint import load_model
 
 import tiny
@@ -23,8 +24,8 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False)],
-    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL"],
+    params=[("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False), ("qwen3_vl", False), ("qwen3_vl", True)],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied"],
 )
 def pair(request, tmp_path_factory):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
@@ -128,8 +129,9 @@ def positions_without_images(monkeypatch):
 )
 def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
     mutate(monkeypatch)
-    monkeypatch.setattr(vision, "lay_out", vision.lay_out.__wrapped__)  # a cached one is no mutant
-    if mutate is drop_windows and pair[1].config.model_type == "qwen2_vl":  # it has no windows
+    for module in (vision, qwen3_vl):  # a cached layout is no mutant
+        monkeypatch.setattr(module, "lay_out", vision.lay_out.__wrapped__)
+    if mutate is drop_windows and pair[1].config.vision_config.window_size is None:  # it has none
         assert worst_difference(*pair, prompts()) <= 1e-5
     else:
         assert worst_difference(*pair, prompts()) > 1e-3

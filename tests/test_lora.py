@@ -18,6 +18,7 @@ from minivlmrl.adapters.lora import (
 )
 from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
+from minivlmrl.hub.family import FAMILIES
 from minivlmrl.logprobs import per_token_logps
 
 import tiny
@@ -115,7 +116,7 @@ def check_gradients(model):
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_gradients_of_every_adapted_kind_of_layer(model_type):
     check_gradients(adapted(model_type=model_type))
 

@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
 
 from oracle import CLASSES, worst_difference  # noqa: E402 (asks for transformers too)
 
-FORMS = [(kind, tied) for kind in ("qwen2_5_vl", "qwen2_vl") for tied in (False, True)]
+FORMS = [(kind, tied) for kind in CLASSES for tied in (False, True)]
 
 
 def prompts():

@@ -271,6 +271,8 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
         ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
         ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
+        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 12, ["--adapter.quantize=nf4"]),
+        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 27, ["--adapter.quantize=null"]),
     ],
 )
 def test_recipes_of_one_card_fit_it(name, model, other, options):

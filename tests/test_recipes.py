@@ -182,7 +182,9 @@ def test_the_settings_are_those_of_the_papers():
     assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.max_pixels == 401408
 
 
-@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b"])
+@pytest.mark.parametrize(
+    "name", ["rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b", "rec_qwen3_vl_4b_one_card"]
+)
 def test_a_step_of_the_recipes_of_one_card(run, plain, own, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small.append("--sampling.max_new_tokens=4")

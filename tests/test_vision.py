@@ -25,8 +25,9 @@ def test_the_tower_equals_transformers(model_type):
     pixels = torch.randn(int(grids.prod(1).sum()), 1176, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, found = theirs(pixels, grid_thw=grids), ours.visual(pixels, grids)
-    expected = getattr(expected, "pooler_output", expected)
-    assert found.shape == (len(pixels) // 4, ours.config.hidden_size)
+    deep = getattr(expected, "deepstack_features", None) or []
+    expected = torch.cat([getattr(expected, "pooler_output", expected), *deep], dim=1)
+    assert found.shape == expected.shape == (len(pixels) // 4, (1 + len(deep)) * ours.config.hidden_size)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -59,8 +60,9 @@ def test_norms_of_the_vision_tower_add_a_millionth(model_type):
     """Telling on inputs of that size alone, which no picture makes."""
     visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
     x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, visual.merger.ln_q):
-        layer_norm = model_type == "qwen2_vl"
+    last = visual.merger.norm if model_type == "qwen3_vl" else visual.merger.ln_q
+    for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, last):
+        layer_norm = model_type != "qwen2_5_vl"
         centred = x - x.mean(-1, keepdim=True) if layer_norm else x
         expected = norm.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)

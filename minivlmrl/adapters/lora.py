@@ -22,7 +22,7 @@ from minivlmrl.rows import random_numbers
 TARGETS = {
     "language": r"model\.layers\..+",
     "vision": r"visual\.blocks\..+",
-    "merger": r"visual\.merger\..+",
+    "merger": r"visual\.(merger|deepstack_merger_list)\..+",
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
 from minivlmrl.hub.checker import build, naming
+from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, write_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -112,7 +113,7 @@ def _form(
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
     patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
     fits = [
-        alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", _their_name(name))
+        alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", memory_name(name))
     ]
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, [*fits, config.lora_alpha][0] / divisor, config.use_dora
@@ -127,13 +128,13 @@ def _our_name(name: str) -> tuple[str, str]:
     )
     if not match:
         raise ValueError(f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone")
-    return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", match[1]), match[2]
+    return hub_name(match[1]), match[2]
 
 
 def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:
     """Return what writes a model's adapters, as they are now, into a folder;
     all ranks of a sharded model call this."""
-    layers = {_their_name(name): layer for name, layer in adapters(model).items()}
+    layers = {memory_name(name): layer for name, layer in adapters(model).items()}
     weights = {f"{name}.lora_A.weight": layer.lora_A for name, layer in layers.items()}
     weights |= {f"{name}.lora_B.weight": layer.lora_B for name, layer in layers.items()}
     weights |= {
@@ -169,12 +170,3 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     return write
-
-
-def _their_name(name: str) -> str:
-    """A layer's name in transformers >= 4.52, such as model.language_model.layers.0.mlp.up_proj."""
-    return (
-        f"model.{name}"
-        if name.startswith("visual.")
-        else name.replace("model.", "model.language_model.", 1)
-    )

@@ -8,8 +8,8 @@ from torch import nn
 from minivlmrl.adapters.lora import adapters, is_adapter, plain_weights
 
 PART = {  # what a recipe calls the parts of a model, as beginnings of names
-    "vision": "visual.",  # without the merger, which is the longer name
-    "merger": "visual.merger.",
+    "vision": "visual.",  # without the mergers, whose names are longer
+    "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "language": "model.",  # without the embeddings
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
 }

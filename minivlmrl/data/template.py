@@ -1,11 +1,13 @@
 """A folder's own chat template, in Jinja: messages -> the same pieces that chat.py makes of Qwen's.
 
 The template that Qwen publishes with Qwen2-VL and Qwen2.5-VL is chat.render, which is used then.
+Qwen3-VL's is chat.render without a default system message, but for tools.
 """
 
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +16,23 @@ import jinja2
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.chat import IMAGE, VIDEO, Control, content_parts, join_text, part_kind
-from minivlmrl.data.turns import check_ends, check_messages, join_flagged, text_of
+from minivlmrl.chat import (
+    IMAGE,
+    START,
+    VIDEO,
+    Control,
+    content_parts,
+    join_text,
+    layout_turn,
+    part_kind,
+)
+from minivlmrl.data.turns import (
+    check_ends,
+    check_messages,
+    join_flagged,
+    render_completion,
+    text_of,
+)
 from minivlmrl.hub.checker import naming
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
@@ -32,6 +49,8 @@ PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
+# of what Qwen publishes with Qwen3-VL
+PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
 # and ours, for transformers: it is saved into a folder that has none
 DEFAULT = """{%- set seen = namespace(image=0, video=0) -%}
 {%- for message in messages -%}
@@ -46,6 +65,10 @@ You are a helpful assistant.<|im_end|>
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+
+BEGINNING, _, REST = DEFAULT.partition("\n{%- if loop.first")
+DEFAULT_QWEN3 = BEGINNING + REST.partition("{% endif %}")[2]  # without the default system message
 
 
 class ChatTemplate:
@@ -67,6 +90,7 @@ class ChatTemplate:
         names = sorted(names, key=len, reverse=True)
         self.controls = {name: Control(name) for name in names}
         self.controls |= {str(IMAGE): IMAGE, str(VIDEO): VIDEO}
+        self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, names))})")
         try:
             self.template = environment().from_string(text)
@@ -104,6 +128,10 @@ class ChatTemplate:
             messages: see chat.render; an assistant's may have tool_calls, and then no content. A
                 template that writes no <|image_pad|> gets the parts of a message joined as text.
         """
+        if self.is_qwen3 and not _needs_jinja(messages):
+            seen = Counter() if add_vision_id else None
+            turns = [piece for message in messages for piece in layout_turn(message, seen)]
+            return join_text(turns + [START, "assistant\n"] * add_generation_prompt)
         checked = self._checked(messages, add_vision_id)
         pieces = join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
         shown = [
@@ -124,6 +152,8 @@ class ChatTemplate:
         The assistant writes what each of its turns adds to the conversation before it with its
         generation prompt, up to and with the control token that closes the turn.
         """
+        if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
+            return render_completion(turns)
         whole = self._checked([*messages, *turns], add_vision_id)
         check_ends(turns)
         text = self._lay_out(whole, False, add_vision_id)
@@ -208,8 +238,21 @@ class ChatTemplate:
 
 def is_chat_render(text: str) -> bool:
     """Tell whether a template's text is known to lay out what chat.render does."""
+    return _is_known(text, DEFAULT, *PUBLISHED)
+
+
+def _is_known(text: str, ours: str, *published: str) -> bool:
     text = text.removesuffix("\n")
-    return text == DEFAULT or hashlib.sha256(text.encode()).hexdigest() in PUBLISHED
+    return text == ours or hashlib.sha256(text.encode()).hexdigest() in published
+
+
+def _needs_jinja(messages: list[dict]) -> bool:
+    """Tell whether Qwen3-VL's template does more with a conversation than chat.render."""
+    check_messages(messages, tool_calls=True)
+    shown = {m["role"] for m in messages for p in content_parts(m) or () if part_kind(p) != "text"}
+    roles = [message["role"] for message in messages]
+    known = set(roles) <= {"system", "user", "assistant"} and "system" not in roles[1:]
+    return not known or not shown <= {"user"} or any(m.get("tool_calls") for m in messages)
 
 
 def _plain(value):

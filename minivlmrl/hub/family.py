@@ -1,14 +1,16 @@
 """Model families: all that differs between two of them, in one record each.
-docs/README.md says how to add a third."""
+docs/carry_on.md says how to add another."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub.checker import build
+from minivlmrl.hub import qwen2_vl, qwen3_vl
 from minivlmrl.hub.preprocessor import read_image_processor
 
 QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
@@ -19,6 +21,11 @@ QWEN_CONTROL_TOKENS |= {
 QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endoftext|>"}
 
 
+# of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
+QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False}
+QWEN2_TEXT |= {"head_dim": None}
+
+
 @dataclass(frozen=True)
 class Family:
     """What hub, plan and sharding ask about a model;
@@ -27,18 +34,40 @@ class Family:
     architecture: str  # class of transformers, which config.json names
     # fields of VisionConfig that config.json does not have, the positions of a video among them
     tower: dict[str, Any]
-    # (vision_config of a config.json, its file) -> fields of VisionConfig; and the inverse
+    # fields of ModelConfig that it does not have
+    text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
+    # and what transformers takes for some that it may leave out
+    defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
+    # (vision_config of a config.json, its file) -> fields of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    write_vision: Callable[[dict], dict] = lambda vision: vision
+    # a flat config.json -> the family's own
+    write: Callable[[dict], dict] = lambda config: config
+    # its files call tensors as transformers does in memory, see memory_name
+    memory_names: bool = False
     # of ModelConfig -> token
     control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)
     # (ModelConfig) -> a model with .visual, .model and .lm_head
     model: Callable[..., nn.Module] = Qwen2_5_VL
-    template: object = None  # of a folder that has none; None: chat.py's
+    default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # of the content of a preprocessor_config.json
     read_image_processor: Callable = read_image_processor
     # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
     blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
+
+
+def hub_name(name: str) -> str:
+    """Name a tensor or layer as we do: model.visual.x -> visual.x, model.language_model.x -> model.x.
+
+    Files of Qwen2-VL and Qwen2.5-VL have our names.
+    """
+    return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
+
+
+def memory_name(name: str) -> str:
+    """Name a tensor or layer as transformers 4.52 and later do in memory: hub_name's inverse."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def family_of(model: nn.Module) -> Family:
@@ -46,37 +75,27 @@ def family_of(model: nn.Module) -> Family:
     return FAMILIES[model.config.model_type]
 
 
-@dataclass
-class _Qwen2VLTower:
-    """Qwen2-VL's own names in vision_config."""
-
-    embed_dim: Annotated[int, ">= 1"] = 1280  # hidden_size of VisionConfig
-    mlp_ratio: Annotated[float, "(0, inf)"] = 4.0  # of intermediate_size to it
-    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size
-
-
-def _read_qwen2_vl(vision: dict, where: str) -> dict:
-    tower = build(_Qwen2VLTower, vision, where, "vision_config.", json=True)
-    sizes = {
-        "hidden_size": tower.embed_dim,
-        "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
-    }
-    return vision | sizes | {"out_hidden_size": tower.hidden_size}
-
-
-def _write_qwen2_vl(vision: dict) -> dict:
-    out, width = dict(vision), vision["hidden_size"]
-    ratio, out["hidden_size"] = out.pop("intermediate_size") / width, out.pop("out_hidden_size")
-    return out | {"embed_dim": width, "mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
-
-
-QWEN2_VL = {"norm": "layer_norm", "mlp": "quick_gelu"}
-QWEN2_VL |= {"window_size": None, "fullatt_block_indexes": (), "tokens_per_second": None}
+NO_DEEPSTACK = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 FAMILIES = {
     "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu"}
+        "Qwen2_5_VLForConditionalGeneration", {"norm": "rms_norm", "mlp": "swiglu", **NO_DEEPSTACK}
     ),
     "qwen2_vl": Family(
-        "Qwen2VLForConditionalGeneration", QWEN2_VL, _read_qwen2_vl, _write_qwen2_vl
+        "Qwen2VLForConditionalGeneration",
+        qwen2_vl.TOWER | NO_DEEPSTACK,
+        read_vision=qwen2_vl.read_vision,
+        write=qwen2_vl.write_config,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        qwen3_vl.TOWER,
+        qwen3_vl.TEXT,
+        qwen3_vl.TEXT_DEFAULTS,
+        qwen3_vl.read_vision,
+        qwen3_vl.write_config,
+        memory_names=True,
+        model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
+        default_system=False,
+        read_image_processor=qwen3_vl.read_images,
     ),
 }

@@ -9,7 +9,8 @@ from minivlmrl.hub.family import FAMILIES
 Size, TokenId = Annotated[int, ">= 1"], Annotated[int, ">= 0"]
 # more would take minutes to build, before the weights are seen to be missing
 Depth = Annotated[int, "[1, 1000]"]
-HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu"}  # VisionConfig.mlp -> the hub's name
+# VisionConfig.mlp -> the hub's name
+HIDDEN_ACT = {"swiglu": "silu", "quick_gelu": "quick_gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,11 @@ class VisionConfig:
     # M-RoPE positions in a second of video; None: one a time step (Qwen2-VL)
     tokens_per_second: Size | None = 4
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    mlp: Literal["swiglu", "quick_gelu"] = "swiglu"
+    mlp: Literal["swiglu", "quick_gelu", "gelu_tanh"] = "swiglu"
+    # learned positions, a square that is stretched over each image; None: there are none
+    num_position_embeddings: Size | None = None
+    # blocks whose output is added to the decoder's first layers too (Qwen3-VL's DeepStack)
+    deepstack_visual_indexes: tuple[TokenId, ...] = ()
 
     @property
     def patch_dim(self) -> int:
@@ -56,6 +61,10 @@ class ModelConfig:
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
     # frequencies given to time, height, width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
+    mrope_interleaved: bool = False  # time, height and width take turns (Qwen3-VL)
+    head_dim: Size | None = None  # None: hidden_size / num_attention_heads
+    attention_bias: bool = True  # of queries, keys and values
+    qk_norm: bool = False  # each head of queries and keys is normed
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -72,8 +81,10 @@ class ModelConfig:
         vision = self.vision_config
         heads = self.num_attention_heads
         groups = self.num_key_value_heads
-        words = f"a multiple of its {heads} heads"
-        require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
+        if self.head_dim is None:
+            words = f"a multiple of its {heads} heads"
+            require(self.hidden_size % heads == 0, "hidden_size", self.hidden_size, words)
+            self.head_dim = self.hidden_size // heads
         words = f"a divisor of num_attention_heads ({heads})"
         require(heads % groups == 0, "num_key_value_heads", groups, words)
         sections = list(self.mrope_section)
@@ -84,10 +95,20 @@ class ModelConfig:
         require(width % by == 0, "vision_config.hidden_size", width, words)
         same = f"hidden_size ({self.hidden_size}); Qwen2-VL calls it vision_config.hidden_size"
         require(out == self.hidden_size, "vision_config.out_hidden_size", out, same)
+        deep, layers = vision.deepstack_visual_indexes, self.num_hidden_layers
+        fewer = f"fewer than num_hidden_layers ({layers})"
+        require(len(deep) < layers, "vision_config.deepstack_visual_indexes", list(deep), fewer)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def mrope_axes(self) -> tuple[int, ...]:
+        """The axis of each frequency: 0 time, 1 height, 2 width; head_dim / 2 of them.
+
+        Example: sections 2, 1, 1 are 0 0 1 2, interleaved 0 1 2 0.
+        """
+        section, count = self.mrope_section, self.head_dim // 2
+        if self.mrope_interleaved:
+            return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(count))
+        return tuple(axis for axis in range(3) for _ in range(section[axis]))
 
     @classmethod
     def from_dict(cls, config: dict, where: str = "config.json") -> "ModelConfig":
@@ -96,13 +117,14 @@ class ModelConfig:
         if model_type not in list(FAMILIES):
             raise ValueError(
                 f"{where}: model_type is {model_type!r:.40}, this model reads "
-                f"{' and '.join(FAMILIES)}"
+                f"{', '.join([*FAMILIES][:-1])} and {[*FAMILIES][-1]}"
             )
         text = _section(config, "text_config", where)
-        # where a config does not say rms_norm_eps, transformers takes 1e-5, not the hub's value
-        flat = {"rms_norm_eps": 1e-5, **config, **text, "model_type": model_type}
+        family = FAMILIES[model_type]
+        flat = {**config, **text, "model_type": model_type}
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
         flat.pop("mrope_section", None)  # only the rope's own counts
+        flat = family.defaults | flat
         flat |= {name: rope[name] for name in ("rope_theta", "mrope_section") if name in rope}
         flat["torch_dtype"] = (
             config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
@@ -111,10 +133,16 @@ class ModelConfig:
         flat["tie_word_embeddings"] = config.get(
             "tie_word_embeddings", flat.get("tie_word_embeddings", False)
         )
-        family, vision = FAMILIES[model_type], _section(config, "vision_config", where)
+        vision = _section(config, "vision_config", where)
         for name, value, known in (
             ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
             ("hidden_act", flat.get("hidden_act"), ("silu",)),
+            ("attention_bias", flat.get("attention_bias"), (family.text["attention_bias"],)),
+            (
+                "rope_scaling.mrope_interleaved",
+                rope.get("mrope_interleaved"),
+                (family.text["mrope_interleaved"],),
+            ),
             ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
             (
                 "vision_config.hidden_act",
@@ -127,7 +155,7 @@ class ModelConfig:
                     value in (None, *known), name, value, f"{known[0]!r}; no other is supported"
                 )
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
-        flat["vision_config"] = family.read_vision(vision, where) | family.tower
+        flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
         known = {field.name for field in fields(cls)} | {
             "text_config",
             "rope_parameters",
@@ -139,11 +167,12 @@ class ModelConfig:
         return build(cls, flat, where, json=True)
 
     def to_dict(self) -> dict:
-        """Write the hub's flat config.json, which transformers 4.49 to 5.23 and vLLM read."""
+        """Write the hub's config.json, which vLLM and every transformers with the family read."""
         family, out = FAMILIES[self.model_type], asdict(self)
         tower, extra, mrope_section = (
             out.pop(name) for name in ("vision_config", "extra", "mrope_section")
         )
+        out = {name: value for name, value in out.items() if name not in family.text}
         vision = {name: value for name, value in tower.items() if name not in family.tower}
         vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
         vision = {
@@ -152,8 +181,8 @@ class ModelConfig:
             "spatial_patch_size": tower["patch_size"],
         }
         out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
-        out["vision_config"] = family.write_vision(vision)
-        return {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
+        out = {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
+        return family.write(out | {"vision_config": vision})
 
 
 def _section(config: dict, name: str, where: str) -> dict:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
-from minivlmrl.data.template import DEFAULT, ChatTemplate
-from minivlmrl.hub.family import FAMILIES
+from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.hub.family import FAMILIES, Family, hub_name, memory_name
 from minivlmrl.hub.folder import (
     INDEX,
     find_folder,
@@ -149,8 +149,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                     "made of"
                 )
                 raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
-            # transformers >= 4.52 calls them model.visual.* and model.language_model.* in memory
-            yield re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name), tensor
+            yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 
@@ -179,7 +178,7 @@ def random_model(
     # from one merged token on
     bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
     images = family.read_image_processor(settings, "data", *bounds)
-    return model, Processor(tokenizer, images, family.template)
+    return model, Processor(tokenizer, images, default_template(family))
 
 
 @torch.no_grad()
@@ -237,7 +236,14 @@ def load_processor(
             raise ValueError(f"{file}: a link to {target}; put the file itself there")
     # now: the folder may be gone at the next save
     tokenizer.files = {file.name: file.read_bytes() for file in files}
-    return Processor(tokenizer, images, template or family.template)
+    return Processor(tokenizer, images, template or default_template(family))
+
+
+def default_template(family: Family) -> ChatTemplate | None:
+    """Return the chat template of a folder that has none; None: chat.render."""
+    if family.default_system:
+        return None
+    return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
 def save_model(
@@ -257,6 +263,8 @@ def save_model(
     """
     reshard(model)
     weights, base = plain_weights(model), getattr(model, "adapter_base", None)
+    if FAMILIES[model.config.model_type].memory_names:
+        weights = {memory_name(name): weight for name, weight in weights.items()}
     write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None
     shapes = {
         name: torch.empty_like(getattr(w, "weight", w), device="meta")
@@ -328,8 +336,9 @@ def _write_processor(folder: Path, processor: Processor):
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    if template is None and "chat_template.jinja" not in carried:
-        (folder / "chat_template.jinja").write_text(DEFAULT, encoding="utf-8")
+    own = DEFAULT if template is None else template.text
+    if own in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+        (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
     if "tokenizer.json" not in carried:
         processor.tokenizer.backend.save(str(folder / "tokenizer.json"))
     generation = {"eos_token_id": list(processor.stop_token_ids), "pad_token_id": end_of_text}

@@ -14,6 +14,40 @@ SIZES = {
     "Qwen2-VL-7B": ("qwen2_vl", 3584, 28, 28, 4, 18944, 152064, False, 5120, 8_291_375_616, 730),
 }
 
+# hidden_size, layers, heads, intermediate_size, tied; depth, hidden_size and intermediate_size of the tower, its deep
+# blocks; parameters and tensors of the hub's files. All have 8 key/value heads of 128, and 151,936 tokens.
+QWEN3_SIZES = {
+    "Qwen3-VL-2B": (2048, 28, 16, 6144, True, 24, 1024, 4096, [5, 11, 17], 2_127_532_032, 625),
+    "Qwen3-VL-4B": (2560, 36, 32, 9728, True, 24, 1024, 4096, [5, 11, 17], 4_437_815_808, 713),
+    "Qwen3-VL-8B": (4096, 36, 32, 12288, False, 27, 1152, 4304, [8, 16, 24], 8_767_123_696, 750),
+}
+
+
+def qwen3_config(size: str) -> dict:
+    """One of QWEN3_SIZES."""
+    hidden, layers, heads, ffn, tied, depth, width, vision_ffn, deep, _, _ = QWEN3_SIZES[size]
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    text = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": hidden,
+        "initializer_range": 0.02, "intermediate_size": ffn, "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text", "num_attention_heads": heads, "num_hidden_layers": layers,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": rope, "rope_theta": 5000000,
+        "use_cache": True, "vocab_size": 151936,
+    }  # fmt: skip
+    vision = {
+        "deepstack_visual_indexes": deep, "depth": depth, "hidden_act": "gelu_pytorch_tanh", "hidden_size": width,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": vision_ffn, "model_type": "qwen3_vl",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+        "text_config": text, "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0",
+        "video_token_id": 151656, "vision_config": vision, "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }  # fmt: skip
+
 
 def tiny_config(model_type: str, tied: bool) -> dict:
     ids = {
@@ -35,7 +69,9 @@ def tiny_config(model_type: str, tied: bool) -> dict:
 
 
 def real_config(size: str) -> dict:
-    """One of SIZES."""
+    """One of SIZES or QWEN3_SIZES."""
+    if size in QWEN3_SIZES:
+        return qwen3_config(size)
     model_type, hidden, layers, heads, kv_heads, ffn, vocab, tied, vision_ffn, _, _ = SIZES[size]
     ids = {
         "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652,

@@ -1,5 +1,11 @@
 """transformers' models as the oracle: what several test files ask of them. Import it where transformers is there."""
 
+import importlib
+import inspect
+import re
+import sys
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,7 +18,34 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 CLASSES = {
     "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
     "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
+    "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
 }
+
+
+def in_float64(monkeypatch, model_type: str):
+    """What transformers computes in float32 whatever its dtype, it computes in float64 until the test ends.
+
+    The formulas are those of its source. Frequencies of rotaries stay float32, as the checkpoints were trained.
+    """
+    for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
+        module = importlib.import_module(name)
+        lifted = dict(vars(module))
+        parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
+        lift = partial(re.sub, r"torch\.float(32)?\b|(?<=\.)float(?=\(\))", lambda found: LIFTED[found[0]])
+        source = "".join(part if "RotaryEmbedding(" in part else lift(part) for part in parts)
+        exec(compile(source, module.__file__, "exec"), lifted)
+        for key, made in lifted.items():
+            was = vars(module).get(key)
+            if inspect.isclass(made) and made is not was and "forward" in vars(made):
+                monkeypatch.setattr(was, "forward", made.forward)
+            if inspect.isfunction(made) and made is not was:
+                monkeypatch.setattr(module, key, made)
+    interpolation = "get_vision_interpolation_indices_and_weights"
+    if hasattr(modeling := sys.modules[CLASSES[model_type].__module__], interpolation):
+        monkeypatch.setattr(modeling, interpolation, getattr(module, interpolation))
+
+
+LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "float": "double"}
 
 
 def their_inputs(prompt):

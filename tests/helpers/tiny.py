@@ -35,15 +35,20 @@ IMAGE, VIDEO, VISION_START, VISION_END = 293, 294, 290, 291
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
     """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
+    family, text = FAMILIES[model_type], {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
-        own = {"intermediate_size": 64, **FAMILIES["qwen2_vl"].tower}
+        own = {"intermediate_size": 64, **family.tower}
+    elif model_type == "qwen3_vl":  # heads of another size than hidden_size / heads
+        text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
+        own = {"intermediate_size": 64, **family.tower}
+        own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
     vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
     return ModelConfig(
         model_type=model_type,
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, mrope_section=(2, 3, 3), tie_word_embeddings=tied, image_token_id=IMAGE,
+        num_key_value_heads=2, **text, tie_word_embeddings=tied, image_token_id=IMAGE,
         video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, bos_token_id=1,
         eos_token_id=2, vision_config=vision,
     )  # fmt: skip
@@ -70,10 +75,14 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     return model
 
 
+def model_of(config: ModelConfig, seed: int = 0) -> Qwen2_5_VL:
+    return telling_weights(FAMILIES[config.model_type].model(config), seed)
+
+
 def model(
     tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, model_type: str = "qwen2_5_vl"
 ) -> Qwen2_5_VL:
-    return telling_weights(Qwen2_5_VL(config(tied, model_type=model_type)).to(dtype), seed)
+    return model_of(config(tied, model_type=model_type), seed).to(dtype)
 
 
 def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5) -> Prompt:

@@ -1,0 +1,165 @@
+"""Qwen3-VL against transformers 5.23: config, tower, template, images, and a packed group in float64."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from minivlmrl.batch import pack
+from minivlmrl.hub import qwen3_vl
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.image import ImageProcessor
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Processor
+from minivlmrl.scale.checkpoint import load_model, save_model
+from minivlmrl.tasks import shapes
+
+import tiny
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+
+def test_positions_are_stretched_from_corner_to_corner():
+    assert qwen3_vl.stretch(3, 2).tolist() == [[1, 0], [0.5, 0.5], [0, 1]]
+    assert qwen3_vl.stretch(1, 4).tolist() == [[1, 0, 0, 0]]
+    assert torch.equal(qwen3_vl.stretch(6, 6), torch.eye(6))
+
+
+def test_axes_take_turns_until_each_has_its_share():
+    config = tiny.config(model_type="qwen3_vl")
+    assert config.mrope_axes == (0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0)
+    assert tiny.config().mrope_axes == (0, 0, 1, 1, 1, 2, 2, 2)
+
+
+@pytest.mark.parametrize("text, vision", [({}, {}), ({"head_dim": 16}, {"deepstack_visual_indexes": [1]})])
+def test_what_config_json_leaves_out_is_transformers_default(text, vision):
+    """Also what transformers itself writes: rope_parameters, dtype."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 300, "intermediate_size": 96, **text}
+    if text:
+        sizes["rope_scaling"] = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 7e5}
+    given = {"model_type": "qwen3_vl", "text_config": sizes, "vision_config": {"out_hidden_size": 64, **vision}}
+    theirs = transformers.Qwen3VLConfig(text_config=sizes, vision_config=given["vision_config"])
+    for config in (given, json.loads(theirs.to_json_string())):
+        ours = ModelConfig.from_dict(config)
+        for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "attention_bias"):
+            assert getattr(ours, name) == getattr(theirs.text_config, name), name
+        assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
+        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "num_position_embeddings"):
+            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+        assert list(ours.vision_config.deepstack_visual_indexes) == list(theirs.vision_config.deepstack_visual_indexes)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "says"),
+    [
+        ("vision_config", "num_position_embeddings", 35, "num_position_embeddings is 35, it must be a square number"),
+        ("vision_config", "deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
+        ("vision_config", "deepstack_visual_indexes", [0, 1, 2], "it must be fewer than num_hidden_layers (3)"),
+        ("vision_config", "hidden_act", "gelu", "it must be 'gelu_pytorch_tanh'"),
+        ("text_config", "attention_bias", True, "attention_bias is True, it must be False"),
+        ("text_config", "rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
+    ],
+)
+def test_what_no_model_of_ours_computes_is_named(section, name, value, says):
+    config = tiny.config(model_type="qwen3_vl").to_dict()
+    config[section][name] = value
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(config, "FOLDER/config.json")
+    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+
+
+def random_config(rng: random.Random) -> ModelConfig:
+    """Another depth, number of heads, sections, deep blocks, patch and merge sizes each time."""
+    heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
+    half = rng.choice([4, 8, 12])
+    height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
+    layers, depth, patch = rng.randint(2, 5), rng.randint(1, 5), rng.choice([2, 4, 16])
+    deep = rng.sample(range(depth), rng.randint(0, min(depth, layers - 1)))
+    vision = {
+        "depth": depth, "hidden_size": 8 * rng.choice([1, 2, 4]), "intermediate_size": 24, "num_heads": 2,
+        "patch_size": patch, "spatial_merge_size": rng.choice([1, 2, 3]), "temporal_patch_size": rng.choice([1, 2]),
+        "num_position_embeddings": rng.randint(1, 6) ** 2, "deepstack_visual_indexes": deep, "out_hidden_size": 40,
+    }  # fmt: skip
+    text = {
+        "hidden_size": 40, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "head_dim": 2 * half, "vocab_size": 300, "intermediate_size": 56, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"mrope_section": [half - height - width, height, width], "rope_theta": 1e4},
+    }  # fmt: skip
+    ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
+    ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
+    return ModelConfig.from_dict({"model_type": "qwen3_vl", **ids, "text_config": text, "vision_config": vision})
+
+
+def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
+    """Text around images of these grids in merged tokens."""
+    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
+    prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])  # its ids are those of 2 x 2 patches a token
+    grids = [(1, h * merge, w * merge) for h, w in grids]
+    prompt.image_grid_thw = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    patches = int(prompt.image_grid_thw.prod(1).sum()) if grids else 0
+    prompt.pixel_values = torch.randn(patches, vision.patch_dim, generator=generator, dtype=torch.float64)
+    return prompt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logits_of_random_configs_equal_transformers(seed, monkeypatch):
+    check_random_configs([seed], monkeypatch)
+
+
+@pytest.mark.slow
+def test_logits_of_200_random_configs_equal_transformers(monkeypatch):
+    check_random_configs(range(20, 200), monkeypatch)
+
+
+def check_random_configs(seeds, monkeypatch):
+    in_float64(monkeypatch, "qwen3_vl")
+    model_class = transformers.Qwen3VLForConditionalGeneration
+    for seed in seeds:
+        config, generator = random_config(random.Random(seed)), torch.Generator().manual_seed(seed)
+        theirs = model_class._from_config(transformers.Qwen3VLConfig(**config.to_dict())).double().eval()
+        tiny.telling_weights(theirs)
+        theirs.tie_weights()
+        ours = tiny.model_of(config).double()
+        found = {qwen3_vl_name(name): p for name, p in theirs.state_dict().items()}
+        ours.load_state_dict(found, strict=not config.tie_word_embeddings)
+        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)])]
+        with torch.no_grad():
+            for row, logits in zip(rows, our_logits(ours, rows), strict=True):
+                expected = theirs(**their_inputs(row)).logits[0]
+                assert (logits - expected).abs().max() <= 1e-13 * expected.abs().max(), seed
+
+
+def qwen3_vl_name(name: str) -> str:
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
+def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(tmp_path, monkeypatch):
+    """Three completions of an image, two of an image and a video, one of text."""
+    in_float64(monkeypatch, "qwen3_vl")
+    save_model(tmp_path, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(tmp_path, torch.float64)
+    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(1)
+    rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
+    for row in rows:
+        row.pixel_values = row.pixel_values.double()
+    completions = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2, 7), (4, 1), (3,))]
+    logps, _ = per_token_logps(ours, pack(rows, completions, ours.config))
+    weights = torch.rand(len(logps), generator=generator).double()
+    (logps * weights).sum().backward()
+    expected = []
+    for row, group in zip(rows, completions, strict=True):
+        for ids in group:
+            inputs = their_inputs(row.__class__(torch.cat([row.input_ids, ids]), row.pixel_values, row.image_grid_thw))
+            logits = theirs(**inputs).logits[0, len(row.input_ids) - 1 : -1]
+            expected.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    expected = torch.cat(expected)
+    assert (logps - expected).abs().max() <= 1e-13
+    (expected * weights).sum().backward()
+    gradients = {qwen3_vl_name(name): p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() <= 1e-13 * gradients[name].abs().max(), name
