@@ -79,7 +79,7 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
         cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
     inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
-    axes = _on_device(config.mrope_axes, position_ids.device)
+    axes = _tensor(config.mrope_axes, device=position_ids.device)
     angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
     return tuple(x.to(dtype) for x in _cos_sin(angles))
 
@@ -121,6 +121,4 @@ def _inverse_frequencies(count: int, theta: float, device) -> Tensor:
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-@cache
-def _on_device(numbers: tuple[int, ...], device) -> Tensor:
-    return torch.tensor(numbers, device=device)
+_tensor = cache(torch.tensor)  # a tuple is copied to a device once

@@ -35,14 +35,6 @@ def test_towers_have_fields_of_vision_config_and_survive_the_names_of_the_hub(mo
     assert {name: found[name] for name in ours} == ours
 
 
-def test_qwen2_vl_has_other_names_on_the_hub():
-    read = FAMILIES["qwen2_vl"].read_vision
-    found = read({"embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4, "depth": 32}, "config.json")
-    assert (found["hidden_size"], found["intermediate_size"], found["out_hidden_size"]) == (1280, 5120, 1536)
-    with pytest.raises(ValueError, match=r"config.json: vision_config.embed_dim is 1.5, it must be of type int"):
-        read({"embed_dim": 1.5}, "config.json")
-
-
 def test_control_tokens_are_fields_of_the_config():
     """A random model takes their ids from the tokenizer."""
     tokenizer = shapes.tokenizer()
