@@ -22,7 +22,7 @@ from minivlmrl.run.optimizer import OptimizerSection, TrainingConfig, build_opti
 from minivlmrl.scale import sharding as file
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import Sharding, ShardingSection, copy_model, is_sharded, rollout_weights
+from minivlmrl.scale.sharding import Sharding, ShardingSection, VisionInStep, copy_model, is_sharded, rollout_weights
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -241,6 +241,24 @@ def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
         per_token_logps(model, batch())
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1])
+def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere):
+    """If another rank has some: no state changes, and the gradients are 0. Else the tower has none."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(elsewhere))
+    model, vision = tiny.model(), VisionInStep()
+    text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config)
+    hidden = model(text)
+    vision.before(model, (text,))
+    joint = vision.after(model, (text,), hidden)
+    assert torch.equal(joint, hidden)
+    joint.sum().backward()
+    assert {None if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()} == (
+        {0.0} if elsewhere else {None}
+    )
+    assert vision.after(model, (text,), hidden) is hidden  # of the next forward
 
 
 def test_a_rank_that_ends_early_decodes_until_all_have_ended():
