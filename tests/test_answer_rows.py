@@ -105,3 +105,21 @@ def test_a_mistake_is_one_sentence(evaluate):
         evaluate("--num_generations=0")
     with pytest.raises(ValueError, match=r"unknown key sampling\.heat"):
         evaluate("--sampling.heat=3")
+
+
+def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):
+    """Somebody may have sent the folder; a judge's address, which gets the key, has a colon too."""
+    model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    evil, trace = tmp_path / "evil.py", tmp_path / "executed"
+    evil.write_text(f"open({str(trace)!r}, 'w')\ndef f(completions, **columns):\n    return [1.0] * len(completions)\n")
+    for name in (f"{evil}:f", "judge(url='http://127.0.0.1:9/v1')"):
+        recipe = tmp_path / "config.yaml"
+        recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
+        with pytest.raises(ValueError, match=r"config.yaml: it was found, .* names code, .*; read it; --recipe="):
+            evaluate("--rows=1", model=model)
+        evaluate("--rows=1", model=model, tool=answer_rows.generate)  # asks no reward
+        assert not trace.exists()
+    asked = f"--data.eval_rewards=[{evil}:f, format]"
+    assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
+    recipe.write_text(json.dumps({"data": {"eval_rewards": [f"{evil}:f", "format"]}}))
+    assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from minivlmrl.__main__ import main
+from minivlmrl.hub.load import load_name
 
 LOUD = ["--rewards={letters: 1.0}", "--log_completions=1", "--data.eval_rows=1", "--num_threads=1", "--data.pairs=8"]
 MORE = ["--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.max_steps=7", "--ppo.num_ppo_epochs=2"]
@@ -99,3 +100,18 @@ def test_mistakes_are_named(run, plain, lively, replayed):
     ):
         code, lines = replayed(folder, *arguments)
         assert code == 2 and words in "\n".join(lines)
+
+
+def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path):
+    reward = tmp_path / "mine.py"
+    reward.write_text("def f(completions, **columns):\n    return [float(len(text)) for text in completions]\n")
+    options = ["--stages=[grpo]", "--grpo.max_steps=1", *LOUD[1:], f"--rewards={{'{reward}:f': 1.0}}"]
+    folder = run(*options)
+    trace = tmp_path / "executed"
+    reward.write_text(f"open({str(trace)!r}, 'w')\n{reward.read_text()}")
+    load_name.cache_clear()
+    code, lines = replayed(folder, "grpo", 0)
+    assert code == 2 and f"names code, {reward}:f; read it; --recipe={folder / 'config.yaml'}" in lines[-1]
+    assert not trace.exists()
+    code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
+    assert code == 0 and lines[-2:] == SAME and trace.exists()

@@ -20,7 +20,7 @@ from minivlmrl.data.turns import text_of
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
 from minivlmrl.run.completions import groups
-from minivlmrl.run.config import load_config
+from minivlmrl.run.config import check_found, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.resume import Progress, States
 from minivlmrl.run.start import prepare
@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
+    parser.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
     parser.add_argument("--stage", help="by default the last one")
     parser.add_argument("--step", type=int, default=0, help="of the stage, from 0")
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
@@ -40,12 +41,16 @@ def main(arguments: list[str]) -> int:
     folder, number = Path(options.run), options.step
     recipe, own = folder, []
     if folder.is_dir():
-        recipe, own = folder / "config.yaml", [f"--output_dir={folder}"]
+        recipe = options.recipe or folder / "config.yaml"
+        own = [f"--output_dir={folder}"]
         changed = [word for word in overrides if not word.startswith("--num_threads=")]
         if changed:
             only = f"only a recipe takes {changed[0]}"
             raise ValueError(f"{folder}: a run is replayed as it was; {only}")
     config = load_config(recipe, [*own, *overrides])
+    if folder.is_dir() and not options.recipe:
+        names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
+        check_found(recipe, names, overrides)
     stage = options.stage or ["none", *config.stages][-1]
     algorithm, optimizer, step, rows = go_to(config, stage, number)
     show(algorithm, step, rows, options.prompt)

@@ -3,6 +3,7 @@ composed here."""
 
 import dataclasses
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -173,6 +174,20 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         setattr(section, name, _absolute(getattr(section, name)))
     config.data.files = {stage: _absolute(file) for stage, file in config.data.files.items()}
     return config
+
+
+def check_found(recipe: Path, names: Iterable[str], overrides: list[str]):
+    """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
+
+    Args:
+        names: of the rewards and tasks that would run; one that the command line says too may.
+    """
+    for name in names:
+        if ":" in name and not any(name in override for override in overrides):
+            cure = f"read it; --recipe={recipe} says that it may run"
+            raise ValueError(
+                f"{recipe}: it was found, not asked for, and names code, {name}; {cure}"
+            )
 
 
 def _absolute(path: str | None) -> str | None:

@@ -31,7 +31,7 @@ from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.completions import finite
-from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.run.config import check_found, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
 from minivlmrl.sampling.sample import RunSampler
@@ -87,6 +87,8 @@ def run(tool: str, arguments: list[str]):
         temperature = 0.0 if options.num_generations == 1 else 1.0
     sampling = replace(config.sampling, temperature=temperature)
     names = config.data.eval_rewards if tool == "evaluate" else []
+    if not options.recipe:
+        check_found(recipe, names, overrides)
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
