@@ -11,12 +11,15 @@ import sys
 import threading
 from pathlib import Path
 
-import pretend_cuda
 import pytest
+from pretend_cuda import CUDA, PretendCuda
 from runs import checkpoint, home, rows  # noqa: F401
 
 from benchmarks import house
 from minivlmrl import train
+from minivlmrl.scale.ranks import World
+
+import stages
 
 ROOT = house.ROOT
 # of each chapter what a step cannot do without, beside what README's table of the book names
@@ -59,7 +62,7 @@ def named_in_readme():
 
 def default_recipe(tmp_path, request):
     small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
-    options = ["--stages=[grpo]", "--data.eval_rows=1", *(f"--grpo.{text}" for text in small)]
+    options = ["--num_threads=1", "--stages=[grpo]", "--data.eval_rows=1", *(f"--grpo.{text}" for text in small)]
     train.main([str(ROOT / "recipes/shapes.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
 
 
@@ -75,12 +78,16 @@ def own_folder(tmp_path, request):
     file = request.getfixturevalue("rows")
     small = ["prompts_per_step=2", "max_steps=1", "num_generations=2"]
     options = [f"--model.path={folder}", f"--data.train_file={file}", f"--data.eval_file={file}", "--data.eval_rows=1"]
-    options += ["--sampling.max_new_tokens=4", "--data.max_pixels=3136", *(f"--grpo.{text}" for text in small)]
+    options += ["--num_threads=1", "--sampling.max_new_tokens=4", "--data.max_pixels=3136"]
+    options += [f"--grpo.{text}" for text in small]
     train.main([str(ROOT / "recipes/own_data.yaml"), f"--output_dir={tmp_path / 'run'}", *options])
 
 
 def pretended_card(tmp_path, request):
-    pretend_cuda.waits_of_a_step(tmp_path)
+    stages.write_recipe(tmp_path)
+    small = ["--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--sampling.max_new_tokens=4"]
+    with PretendCuda():
+        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *small, world=World(0, 1, CUDA)).go()
 
 
 @pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
