@@ -30,7 +30,7 @@ def test_the_first_step_is_one_half(stage):
 
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_a_step_by_hand(stage, loss_type):
-    """After three steps: the KL is that of each prompt with the answer of the next row, the last one with the first."""
+    """After three steps: the KL is of each prompt with the answer of the row before, the first with the last one's."""
     run = stage("kto", f"--kto.loss_type={loss_type}", "--kto.undesirable_weight=0.5", rows=Labels(8, "rows"))
     run.go(3)
     rows = [run.batches.dataset[i] for i in peek(run)]
@@ -39,13 +39,13 @@ def test_a_step_by_hand(stage, loss_type):
 
     @torch.no_grad()
     def logps(model, shift):
-        others = answers[shift:] + answers[:shift]
-        batch = pack([prompt for prompt, _ in encoded], [[ids] for ids in others], run.model.config)
+        shifted = answers[shift:] + answers[:shift]
+        batch = pack([prompt for prompt, _ in encoded], [[ids] for ids in shifted], run.model.config)
         return batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
 
-    (own, mask), (next_ones, next_mask) = logps(run.model, 0), logps(run.model, 1)
-    (ref, _), (next_ref, _) = (logps(run.algorithm.reference.model, shift) for shift in (0, 1))
-    kl = kto_kl(next_ones, next_ref, next_mask)
+    (own, mask), (others, others_mask) = logps(run.model, 0), logps(run.model, -1)
+    (ref, _), (others_ref, _) = (logps(run.algorithm.reference.model, shift) for shift in (0, -1))
+    kl = kto_kl(others, others_ref, others_mask)
     labels = torch.tensor([row.columns["label"] for row in rows])
     options = KTOLoss(loss_type, undesirable_weight=0.5)
     loss, metrics = kto_loss(own, mask, labels, options, ref_per_token_logps=ref, kl=kl)

@@ -8,10 +8,12 @@ import bugs
 import patients
 import transformers
 import trl
+from oracle import in_float64
 from patients import STEPS_OF
 
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.grpo_stage import GRPOStage
+from minivlmrl.algorithms.kto import KTO
 from minivlmrl.algorithms.sft import SFT
 from minivlmrl.audit.audit import TOLERANCE, audit, main, report
 from minivlmrl.audit.dump import read
@@ -88,6 +90,18 @@ def step_of(kind, d, folder, **options):
     return dict(model.named_parameters())
 
 
+def encoded(inputs):
+    """Prompts and answers of a batch of TRL's collator."""
+    ends, grids = inputs["image_grid_thw"].prod(1).cumsum(0).tolist(), inputs["image_grid_thw"]
+    prompts, answers = [], []
+    for i, (ids, real) in enumerate(zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)):
+        after = inputs["completion_mask"][i].bool()
+        patches = inputs["pixel_values"][[0, *ends][i] : ends[i]].double()
+        prompts.append(Prompt(ids[real & ~after], patches, grids[i : i + 1], torch.ones(1)))
+        answers.append([(ids[after], torch.ones(int(after.sum()), dtype=torch.bool))])
+    return prompts, answers
+
+
 @pytest.mark.parametrize(
     ("kind", "theirs", "ours"),
     [
@@ -117,6 +131,37 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
     apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
     print(kind, moved, max(apart.values()), max(apart, key=apart.get))
     assert moved > 2.9e-4 and max(apart.values()) < 1e-6, max(apart.items(), key=lambda item: item[1])
+
+
+def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
+    """Three steps of KTOTrainer: losses, KLs, whose pairing of prompts and answers is TRL's, and weights."""
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", patients.PlainHead)
+    in_float64(monkeypatch, "qwen2_5_vl")
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "max_grad_norm": 0.5}
+    trainer = patients.kto(folder, tmp_path / "trainer", 12, torch.float64, **options, **SAME, logging_steps=1)
+    trainer.ref_model.double()
+    seen, compute = [], trainer._compute_loss
+    monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs, *rest: (
+        seen.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
+    trainer.train()
+    run = RunConfig()
+    run.rewards, run.optimizer.max_grad_norm, run.kto.prompts_per_step = {}, 0.5, 4
+    for name, value in OURS.items():
+        setattr(run.kto, name, value)
+    model, processor = load_model(folder, torch.float64), load_processor(folder)
+    algorithm = KTO(run, model, processor, World(0, 1, torch.device("cpu")))
+    optimizer, lines = build_optimizer(algorithm.trained, run.kto, run.optimizer), []
+    for number, inputs in enumerate(seen):
+        monkeypatch.setattr(algorithm, "encode", lambda rows, inputs=inputs: encoded(inputs))
+        step = next(algorithm.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
+        lines.append(optimizer_step(algorithm, step, optimizer, number))
+    theirs = [line for line in trainer.state.log_history if "kl" in line]
+    assert lines[-1]["kl"] > 0.1
+    for ours, line in zip(lines, theirs, strict=True):
+        assert ours["kl"] == pytest.approx(line["kl"], rel=1e-9)
+        assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # which is logged in float32
+    after = {NAMES.sub("", name): x for name, x in trainer.model.named_parameters()}
+    assert max((after[name] - x).abs().max().item() for name, x in model.named_parameters()) < 1e-9
 
 
 @pytest.mark.parametrize("name", [

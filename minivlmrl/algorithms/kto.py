@@ -31,7 +31,8 @@ class KTOBatch(AnswerBatch):
 class KTO(AnswerAlgorithm):
     """Rows with a completion and a boolean column `label`.
 
-    kto_loss's KL is of each prompt with the next row's answer, as in TRL, but over a whole step.
+    kto_loss's KL is of each prompt with the answer of the row before it, as in TRL, but over a whole
+    step, the first with the last one's.
     """
 
     stage, needs, batch_type = "kto", "labels", KTOBatch
@@ -67,11 +68,11 @@ class KTO(AnswerAlgorithm):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL to the reference on this step's prompts with the next row's answers."""
-        first = self.world.gather_objects(answers[0])
-        following = [*answers[1:], first[(self.world.rank + 1) % self.world.size]]
+        """Estimate the KL to the reference on this step's prompts with the answers of rows before."""
+        last = self.world.gather_objects(answers[-1])
+        others = [last[self.world.rank - 1], *answers[:-1]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference
-        for part in zip(pieces(prompts, size), pieces(following, size), strict=True):
+        for part in zip(pieces(prompts, size), pieces(others, size), strict=True):
             batch = self.pack(*part)
             policy = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
             both = [(x * batch.loss_mask).sum(1) for x in (policy, batch.ref_per_token_logps)]

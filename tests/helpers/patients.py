@@ -116,6 +116,15 @@ def sft(folder, output, rows=8, dtype=torch.float32, **options):
     return offline(trl.SFTTrainer, trl.SFTConfig, data, folder, output, dtype, options)
 
 
+def kto(folder, output, rows=8, dtype=torch.float32, **options):
+    data = [
+        {"prompt": [user("What?")], "completion": [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)],
+         "label": i % 3 != 1}
+        for i in range(rows)
+    ]  # fmt: skip
+    return offline(trl.KTOTrainer, trl.KTOConfig, data, folder, output, dtype, options)
+
+
 def offline(trainer, config, data, folder, output, dtype, options):
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "max_length": None}
     return trainer(
