@@ -31,8 +31,7 @@ class KTOBatch(AnswerBatch):
 class KTO(AnswerAlgorithm):
     """Rows with a completion and a boolean column `label`.
 
-    kto_loss's KL is of each prompt with the answer of the row before it, as in TRL, but over a whole
-    step, the first with the last one's.
+    kto_loss's KL is of prompts with the answers of rows before, as in TRL, but over a whole step.
     """
 
     stage, needs, batch_type = "kto", "labels", KTOBatch
@@ -68,7 +67,7 @@ class KTO(AnswerAlgorithm):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL to the reference on this step's prompts with the answers of rows before."""
+        """Estimate the KL to the reference on prompts with the answer of the row before each."""
         last = self.world.gather_objects(answers[-1])
         others = [last[self.world.rank - 1], *answers[:-1]]
         size, logps = self.config.micro_batch_size, []  # of whole answers, of policy and reference

@@ -278,7 +278,7 @@ def kto_loss(
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
     """Estimate how far the policy has moved, in nats: a scalar, never negative, without gradient.
 
-    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL: of the row before.
+    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL: the row before's.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
