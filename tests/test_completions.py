@@ -7,10 +7,13 @@ import shutil
 import PIL.Image
 import pytest
 import torch
+from on_ranks import ONE
 from pytest import approx
 from runs import LETTERS, metrics
 
-from minivlmrl.run.completions import tokens
+from minivlmrl.run.completions import CompletionsLog, tokens
+from minivlmrl.run.config import RunConfig
+from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_processor
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", LETTERS)
@@ -82,3 +85,17 @@ def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
     drawn = type("Drawn", (), {"ids": torch.tensor(ids), "logps": torch.full((len(ids),), -0.5)})
     texts = [text for text, _ in tokens(drawn, tokenizer)]
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
+
+
+def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_place(tmp_path):
+    """Also of a step that comes again; no moment has less in the file than what is kept."""
+    lines = [json.dumps({"stage": "grpo", "step": step, "prompt": "\u2028" * 9}) + "\n" for step in range(4)]
+    path = tmp_path / "completions.jsonl"
+    path.write_text("".join(lines)[:-20])
+    before = path.stat().st_ino
+    progress = Progress(0, ["sft", "grpo"], "", stage=1, step=2, steps=5)
+    CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
+    assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
+    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
+    with pytest.raises(ValueError, match=r"completions.jsonl:2: not JSON"):
+        CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)

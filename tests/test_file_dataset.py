@@ -64,7 +64,7 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
             '{"problem": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
             "not JSON that can be read: it is nested too deep",
         ),
-        ('{"problem": "a", "margin": NaN}', "column 'margin' is nan, it must be a number"),
+        ('{"problem": "a", "margin": 1e999}', "column 'margin' is inf, it must be a number"),
         ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is \[0, 0\], it must be \[width"),
         ({"problem": "a", "answer_extent": "10 x 10"}, "column 'answer_extent' is '10 x 10'"),
         ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),

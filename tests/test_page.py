@@ -107,3 +107,32 @@ def test_what_is_no_run_is_named(tmp_path):
         page.main([str(tmp_path)])
     with pytest.raises(ValueError, match="one run or two"):
         page.main(["a", "b", "c"])
+
+
+def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tmp_path):
+    """No other file of this machine is embedded, and no text comes where the page writes a number."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "link.webp").symlink_to(tmp_path / "secret.txt")
+    line, evil = {"stage": "grpo", "step": 0, "images": []}, "<img src=x onerror=alert(1)>"
+    for change, message in (
+        *(({"images": [path]}, "is no picture in its images/") for path in (
+            "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
+        )),
+        *(({name: evil}, f"completions.jsonl:1: {name} is '<img src=x") for name in ("step", "row")),
+        ({"completions": [{"reward": evil}]}, "it must be of type float"),
+        ({"truth": [[evil]]}, "it must be of type float"),
+        ({"images": None}, "images is None, it must be of type list"),
+    ):  # fmt: skip
+        (tmp_path / "completions.jsonl").write_text(json.dumps(line | change) + "\n")
+        with pytest.raises(ValueError, match=re.escape(message)):
+            page.write_page([tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_number_that_json_does_not_have_leaves_the_page_readable(tmp_path):
+    """An older run may have written NaN, which no browser parses."""
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
+    page.write_page([tmp_path], tmp_path / "page.html")
+    assert '"loss": null' in (tmp_path / "page.html").read_text()

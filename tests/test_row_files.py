@@ -150,3 +150,48 @@ def test_large_rows_are_refused_within_seconds(tmp_path, columns):
     (tmp_path / "rows.jsonl").write_text("{" + columns + "}")
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{LARGE[columns]}"):
         FileDataset(tmp_path / "rows.jsonl")
+
+
+def test_a_number_that_is_none_is_missing(tmp_path):
+    """pandas writes NaN where there is nothing: no model is asked to answer nan."""
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "solution": NaN, "objects": [Infinity]}\n')
+    with pytest.raises(ValueError, match=r"column 'solution' is missing; the row has .'objects', 'problem'.;"):
+        FileDataset(tmp_path / "rows.jsonl", required=("problem", "solution"))
+    assert FileDataset(tmp_path / "rows.jsonl")[0].columns["objects"] == [None]
+
+
+def test_nan_of_a_table_is_missing(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"problem": "a", "solution": 1.5}, {"problem": "b", "solution": float("nan")}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert [row.columns["solution"] for row in FileDataset(tmp_path / "rows.parquet")] == [1.5, None]
+    with pytest.raises(ValueError, match="row 1: column 'solution' is missing"):
+        FileDataset(tmp_path / "rows.parquet", required=("problem", "solution"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename is '../rows.arrow', it must be a file beside it"),
+        ({"_data_files": [{"filename": "/etc/passwd"}]}, "filename is '/etc/passwd', it must be a file beside it"),
+        ({"_data_files": [{}]}, "state.json: _data_files.filename is missing"),
+        ({"_data_files": [7]}, "state.json: _data_files is 7, it must be an object"),
+        ({}, "state.json: _data_files is missing"),
+        ([], r"state.json: it must hold a JSON object, not \[\]"),
+        ("{", "state.json: not JSON"),
+    ],
+)
+def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
+    with pytest.raises(ValueError, match=message):
+        open_rows(folder)
+
+
+def test_a_column_cannot_say_which_rewards_ask_a_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "row_rewards": ["format"]}\n')
+    with pytest.raises(ValueError, match=r"column 'row_rewards' is .*: this is the name of something else"):
+        FileDataset(tmp_path / "rows.jsonl")

@@ -7,7 +7,6 @@ alone, so what completions.jsonl and metrics.jsonl say of the step is compared t
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from minivlmrl import train
 from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import text_of
+from minivlmrl.hub.folder import json_text, parse_json, read_lines
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.batches import Batches
-from minivlmrl.run.completions import groups
+from minivlmrl.run.completions import Logged, groups
 from minivlmrl.run.config import check_found, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.resume import Progress, States
@@ -142,10 +142,9 @@ def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[s
     metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     at, same = (algorithm.stage, number), {}
     for name, lines in (("completions.jsonl", said), ("metrics.jsonl", [metrics])):
-        text = (folder / name).read_text() if (folder / name).is_file() else ""
-        lines_of_run = map(json.loads, text.splitlines())
-        logged = [line for line in lines_of_run if (line["stage"], line["step"]) == at]
-        again = {line.get("row"): line for line in json.loads(json.dumps(lines))}
+        written = read_lines(folder / name, Logged)
+        logged = [line for line in written if (line["stage"], line["step"]) == at]
+        again = {line.get("row"): line for line in parse_json(json_text(lines))}
         if logged:
             known = [line | again.get(line.get("row"), {"row": None}) for line in logged]
             same[name] = known == logged

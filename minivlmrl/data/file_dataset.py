@@ -102,7 +102,9 @@ def read_row(
     columns: dict, required: Collection[str], options: RowOptions
 ) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
-    given, columns = columns, to_columns(columns, options.columns)
+    # pandas writes NaN for what is missing
+    given = {name: None if value != value else value for name, value in columns.items()}
+    columns = to_columns(given, options.columns)
     for name in filter(CHECKED.__contains__, columns):
         valid, expected = CHECKED[name]
         if columns[name] is not None and (name != "label" or name in required):
@@ -139,7 +141,7 @@ def _extent(value: object) -> bool:
 
 # what rewards are given besides the columns of their rows, which these names would hide
 GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
-GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores"}
+GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards"}
 # column: whether its value is valid, and what it must be
 CHECKED = dict.fromkeys(
     GIVEN - {"images"},

@@ -10,14 +10,29 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from minivlmrl.hub.checker import naming, require
+from minivlmrl.hub.checker import build, naming, require
+from minivlmrl.hub.folder import parse_json, read_json
 
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 # columns that are JSON in a CSV file
 CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
+
+
+@dataclass
+class SavedFile:
+    """A file of a folder of datasets.save_to_disk."""
+
+    filename: str
+
+
+@dataclass
+class SavedDataset:
+    """What is read of such a folder's state.json."""
+
+    _data_files: list[SavedFile]
 
 
 def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
@@ -35,9 +50,11 @@ def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """A folder of datasets.save_to_disk, of parquet files, or with one file of rows."""
-    if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
-        return Arrow([folder / item["filename"] for item in state["_data_files"]])
+    if (state := folder / "state.json").is_file():
+        saved = build(SavedDataset, read_json(state), str(state), json=True)
+        for name in (names := [part.filename for part in saved._data_files]):
+            require(Path(name).name == name, f"{state}: filename", name, "a file beside it")
+        return Arrow([folder / name for name in names])
     if inside := sorted(path.parent.name for path in folder.glob("*/state.json")):
         raise ValueError(f"{folder}: name one of its splits: {', '.join(inside)}")
     parquet = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
@@ -53,17 +70,6 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
             f"{found}"
         )
     return Arrow(parquet) if parquet else open_rows(files[0])
-
-
-def parse(text: str, decode: Callable = json.loads, *arguments):
-    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair)."""
-    try:
-        value = decode(text, *arguments)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read: it is nested too deep") from error
-    return value
 
 
 class Lines:
@@ -94,7 +100,7 @@ class Lines:
         while at < len(content) and not (listed and content[at] == "]"):
             line += content.count("\n", done, at)
             with naming(f"{self.path}:{line}"):
-                _, end = parse(content, decode, at)
+                _, end = parse_json(content, decode, at)
             found.append((line, content[at:end]))
             done, at = at, skip.match(content, end).end()
         if listed and content[at:].strip() != "]":
@@ -112,9 +118,9 @@ class Lines:
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with naming(self.where(index)):
-            columns = parse(text)
+            columns = parse_json(text)
             if HALF_PAIR.search(text):  # it is JSON, but no text to tokenize
-                parse(json.dumps(columns, ensure_ascii=False), str.encode)
+                parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             require(isinstance(columns, dict), "a row", columns, "an object with columns")
             return columns
 
@@ -145,7 +151,7 @@ class Cells(Lines):
             for name, cell in columns.items():
                 if name in CELLS and cell[0] in "[{":
                     with naming(f"column {name!r}"):
-                        columns[name] = parse(cell)
+                        columns[name] = parse_json(cell)
                 elif name in ("label", "margin") and re.fullmatch(
                     r"(?i)true|false|-?\d*\.?\d+", cell
                 ):

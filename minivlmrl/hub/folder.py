@@ -6,16 +6,19 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from minivlmrl.hub.checker import build, naming
+
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
 # none out of inner folders
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]
@@ -100,13 +103,49 @@ def read_json(path: Path) -> dict:
     """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a Hugging Face folder has one")
+    with naming(path):
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
+        return content
+
+
+def read_lines(path: Path, form: type) -> list[dict]:
+    """Read the whole lines of a JSON lines file, none if it is missing (ValueError: file and line).
+
+    A last line without its end is left out: a run is writing it, or a full disk has cut it.
+
+    Args:
+        form: the dataclass of what each line must have.
+    """
+    lines = []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+        with naming(where := f"{path}:{number}"):
+            lines.append(parse_json(text))
+        build(form, lines[-1], where, json=True)
+    return lines
+
+
+def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
+    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair).
+
+    NaN and Infinity, which Python and pandas write and JSON does not have, are null.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: it must hold a JSON object, not {content!r:.40}")
-    return content
+        text = text.decode() if isinstance(text, bytes) else text
+        return decode(text, *arguments)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: it is nested too deep") from error
+
+
+def json_text(content, **options) -> str:
+    """Write JSON that every reader takes: a number that is not finite is null."""
+    try:
+        return json.dumps(content, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
@@ -121,7 +160,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def write_json(path: Path, content: dict):
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

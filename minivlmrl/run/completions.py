@@ -9,8 +9,10 @@ y2] in shares of the image's width and height.
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from minivlmrl.batch import Step
 from minivlmrl.chat import content_parts
 from minivlmrl.generate import Completion
 from minivlmrl.grpo import Rollout
+from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.reward_functions.box_rewards import answered_boxes, box_columns
 from minivlmrl.rows import Row
@@ -31,6 +34,14 @@ from minivlmrl.scale.ranks import World
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
 GROUPS = 4  # prompts of a logged step: the first ones of the first rank
 LONGEST_SIDE = 384  # pixels of an image that is saved here
+
+
+@dataclass
+class Logged:
+    """What every line that a step writes begins with."""
+
+    stage: str
+    step: int
 
 
 class CompletionsLog:
@@ -45,13 +56,14 @@ class CompletionsLog:
         self.every = config.log_completions if world.is_main else 0
         if not self.every:
             return
-        self.path, kept = self.folder / COMPLETIONS, ""
+        self.path, kept = self.folder / COMPLETIONS, b""
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
-            lines = self.path.read_text().splitlines(keepends=True)
-            kept = "".join(line for line in lines if is_past(line, progress))
-        self.path.write_text(kept)
+            past = [is_past(line, progress) for line in read_lines(self.path, Logged)]
+            kept = b"".join(self.path.read_bytes().splitlines(keepends=True)[: sum(past)])
+        self.path.touch()
+        os.truncate(self.path, len(kept))  # in place: a kill now or a full disk loses nothing
 
     def step(self, algorithm: Algorithm, step: Step, number: int):
         """Record an optimizer step, if it is due and trains on a rollout."""
@@ -63,7 +75,7 @@ class CompletionsLog:
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
         with self.path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.writelines(json_text(line) + "\n" for line in lines)
 
     def save(self, image, name: str) -> str:
         """Save an image, scaled down, unless it is there;
@@ -77,11 +89,10 @@ class CompletionsLog:
         return f"{IMAGES}/{path.name}"
 
 
-def is_past(line: str, progress) -> bool:
+def is_past(line: dict, progress) -> bool:
     """Whether a line is of a step that a resumed run does not repeat."""
-    line = json.loads(line)
-    number = progress.stages.index(line["stage"])
-    return number < progress.stage or (number == progress.stage and line["step"] < progress.step)
+    done, now = progress.stages[: progress.stage], progress.stages[progress.stage]
+    return line["stage"] in done or (line["stage"] == now and line["step"] < progress.step)
 
 
 def groups(algorithm: Algorithm, step: Step) -> Iterator[tuple[Row, dict]]:

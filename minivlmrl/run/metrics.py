@@ -1,7 +1,6 @@
 """Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a
 progress bar."""
 
-import json
 import math
 import re
 import sys
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minivlmrl.hub.folder import json_text
 from minivlmrl.run.alarms import Alarms, check_mismatch
 from minivlmrl.run.completions import CompletionsLog
 from minivlmrl.run.trackers import TRACKERS, curves
@@ -47,7 +47,7 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         """Add a line to a file."""
-        print(json.dumps(line), file=self.files[name], flush=True)
+        print(json_text(line), file=self.files[name], flush=True)
 
     def track(self, values: dict[str, float]):
         """Send values to the trackers, after this many steps of all stages."""

@@ -7,15 +7,34 @@ python -m minivlmrl page runs/a runs/b --out ab.html
 
 import argparse
 import base64
-import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from minivlmrl.run.completions import COMPLETIONS
+from minivlmrl.hub.folder import json_text, read_json, read_lines
+from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS
 from minivlmrl.run.trackers import curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 STEPS = 60  # logged steps on a page, at most: a page has to open
+
+
+@dataclass
+class Earned:
+    """Of a completion what the page shows as it is; all else is escaped there."""
+
+    reward: float | None = None
+    boxes: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class Shown(Logged):
+    """Of a line of completions.jsonl what the page shows as it is."""
+
+    images: list[str]
+    row: int = 0
+    truth: list[list[float]] = field(default_factory=list)
+    completions: list[Earned] = field(default_factory=list)
 
 
 def main(arguments: list[str]):
@@ -37,7 +56,7 @@ def main(arguments: list[str]):
 def write_page(folders: list[Path], out: Path):
     """Write the page of these runs' folders."""
     # no </script> in it
-    text = json.dumps([collect(folder) for folder in folders]).replace("<", "\\u003c")
+    text = json_text([collect(folder) for folder in folders]).replace("<", "\\u003c")
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{DATA}}", text), encoding="utf-8")
     print(f"wrote {out}")
 
@@ -45,38 +64,35 @@ def write_page(folders: list[Path], out: Path):
 def collect(folder: Path) -> dict:
     """What the page shows of a run; at most STEPS logged steps, evenly spread, with the last
     one."""
-    lines = read_lines(folder / COMPLETIONS)
+    lines = read_lines(folder / COMPLETIONS, Shown)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     kept = set(steps[:: -(-len(steps) // STEPS) or 1]) | set(steps[-1:])
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
-    summary, metrics = folder / "summary.json", read_lines(folder / METRICS)
+    summary, metrics = folder / "summary.json", read_lines(folder / METRICS, Logged)
     # the last of each stage
-    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS)}
+    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS, Logged)}
     # steps of earlier stages
     before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}
     evaluations = []
-    for line in read_lines(folder / EVALUATIONS):
+    for line in read_lines(folder / EVALUATIONS, Logged):
         step = line.pop("step") + before.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | curves(line))
     return {
         "name": folder.resolve().name,
         "metrics": metrics,
         "timings": list(timings.values()),
-        "warnings": read_lines(folder / WARNINGS),
+        "warnings": read_lines(folder / WARNINGS, Logged),
         "evaluations": evaluations,
-        "summary": json.loads(summary.read_text()) if summary.is_file() else None,
+        "summary": read_json(summary) if summary.is_file() else None,
         "completions": lines,
-        "images": {path: data_uri(folder / path) for path in paths},
+        "images": {path: data_uri(folder, path) for path in paths},
     }
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a JSON lines file; a run may be writing the last one.
-    No file: no lines."""
-    text = path.read_text() if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def data_uri(path: Path) -> str:
-    return f"data:image/webp;base64,{base64.b64encode(path.read_bytes()).decode()}"
+def data_uri(folder: Path, path: str) -> str:
+    """A picture of completions.jsonl (ValueError: it names another file, which could be any)."""
+    found = (folder / path).resolve()
+    if found.parent != folder.resolve() / IMAGES or not found.is_file():
+        raise ValueError(f"{folder / COMPLETIONS}: {path!r:.80} is no picture in its {IMAGES}/")
+    return f"data:image/webp;base64,{base64.b64encode(found.read_bytes()).decode()}"

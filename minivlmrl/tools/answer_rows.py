@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl.hub.folder import write_json
+from minivlmrl.hub.folder import json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, normalize
@@ -103,7 +103,7 @@ def run(tool: str, arguments: list[str]):
     for part in answer_rows(sample, rows, options.num_generations, names, key, describe):
         if world.is_main:
             with out.open("a" if lines else "w") as file:
-                file.writelines(json.dumps(one) + "\n" for one in part)
+                file.writelines(json_text(one) + "\n" for one in part)
         lines += part
     if world.is_main:
         summary |= summarise(lines, names)
