@@ -25,7 +25,6 @@ from minivlmrl.scale import ranks
 
 def main(arguments: list[str]) -> int:
     """Train by a recipe; returns the exit code: 0, or PREEMPTED when a signal ended the run."""
-
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     config = load_config(arguments[0], arguments[1:])
@@ -75,6 +74,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
         algorithm.begin(batches, results.held_out)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
+    steps = states.saved_before_mistakes(steps, progress, algorithm, optimizer, log)
     for number in range(progress.step, config.max_steps):
         try:
             step = next(steps)

@@ -9,6 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from on_ranks import ONE
 from runs import metrics
 
 from minivlmrl.generate import Completion
@@ -82,7 +83,7 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         return [{"two": 2}[text] for text in completions]
 
     rows = ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
-    expected = r"^rows.jsonl:2: reward own raised KeyError\('five'\) for the completion 'five'$"
+    expected = r"^rows.jsonl:2: reward own raised KeyError\('five'\) in .*test_calls.py:\d+ for the completion 'five'$"
     with pytest.raises(ValueError, match=expected) as caught:
         ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -92,7 +93,7 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
             raise OSError("too many")
         return [0.0]
 
-    expected = r"^reward own raised OSError\('too many'\) for 2 completions together, for none alone$"
+    expected = r"^reward own raised OSError\('too many'\) in .*:\d+ for 2 completions together, for none alone$"
     with pytest.raises(ValueError, match=expected):
         ask(monkeypatch, fickle, ["two", "five"])
 
@@ -133,23 +134,43 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
     assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
 
 
-def test_a_reward_that_fails_leaves_the_last_state_intact(run, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize(("states", "broken"), [("--state_steps=1", 3), ("--state_minutes=0", 4)])
+def test_a_reward_that_fails_loses_nothing_and_the_run_says_how_to_go_on(run, tmp_path, monkeypatch, states, broken):
     """Mended, the run goes on from the state and ends with the bytes of a run that never failed."""
-    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", "--rewards={own: 1}"]
+    options = ["--stages=[grpo]", "--grpo.max_steps=3", states, "--rewards={own: 1}"]
 
     def own(completions, completion_ids, **columns):
         calls.append(1)
-        assert len(calls) != broken, "gone"
+        assert len(calls) != fails, "gone"
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     monkeypatch.setitem(REWARDS, "own", own)
-    calls, broken = [], None
+    calls, fails = [], None
     whole = metrics(run(*options, name="whole"))
-    calls, broken = [], 3
-    with pytest.raises(ValueError, match=r"^reward own raised AssertionError\('gone.*\) for \d+ completions together"):
+    calls, fails = [], broken  # the first call tries the reward
+    state = f"states/{broken - 2:06d}: mend it, then --resume=auto"
+    said = (
+        rf"^reward own raised AssertionError\('gone.* in .*\.py:\d+ for \d+ completions .* the state is in .*/{state}$"
+    )
+    with pytest.raises(ValueError, match=said):
         run(*options, name="broken")
-    calls, broken = [], None
+    calls, fails = [], None
     assert metrics(run(*options, "--resume=auto", name="broken")) == whole
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
+    calls = []
+
+    def own(completions, **columns):
+        calls.append(1)
+        return [0.0 if len(calls) == 1 else float("nan")] * len(completions)
+
+    monkeypatch.setitem(REWARDS, "own", own)
+    with pytest.raises(ValueError, match=r"it must be a finite number, or None for 'cannot judge'$"):
+        run("--stages=[grpo]", "--rewards={own: 1}")
+    assert not (tmp_path / "run" / "states").exists()
 
 
 def test_a_reward_judges_only_rows_of_files_that_name_it():
@@ -189,7 +210,7 @@ def test_a_recipes_rewards_also_know_sizes_of_images(made):
 
 def test_rewards_are_asked_by_name_with_their_weights(made):
     columns, weights = recipe_columns(*made), {"format": 0.5, "accuracy": 2.0}
-    rewards = recipe_rewards(weights)
+    rewards = recipe_rewards(weights, ONE)
     assert list(rewards.values()) == [0.5, 2.0]
     found = ask_rewards(list(rewards), columns)
     torch.testing.assert_close(

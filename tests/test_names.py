@@ -43,3 +43,18 @@ def test_options_are_named_parameters(own, name):
 def test_other_options_are_refused(own, name, error):
     with pytest.raises(ValueError, match=error):
         get_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
+        ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
+        ("f = 0.5", r"it is 0\.5, no function$"),
+        ("def f(completions):\n    return []", r"end its arguments with \*\*columns$"),
+    ],
+)
+def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"^reward .*mine\.py:f: .*{says}"):
+        get_reward(f"{tmp_path / 'mine.py'}:f")

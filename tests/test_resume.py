@@ -260,6 +260,29 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     assert outcome(tmp_path) == straight(ranks=ranks)
 
 
+def fails_on_the_second_rank(completions, completion_ids, **columns):
+    """Fail in the second rollout of a run that is not mended; the first call of a run tries the reward."""
+    ASKED.append(1)
+    if len(ASKED) == 3 and os.environ["RANK"] == "1" and "MENDED" not in os.environ:
+        raise KeyError("rank 1")
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+ASKED = []
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
+    monkeypatch.setenv("MENDED", "")
+    expected = straight("--state_minutes=0", ranks=2)
+    monkeypatch.delenv("MENDED")
+    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # train.main without the one line
+    assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
+    monkeypatch.setenv("MENDED", "")
+    assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", ranks=2) == [0, 0]
+    assert outcome(tmp_path) == expected
+
+
 WORK = {  # where a signal comes: stages, number of the call, states that are left
     "evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], 3, ["000006"]),
     "first evaluation": ((evaluate_file, "draw"), ["--stages=[sft]"], 1, []),

@@ -31,7 +31,7 @@ class GRPOStage(Algorithm, GRPO):
         config = self.config
         reference = Reference(model, run.reference) if self.has_reference(config) else None
         sample = RunSampler(model, processor, run.sampling, world, run.rollout.gather_weights)
-        rewards = recipe_rewards(run.rewards)
+        rewards = recipe_rewards(run.rewards, world)
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
         self.steps_per_rollout = config.steps_per_generation
         self.reward_model = build_reward_model(run, model, world)

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,9 +22,13 @@ CONVERSATIONS = ("prompt", "messages", "conversations")
 LARGEST = 3.4e38  # of float32
 
 
-def recipe_rewards(weights: dict[str, float]) -> dict[Callable, float]:
+class RewardFailed(ValueError):
+    """A reward has failed on one of the ranks: all raise this, and may save what was trained."""
+
+
+def recipe_rewards(weights: dict[str, float], world) -> dict[Callable, float]:
     """Make functions of named rewards, which check what they return; each with its weight."""
-    return {asker(name): weight for name, weight in weights.items()}
+    return {asker(name, world.together): weight for name, weight in weights.items()}
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
@@ -37,9 +42,16 @@ def ask_by_name(names: Iterable[str], columns: dict[str, list]) -> Tensor:
     return ask_rewards([asker(name) for name in names], columns)
 
 
-def asker(name: str) -> Callable:
-    """Make a reward of a name, with TRL's signature."""
-    return lambda completions, **columns: call_reward(name, completions, columns)
+def asker(name: str, together: Callable = lambda work: work()) -> Callable:
+    """Make a reward of a name, with TRL's signature (RewardFailed: the row and what is wrong)."""
+
+    def ask(completions: list[str], **columns) -> list[float]:
+        try:
+            return together(lambda: call_reward(name, completions, columns))
+        except ValueError as error:
+            raise RewardFailed(*error.args) from error
+
+    return ask
 
 
 def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> list[float]:
@@ -109,12 +121,21 @@ def _blamed(
             if isinstance(alone, ValueError) and str(alone).startswith("reward "):
                 return ValueError(f"{row}{alone}")
             return ValueError(
-                f"{row}reward {name} raised {alone!r} for the completion {text!r:.200}"
+                f"{row}reward {name} raised {alone!r}{line_of(function, alone)} for the completion "
+                f"{text!r:.80}"
             )
     return ValueError(
-        f"reward {name} raised {error!r} for {len(completions)} completions together, for none "
-        "alone"
+        f"reward {name} raised {error!r}{line_of(function, error)} for {len(completions)} "
+        "completions together, for none alone"
     )
+
+
+def line_of(function: Callable, error: Exception) -> str:
+    """Say which line of the file that a reward is in has raised an error: " in mine.py:7"."""
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    file = code and code.co_filename
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
+    return f" in {file}:{lines[-1]}" if lines else ""
 
 
 def checked_values(

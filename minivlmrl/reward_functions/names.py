@@ -41,6 +41,14 @@ def get_reward(name: str) -> Callable:
         function = found if callable(found) else load_name(found)
     except (OSError, ImportError, KeyError, AttributeError) as error:
         raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
+    except Exception as error:  # of a file of the user's, which may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward {name}: its file cannot be loaded ({cause})") from error
+    if not callable(function):
+        raise ValueError(f"reward {name}: it is {function!r:.80}, no function")
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(f"reward {name}: end its arguments with **columns")
     return (
         functools.partial(function, **_read_options(name, function, options))
         if options.strip()

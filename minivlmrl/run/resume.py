@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic as clock
@@ -26,8 +27,10 @@ from torch.optim import Optimizer
 
 from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
 from minivlmrl.hub.folder import flush_file, read_json
+from minivlmrl.reward_functions.calls import RewardFailed
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
@@ -123,6 +126,34 @@ class States:
         if stop:
             raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
 
+    def saved_before_mistakes(
+        self,
+        steps: Iterator[Step],
+        progress: Progress,
+        algorithm: Algorithm,
+        optimizer: Optimizer,
+        log: MetricsLog,
+    ) -> Iterator[Step]:
+        """Yield steps; where a rollout cannot be made save what was trained (ValueError: says so).
+
+        Of several ranks only a reward that fails ends all at the same moment.
+        """
+        between = True
+        while True:
+            try:
+                step = next(steps)
+            except ValueError as error:
+                alone = self.world.size > 1 and not isinstance(error, RewardFailed)
+                if alone or not between or not progress.steps:
+                    raise
+                if not (path := self.path(progress)).exists():
+                    progress.logs = log.written()
+                    self.save(progress, algorithm, optimizer)
+                cure = "mend it, then --resume=auto"
+                raise ValueError(f"{error}; the state is in {path}: {cure}") from error
+            between = step.ends_rollout
+            yield step
+
     def to_resume(self) -> Progress:
         """Find the state to go on from, as config.resume says, and read how far it is;
         without one begin anew."""
@@ -203,6 +234,10 @@ class States:
                 shutil.rmtree(other)
         return state
 
+    def path(self, progress: Progress) -> Path:
+        """Name the folder of a state."""
+        return self.folder / f"{progress.steps:06d}"
+
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
@@ -233,7 +268,7 @@ class States:
     def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
         """Write a state, all ranks together, and remove the oldest if there are too many;
         returns its folder."""
-        path = self.folder / f"{progress.steps:06d}"
+        path = self.path(progress)
         partial = path.with_name(path.name + ".partial")
         found, files = tensors(algorithm, optimizer), {}
 

@@ -64,7 +64,10 @@ class World:
         return values
 
     def together(self, work: Callable[[], object]):
-        """Call work on every rank, longer than `timeout` if need be; all raise the error of one."""
+        """Call work on every rank, longer than `timeout` if need be; all raise the error of one.
+
+        Returns what this rank's work has returned.
+        """
         if self.size == 1:
             return work()
         with ThreadPoolExecutor(1) as pool:
@@ -74,6 +77,7 @@ class World:
                 wait([future], 0.1)
         for error in filter(None, self.gather_objects(future.exception())):
             raise error
+        return future.result()
 
     def barrier(self):
         """Wait for all ranks."""
