@@ -1,6 +1,8 @@
 """Before the first step: rewards are tried, rows counted, and what runs where is said."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -86,5 +88,28 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all 3 prompts are longer, .*rows\.jsonl:1: "):
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all prompts are longer, .*rows\.jsonl:1: "):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_step(run, own, home, tmp_path):
+    """Only where the answer is drawn do its tokens count; rows that are left out do not."""
+    checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    texts = ["a", "a " * 75, "b"]
+    lines = [json.dumps({"problem": text, "solution": "x", "completion": "x"}) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    options = [*own[:1], f"--model.path={checkpoint}", *own[2:3], f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
+    said = (
+        r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position_embeddings"
+    )
+    with pytest.raises(ValueError, match=rf"{said}\); data\.max_prompt_tokens=90 leaves out such rows") as raised:
+        run(*options, "--stages=[grpo]")
+    length = int(re.search(said, str(raised.value))[1])
+    assert 90 < length <= 100
+    run(*options, "--stages=[sft]", name="given answers")
+    run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out of data.eval_file"):
+        run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")

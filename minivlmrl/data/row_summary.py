@@ -14,6 +14,8 @@ from minivlmrl.rows import Dataset, Processor, Row
 
 SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
 
+MARKUP = 1000  # tokens that a template adds to a prompt, at most
+
 
 class Sizes(ImageProcessor):
     """Tells how many tokens an image has, and leaves its pixels alone."""
@@ -88,6 +90,26 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
     if not kept:
         raise ValueError(f"data.max_prompt_tokens is {limit}: all prompts are longer, {dropped[0]}")
     return (pick(rows, kept) if dropped else rows), dropped
+
+
+def check_lengths(rows: Dataset, processor: Processor, limit: int, cause: str):
+    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `cause`); not videos.
+
+    Only rows of files whose bytes and images could be so many are laid out.
+    """
+    rows = rows.rows if isinstance(rows, Rescaled) else rows
+    counter, settings = _counter(processor), processor.image_processor
+    side = settings.patch_size * settings.merge_size
+    for number in range(len(rows)):
+        part, index = rows.find(number) if isinstance(rows, Picked) else (rows, number)
+        if not isinstance(part, FileDataset):
+            return
+        row, media = part.read(index)
+        most = len(repr(row.messages).encode()) + len(media) * settings.max_pixels // side**2
+        if most + MARKUP > limit and (row := outline(part, index)) is not None:
+            length = len(row.prompt(counter).input_ids)
+            if length > limit:
+                raise ValueError(f"{row.where}: its prompt of {length} tokens {cause}")
 
 
 def seen_sizes(row: Row, processor: Processor) -> tuple[tuple[int, int], tuple[int, int]]:

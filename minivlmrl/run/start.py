@@ -11,7 +11,7 @@ from torch import nn
 
 from minivlmrl.adapters.trained import table
 from minivlmrl.data.rescaled import Rescaled
-from minivlmrl.data.row_summary import seen_sizes, summary, without_long
+from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
@@ -46,7 +46,15 @@ def prepare(
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     describe_run(config, model, world)
-    return model, processor, fit_rows(config, datasets, processor, world)
+    fitted = fit_rows(config, datasets, processor, world)
+    most = model.config.max_position_embeddings
+    for name, rows in fitted.items():
+        new = config.sampling.max_new_tokens if needs.get(name, "prompts") == "prompts" else 0
+        cause = f"and {new} new ones are over the model's {most} (max_position_embeddings); "
+        cure = f"data.max_prompt_tokens={most - new} leaves out such rows"
+        cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
+        check_lengths(rows, processor, most - new, cause + cure)
+    return model, processor, fitted
 
 
 def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
