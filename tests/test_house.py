@@ -1,6 +1,7 @@
 """The house: a book in reading order, shelves around it, budgets that hold. benchmarks/house.py counts the lines."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -57,6 +58,12 @@ def folder(name: str) -> str:
 
 def functions(name: str):
     return [node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "docs"])
+def test_a_folder_that_tests_import_wins_over_a_package_of_its_name(name):
+    """pyarrow 17 installs `benchmarks`; a folder without __init__.py would come after it."""
+    assert importlib.import_module(name).__file__ == str(ROOT / name / "__init__.py")
 
 
 def test_the_book_is_short():

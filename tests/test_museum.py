@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from minivlmrl import train
-from minivlmrl.run.evaluate import Evaluation
 
 import tiny
 
@@ -39,8 +38,7 @@ def run(tmp_path_factory):
         return [{n: x for n, x in json.loads(line).items() if "second" not in n and n != "time"} for line in lines]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minivlmrl.run.results.write_report", lambda *_: None)
-        patch.setattr("minivlmrl.run.results.evaluate", lambda *_: Evaluation({}, []))
+        patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
         patch.setattr("minivlmrl.scale.checkpoint.save_model", lambda *_: None)
         patch.setattr("minivlmrl.run.results.save_model", lambda *_: None)
         yield cache(metrics)

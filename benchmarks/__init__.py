@@ -1,0 +1,1 @@
+"""What is measured rather than tested. A package, as others install one of this name."""
