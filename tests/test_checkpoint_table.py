@@ -1,4 +1,4 @@
-"""The table: every form in which a Qwen2.5-VL or Qwen2-VL folder is found loads, with the logits of transformers."""
+"""The table: every form in which a folder of the three families is found loads, with the logits of transformers."""
 
 import json
 import re
@@ -16,9 +16,9 @@ import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
-TOLERANCE = 1e-5  # largest difference of a logit, as a share of the largest logit
+TOLERANCE = 1e-13  # largest difference of a logit, as a share of the largest logit
 BATCHES = {
     "text": [[]],
     "image": [[(1, 6, 10)]],
@@ -31,7 +31,7 @@ BATCHES = {
 class Source:
     """A model of transformers, and what its folder can be written from."""
 
-    configs: dict[str, dict]  # "flat" and "nested" content of config.json
+    configs: dict[str, dict]  # content of config.json: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
     weights: dict[str, torch.Tensor]  # by hub names
     batches: dict[str, list]  # prompts
     logits: dict[str, list[torch.Tensor]]  # of transformers, for each prompt of each batch
@@ -43,24 +43,28 @@ class Source:
     ids=lambda pair: f"{pair[0]}-{'tied' if pair[1] else 'untied'}",
 )
 def source(request, tmp_path_factory):
-    flat = tiny_config(*request.param)
+    model_type, _ = request.param
+    published = tiny_config(*request.param)
     folder = tmp_path_factory.mktemp("config")
-    (folder / "config.json").write_text(json.dumps(flat))
+    (folder / "config.json").write_text(json.dumps(published))
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = CLASSES[flat["model_type"]]._from_config(config, attn_implementation="eager").eval()
+    model = CLASSES[model_type]._from_config(config, attn_implementation="eager").double().eval()
     tiny.telling_weights(model)
     model.tie_weights()
     model.config.save_pretrained(folder / "saved")
     nested = json.loads((folder / "saved" / "config.json").read_text())
     assert "text_config" in nested and "hidden_size" not in nested and "rope_scaling" not in nested
     generator = torch.Generator().manual_seed(0)
-    batches = {name: [tiny.prompt(generator, grids) for grids in rows] for name, rows in BATCHES.items()}
-    with torch.no_grad():
+    batches = {
+        name: [tiny.prompt(generator, grids, dtype=torch.float64) for grids in rows] for name, rows in BATCHES.items()
+    }
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        in_float64(patch, model_type)
         logits = {name: [model(**their_inputs(row)).logits[0] for row in rows] for name, rows in batches.items()}
     in_memory = re.compile(r"^model\.(?=visual\.)|^model\.language_(?=model\.)")
     weights = {in_memory.sub("", name): p.detach() for name, p in model.named_parameters()}
-    assert ("lm_head.weight" in weights) != flat["tie_word_embeddings"]
-    return Source({"flat": flat, "nested": nested}, weights, batches, logits)
+    assert ("lm_head.weight" in weights) != published["tie_word_embeddings"]
+    return Source({"published": published, "nested": nested}, weights, batches, logits)
 
 
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
@@ -84,12 +88,12 @@ def new_name(name: str) -> str:
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
-@pytest.mark.parametrize("form", ["flat", "nested"])
+@pytest.mark.parametrize("form", ["published", "nested"])
 @pytest.mark.parametrize("keys", ["old", "new"])
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
 def test_the_folder_loads_with_the_logits_of_transformers(source, tmp_path, shards, keys, form):
     write(tmp_path, source, shards, keys, form)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, torch.float64)
     for name, rows in source.batches.items():
         for ours, theirs in zip(our_logits(model, rows), source.logits[name], strict=True):
             assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= TOLERANCE, name

@@ -14,7 +14,7 @@ import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, our_logits, their_inputs, worst_difference  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, in_float64, our_logits, their_inputs, worst_difference  # noqa: E402 (asks for transformers too)
 
 # ragged windows, several images in a row of text, a text-only row
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
@@ -28,24 +28,26 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
     ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied"],
 )
 def pair(request, tmp_path_factory):
-    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
+    """transformers' model with telling weights, and ours read from the folder that transformers wrote; in float64."""
     model_type, tied = request.param
     config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
-    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager")
+    theirs = CLASSES[model_type]._from_config(config, attn_implementation="eager").double()
     tiny.telling_weights(theirs)
     theirs.tie_weights()
     folder = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(folder)
-    return theirs.eval(), load_model(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        in_float64(patch, model_type)
+        yield theirs.eval(), load_model(folder)
 
 
 def prompts(seed=0, rows=ROWS):
     generator = torch.Generator().manual_seed(seed)
-    return [tiny.prompt(generator, grids) for grids in rows]
+    return [tiny.prompt(generator, grids, dtype=torch.float64) for grids in rows]
 
 
 def test_logits_equal_transformers(pair):
-    assert worst_difference(*pair, prompts()) <= 1e-5
+    assert worst_difference(*pair, prompts()) <= 1e-13
 
 
 def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair):
@@ -55,7 +57,7 @@ def test_logits_of_videos_equal_transformers_when_it_is_given_the_positions(pair
         positions = rope.get_rope_index(row.input_ids, row.image_grid_thw, ours.config, row.second_per_grid_ts)
         with torch.no_grad():
             expected = theirs(**their_inputs(row), position_ids=positions[:, None]).logits[0]
-            assert (our_logits(ours, [row])[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert (our_logits(ours, [row])[0] - expected).abs().max() <= 1e-13 * expected.abs().max()
 
 
 def test_gradients_equal_transformers(pair):
@@ -74,7 +76,7 @@ def test_gradients_equal_transformers(pair):
     }
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
-        assert difference <= 5e-5, f"{name}: {difference:.1e}"
+        assert difference <= 1e-12, f"{name}: {difference:.1e}"
     assert not expected  # every parameter of theirs was compared
 
 
@@ -132,6 +134,6 @@ def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
     for module in (vision, qwen3_vl):  # a cached layout is no mutant
         monkeypatch.setattr(module, "lay_out", vision.lay_out.__wrapped__)
     if mutate is drop_windows and pair[1].config.vision_config.window_size is None:  # it has none
-        assert worst_difference(*pair, prompts()) <= 1e-5
+        assert worst_difference(*pair, prompts()) <= 1e-13
     else:
         assert worst_difference(*pair, prompts()) > 1e-3

@@ -50,6 +50,8 @@ def qwen3_config(size: str) -> dict:
 
 
 def tiny_config(model_type: str, tied: bool) -> dict:
+    if model_type == "qwen3_vl":
+        return tiny_qwen3_config(tied)
     ids = {
         "bos_token_id": 1, "eos_token_id": 2, "vision_start_token_id": tiny.VISION_START,
         "vision_end_token_id": tiny.VISION_END, "vision_token_id": 292, "image_token_id": tiny.IMAGE,
@@ -66,6 +68,22 @@ def tiny_config(model_type: str, tied: bool) -> dict:
     else:
         vision |= {"embed_dim": 32, "hidden_size": 64}
     return _config(model_type, {**ids, **sizes}, vision)
+
+
+def tiny_qwen3_config(tied: bool) -> dict:
+    config = qwen3_config("Qwen3-VL-4B") | {"tie_word_embeddings": tied, "vision_start_token_id": tiny.VISION_START}
+    config |= {"vision_end_token_id": tiny.VISION_END, "image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO}
+    config["text_config"] |= {
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 64, "head_dim": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 300,
+        "dtype": "float32",
+    }  # fmt: skip
+    config["text_config"]["rope_scaling"]["mrope_section"] = [6, 3, 3]
+    config["vision_config"] |= {
+        "depth": 4, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64,
+        "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2], "patch_size": 14,
+    }  # fmt: skip
+    return config
 
 
 def real_config(size: str) -> dict:

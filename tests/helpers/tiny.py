@@ -85,14 +85,16 @@ def model(
     return model_of(config(tied, model_type=model_type), seed).to(dtype)
 
 
-def prompt(generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5) -> Prompt:
+def prompt(
+    generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5, dtype: torch.dtype = torch.float32
+) -> Prompt:
     """Random text around random images, and videos, of the given grids (patches in time, height, width)."""
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
         image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
         ids += [torch.tensor(image), torch.randint(3, 280, (text,), generator=generator)]
     patches = sum(t * h * w for t, h, w in grids)
-    pixels = torch.randn(patches, 1176, generator=generator)
+    pixels = torch.randn(patches, 1176, generator=generator, dtype=dtype)
     seconds = torch.full((len(grids),), 0.75)
     return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
 
