@@ -20,7 +20,7 @@ from minivlmrl.scale.ranks import World, find_device, setup
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import choose_device
 
-from tiny import RUN_MODEL, recipe
+from tiny import RUN_MODEL, RUN_QWEN3, recipe
 
 STAGE = {
     "max_steps": 3,
@@ -58,19 +58,21 @@ FURTHER = {
                                  "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
     "grpo without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
+    "grpo of Qwen3-VL": [*REFERENCE, "--model.config=FOLDER/qwen3_vl.json"],
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
 REPLICATED = {f"{name}, float64": options for name, options in (STAGES | FURTHER).items()}
 REPLICATED["grpo with a reference, float32"] = [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"]
 BASIC = [f"{name}, float64" for name in STAGES]
+QWEN3 = "grpo of Qwen3-VL, float64"
 CASES = {  # by number of ranks: name -> the replicated one that it equals on one rank, what is different
-    1: {f"{name}, sharded": (name, SHARDED) for name in BASIC},
+    1: {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, QWEN3)},
     2: {f"{name}, replicated": (name, []) for name in (*BASIC, "grpo with a reference, float32")}
-    | {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, "grpo with a reference, float32")}
+    | {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, QWEN3, "grpo with a reference, float32")}
     | {
         f"{name}, layer by layer": (f"{name}, float64", ONE_BY_ONE)
-        for name in ("grpo with a reference", "grpo with a reward model")
+        for name in ("grpo with a reference", "grpo with a reward model", "grpo of Qwen3-VL")
     },
     4: {f"{name}, replicated": (name, []) for name in BASIC}
     | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}
@@ -82,6 +84,7 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch"}  # a largest difference of rounding
 def prepare(folder):
     """The files of the recipe: its model, and a reward model with an opinion."""
     (folder / "model.json").write_text(json.dumps(RUN_MODEL))
+    (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
     judge = ValueModel(model.double())

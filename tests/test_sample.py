@@ -7,6 +7,7 @@ import torch
 from test_sharding import alone, sharded_model  # noqa: F401 (a fixture)
 
 from minivlmrl.generate import Decode, Sampler, draw_by
+from minivlmrl.hub.qwen3_vl import Qwen3VisionTransformer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.sampling.captured import CapturedDecode
@@ -160,17 +161,19 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
-def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, more):
+@pytest.mark.parametrize(
+    ("model", "tower", "more"),
+    [("model", VisionTransformer, more) for more in MORE.values()] + [("qwen3_vl", Qwen3VisionTransformer, [])],
+    ids=[*MORE, "Qwen3-VL, whose decoder's first layers see more of it"],
+)
+def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model, tower, more):
     """Sampler, reference and policy share what it makes of it: metrics and weights stay what they were, in float64."""
-    seen, forward = [], VisionTransformer.forward
-    monkeypatch.setattr(
-        VisionTransformer, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid)
-    )
-    run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more)
+    seen, forward = [], tower.forward
+    monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
+    run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
     lines, once = run.go(3), sum(seen)
     assert len(seen) == run.batches.draws
-    again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more)
+    again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
     again.algorithm.sample.keeps_vision = False
     expected = again.go(3)
     assert sum(seen) - once >= 2 * once

@@ -140,23 +140,24 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-def batch():
+def batch(config=None):
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 4)])]
-    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], tiny.config())
+    completions = [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts]
+    return pack(prompts, completions, config or tiny.config())
 
 
 def gradients(model):
-    logps, entropies = per_token_logps(model, batch())
+    logps, entropies = per_token_logps(model, batch(model.config))
     (logps.sum() + 0.1 * entropies.sum()).backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     return logps.detach(), {name: g.full_tensor() if is_sharded(model) else g for name, g in found.items()}
 
 
-def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, **options):
+def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, model_type="qwen2_5_vl", **options):
     section = ShardingSection(enabled=compute_dtype is None, **options)
     sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
-    model = tiny.model(dtype=dtype)
+    model = tiny.model(dtype=dtype, model_type=model_type)
     sharding.shard(model)
     return model
 
@@ -194,19 +195,20 @@ def test_one_process_computes_what_it_would_unsharded(alone, options):
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded):
-    plain = sharded_model() if sharded else tiny.model()
+def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded, model_type):
+    plain = sharded_model(model_type=model_type) if sharded else tiny.model(model_type=model_type)
     if sharded:
-        model = sharded_model(recompute=True)
+        model = sharded_model(recompute=True, model_type=model_type)
     else:
-        model = tiny.model()
+        model = tiny.model(model_type=model_type)
         file.recompute_blocks(model)
     kept = []
     for each in (plain, model):
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x):
-            per_token_logps(each, batch())
+            per_token_logps(each, batch(each.config))
         kept.append(sum(sizes))
         file.reshard(each)
     assert kept[1] < kept[0] / 2
@@ -227,20 +229,22 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
         torch.testing.assert_close(logps, gradients(tiny.model())[0])
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("gather_weights", [True, False])
-def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights):
-    model = sharded_model()
+def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights, model_type):
+    model = sharded_model(model_type=model_type)
     with rollout_weights(model, ONE, gather_weights) as (run, lockstep):
-        per_token_logps(run, batch())
+        per_token_logps(run, batch(model.config))
         assert (lockstep is None) == gather_weights == (not is_sharded(run))  # a plain model runs alone
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     found = gradients(model)[1]  # and training goes on as if nothing had been
     with torch.no_grad():
-        per_token_logps(model, batch())
+        per_token_logps(model, batch(model.config))
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
-    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(tiny.model())[1].items())
+    expected = gradients(tiny.model(model_type=model_type))[1]
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("elsewhere", [0, 1])

@@ -81,10 +81,11 @@ RUNS = {name: [] for name in STAGES} | {"ppo with a critic": ["--ppo.critic=sepa
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
+@pytest.mark.parametrize("model", ["model", "qwen3_vl"])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_stage_trains_adapters_and_heads_alone(stage, name):
+def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
     """The base keeps its bits; a critic or reward model has it too, not a copy."""
-    run = stage(name.split()[0], *ADAPTERS, *RUNS[name])
+    run = stage(name.split()[0], *ADAPTERS, *RUNS[name], model=model)
     before = snapshot(run.algorithm.trained)
     run.go(2)
     moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}

@@ -236,7 +236,7 @@ def gathered(model: nn.Module) -> nn.Module:
     for unit in units(model):
         unit.unshard()
     with torch.device("meta"):
-        twin = type(model)(model.config).to(model.sharding.compute_dtype)
+        twin = family_of(model).model(model.config).to(model.sharding.compute_dtype)
     place_like(twin, model)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assign(twin, weights | dict(model.named_buffers()))
@@ -249,8 +249,10 @@ def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
     with torch.device("meta"):
-        twin = type(model)(model.config).to(
-            model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
+        twin = (
+            family_of(model)
+            .model(model.config)
+            .to(model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype)
         )
     place_like(twin, model)
     model.sharding.shard(twin)

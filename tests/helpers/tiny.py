@@ -18,6 +18,18 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
+# the same of Qwen3-VL, with heads of another size than hidden_size / heads
+RUN_QWEN3 = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 24,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [4, 4, 4]},
+    },
+    "vision_config": {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
 
 
 def recipe(stage: dict, **sections) -> dict:
