@@ -25,7 +25,7 @@ class Prompt:
     pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
-    vision_embeds: Tensor | None = None  # (merged tokens, hidden_size), if a frozen tower saw them
+    vision_embeds: Tensor | None = None  # what a frozen tower returned for its images
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL that outputs a number instead of a token: the reward model, or a separate critic."""
+"""A model that outputs a number instead of a token: the reward model, or a separate critic."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -11,12 +11,11 @@ from torch.nn.utils import get_total_norm
 from minivlmrl.audit.dump import Dump
 from minivlmrl.audit.stages import Answer
 from minivlmrl.batch import pack
+from minivlmrl.hub.family import hub_name
 from minivlmrl.logprobs import plain_per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 
-# in memory -> the hub's
-NAMES = re.compile(r"^module\.|^model\.(?=visual\.)|^model\.language_(?=model\.)")
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 
 
@@ -51,7 +50,7 @@ def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
     many."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
     number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
-    patches, of_row = d.get("pixel_values", torch.zeros(0, 1176)), grids.split(number)
+    patches, of_row = d.get("pixel_values", torch.zeros(0, 0)), grids.split(number)
     return patches.split([int(grid.prod(1).sum()) for grid in of_row]), of_row
 
 
@@ -69,7 +68,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 def gradients(d: Dump, change: dict) -> Answer:
     """What the optimizer step has accumulated: the gradients of all micro-batches, through the
     model."""
-    has = {NAMES.sub("", name): x for name, x in d.parameters("grad").items()}
+    has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
     slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
         return None

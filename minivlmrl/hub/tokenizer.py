@@ -72,8 +72,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "vocab.json and merges.txt"
         )
         raise ValueError(
-            f"{path}: no such file; a Qwen2-VL or Qwen2.5-VL folder has one, and transformers' "
-            f"{cure}"
+            f"{path}: no such file; folders of Qwen's VL models have one, and transformers' {cure}"
         )
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))

@@ -304,7 +304,9 @@ def check_memory(run: RunConfig, gpus: int, memory: int):
     """Refuse a run (ValueError) that does not fit GPUs of these bytes, for prompts with images of
     data.max_pixels."""
     costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
-    image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // 28**2)
+    vision = costs.config.vision_config
+    token = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of it
+    image_tokens = min(IMAGE_TOKENS, (run.data.max_pixels or 10**9) // token)
     for stage in run.stages:
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
@@ -323,7 +325,9 @@ def main(arguments: list[str]):
     p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
     p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
-    p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="height/28 x width/28")
+    p.add_argument(
+        "--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28; Qwen3-VL: 32"
+    )
     given, rest = p.parse_known_args(arguments)
     recipe = recipes_folder() / "own_data.yaml"
     if rest and not rest[0].startswith("--"):

@@ -34,7 +34,7 @@ from minivlmrl.rows import Processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
-INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")
+INTO_RESIDUAL = ("o_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")  # of blocks
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -183,14 +183,18 @@ def random_model(
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0."""
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+
+    The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
+    """
     for name, parameter in model.named_parameters():
-        if name.endswith("embed_tokens.weight"):
+        if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
             parameter.normal_(0, 0.02, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
             # the sum does not grow
-            scale = 1 / math.sqrt(2 * len(blocks)) if name.endswith(INTO_RESIDUAL) else 1.0
+            ends = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
+            scale = 1 / math.sqrt(2 * len(blocks)) if ends else 1.0
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

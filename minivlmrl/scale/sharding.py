@@ -248,12 +248,9 @@ def copy_model(model: nn.Module, to_compute=False) -> nn.Module:
     if not is_sharded(model):
         return copy.deepcopy(model, shared_base(model))
     reshard(model)
+    dtype = model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype
     with torch.device("meta"):
-        twin = (
-            family_of(model)
-            .model(model.config)
-            .to(model.sharding.compute_dtype if to_compute else model.lm_head.weight.dtype)
-        )
+        twin = family_of(model).model(model.config).to(dtype)
     place_like(twin, model)
     model.sharding.shard(twin)
     dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
