@@ -64,8 +64,9 @@ def test_random_weights(model_type):
         elif parameter.dim() == 1:
             assert (parameter == 1).all(), name
         else:
-            spread = 0.02 if "embed_tokens" in name else parameter[0].numel() ** -0.5
-            if any(part in name for part in ("o_proj", "down_proj", "fc2", "attn.proj")):
+            spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
+            ends = ("o_proj", "down_proj", "fc2", "attn.proj")
+            if "merger" not in name and any(part in name for part in ends):
                 spread /= (2 * (4 if "visual" in name else 3)) ** 0.5  # attention and MLP of each layer add
             error = 4 / parameter.numel() ** 0.5  # four standard errors of a mean, more of a spread
             assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name

@@ -295,6 +295,18 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home):
         plans.check_memory(run, 2, 2 * GB)
 
 
+def test_an_image_has_as_many_tokens_as_its_family_makes_of_it(home, tmp_path, monkeypatch):
+    """One is 28 x 28 pixels, of Qwen3-VL 32 x 32."""
+    vision = tiny.RUN_QWEN3["vision_config"] | {"patch_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.RUN_QWEN3 | {"vision_config": vision}))
+    given = [f"--model.path={tmp_path}", "--model.config=null", f"--data.max_pixels={50 * 32**2}", "--stages=[sft]"]
+    seen = []
+    monkeypatch.setattr(plans, "plan", lambda *arguments: seen.append(arguments[-1]) or {})
+    monkeypatch.setattr(plans, "most", lambda phases: 0)
+    plans.check_memory(load_config(home / "recipe.yaml", given), 1, GB)
+    assert seen == [50]
+
+
 def test_computing_in_bfloat16_halves_what_is_computed_and_the_reference():
     costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     run = run_config()
