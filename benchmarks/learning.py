@@ -76,6 +76,7 @@ PLAN = [
     Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
+    Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
 ]
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
@@ -94,7 +95,8 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
         recipe = str(ROOT / RECIPES / entry.recipe)
         command = [sys.executable, str(ROOT / "train.py"), recipe, f"--seed={seed}", f"--output_dir={folder}"]
         command += [f"--num_threads={threads}", *entry.overrides, *overrides]
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        cwd = folder if entry.before else ROOT  # from which paths among the overrides begin
+        process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         error = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         if status:
