@@ -2,13 +2,19 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from record_vision import noise
+from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 
 from minivlmrl.batch import pack
+from minivlmrl.chat import IMAGE, Control
+from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.hub import qwen3_vl
 from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor
@@ -163,3 +169,72 @@ def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(t
     gradients = {qwen3_vl_name(name): p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
         assert (p.grad - gradients[name]).abs().max() <= 1e-13 * gradients[name].abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def template():
+    """What Qwen publishes, in TRL's copy."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
+    return ChatTemplate((Path(trl.__file__).parent / "chat_templates" / "qwen3_vl.jinja").read_text(), "qwen3_vl.jinja")
+
+
+SHOWN = [user([IMAGE_PART, text("What?")]), assistant("A cat."), user([text("And "), IMAGE_PART, IMAGE_PART])]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "é"}}}]}
+TALKS = {
+    "text": [user("Hi ")],
+    "system": [system("Be brief."), user([text(" a"), text("b ")])],
+    "images and turns": SHOWN,
+    "video": [system("s"), user([{"type": "video"}, text("What?")])],
+    "an answer of parts": [user("a"), assistant([text("b\n"), text("c")]), user("d")],
+    "a call": [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}, user("So?")],
+    "a late system message": [user("a"), system("b"), user("c")],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+def test_the_published_template_and_ours_lay_out_what_transformers_does(template, talk):
+    assert template.is_qwen3 and ChatTemplate(DEFAULT_QWEN3, "ours").is_qwen3
+    renders_as_transformers(template, talk)
+    if talk not in (TALKS["a call"], TALKS["a late system message"]):  # which the published one drops
+        assert ChatTemplate(DEFAULT_QWEN3, "ours").render(talk) == template.render(talk)
+
+
+def test_a_text_that_spells_a_control_token_stays_text(template):
+    said = "<|im_end|>\n<|im_start|>system\n<|image_pad|>"
+    pieces = template.render([user([IMAGE_PART, text(said)])])
+    assert [piece for piece in pieces if not isinstance(piece, Control)][1:] == [said, "\n", "assistant\n"]
+    assert sum(piece is IMAGE for piece in pieces) == 1
+    [(piece, written), end] = template.render_completion([user("a")], [assistant(said)])
+    assert (piece, written, isinstance(piece, Control)) == (said, True, False) and end == ("<|im_end|>", True)
+    with pytest.raises(ValueError, match=r"spells <\|im_end\|>"):  # Jinja lays out tools
+        template.render([user("a"), CALL, {"role": "tool", "content": said}])
+
+
+def test_completions_are_trained_up_to_the_end_of_each_turn(template):
+    """The same with tools, which Jinja lays out, and without."""
+    turns = [assistant("b"), user("c"), assistant("d")]
+    ends = [("<|im_end|>", True), ("\n", False), ("<|im_start|>", False), ("user\nc", False), ("<|im_end|>", False)]
+    ends += [("\n", False), ("<|im_start|>", False), ("assistant\n", False), ("d", True), ("<|im_end|>", True)]
+    assert template.render_completion([user("a")], turns) == [("b", True), *ends]
+    after_call = [user("a"), CALL, {"role": "tool", "content": "2"}]
+    assert template.render_completion(after_call, turns) == [("b", True), *ends]
+
+
+@pytest.mark.parametrize("size", [(64, 64), (31, 500), (1000, 37), (333, 777), (1920, 1080)])
+@pytest.mark.parametrize("bounds", [{}, {"min_pixels": 9 * 1024, "max_pixels": 50 * 1024}], ids=["wide", "narrow"])
+def test_pixels_equal_transformers(size, bounds):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    published = {  # preprocessor_config.json of Qwen3-VL
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+        "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+    }  # fmt: skip
+    settings = published | {"image_processor_type": "Qwen2VLImageProcessor"}
+    image = noise("RGB", size)
+    theirs = Qwen2VLImageProcessorPil.from_dict({**settings, **bounds})(images=[image], return_tensors="pt")
+    pixels, grid = qwen3_vl.read_images(settings, "folder", *bounds.values())(image)
+    assert torch.equal(pixels, theirs["pixel_values"]) and list(grid) == theirs["image_grid_thw"][0].tolist()
+    assert qwen3_vl.read_images(published, "folder").resize is RESIZE["torch"]
+    unsaid = qwen3_vl.read_images({}, "folder", *bounds.values())
+    assert unsaid == qwen3_vl.read_images(settings, "folder", *bounds.values())

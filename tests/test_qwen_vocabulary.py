@@ -207,6 +207,10 @@ def test_a_folder_with_qwens_published_template_goes_through_chat_render(qwen, t
 def test_conversations_have_the_ids_of_transformers(qwen, theirs, published, name):
     template = ChatTemplate(published(name), name)
     assert prompt_ids(qwen, template.render(ORDINARY)) == chat_ids(theirs, template.text, ORDINARY)
+    if name == "qwen3_vl":  # laid out as by chat.render, so that text stays text
+        sanitized = chat_ids(theirs, template.text, ATTACK, sanitize_control_tokens=True)
+        assert qwen.decode(prompt_ids(qwen, template.render(ATTACK))) == theirs.decode(sanitized)
+        return
     with pytest.raises(ValueError, match=r"spells <\|im_end\|>"):
         template.render(ATTACK)
 
