@@ -2,10 +2,12 @@
 
 import gc
 
+import PIL.Image
 import pytest
 from talk import assistant, user
 
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.turns import text_of
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -131,3 +133,29 @@ def test_constants_fill_in_what_a_row_does_not_have(write_rows):
     assert [row.columns["box_space"] for row in rows] == ["unit", "thousandths", "thousandths"]
     assert [row.columns["level"] for row in rows] == [3, 3, 3]
     assert "level" not in FileDataset(file)[0].columns
+
+
+def test_folders_of_classes_are_rows(tmp_path):
+    """train/cat/1.png: the folder's name is the solution, and data.prompt_template the question of all."""
+    for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
+    (tmp_path / "notes.txt").write_text("no row")
+    rows = FileDataset(tmp_path, ("problem", "solution"), prompt_template="What is it?")
+    assert [row.columns["solution"] for row in rows] == ["cat", "cat", "dog"]
+    assert text_of(rows[1].messages[0]) == "What is it?" and rows[1].images[0].size == (8, 8)
+    assert rows[2].where == str(tmp_path / "dog" / "1.png")
+    with pytest.raises(ValueError, match=r"1\.png: column 'problem' is missing.*data\.prompt_template: 'What is it\?'"):
+        FileDataset(tmp_path)
+
+
+def test_rows_of_file_and_label(write_rows, tmp_path):
+    """Renamed, and asked the same question; a row with a question of its own is refused then."""
+    PIL.Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
+    row = FileDataset(write_rows({"file": "1.png", "label": "cat"}), **options)[0]
+    assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
+    with pytest.raises(
+        ValueError, match=r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
+    ):
+        FileDataset(write_rows({"problem": "a", "file": "1.png"}), **options)

@@ -147,6 +147,50 @@ def test_columns_are_renamed(read):
         read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
 
 
+def encoded_picture():
+    stored = io.BytesIO()
+    PIL.Image.new("RGB", (60, 40), "red").save(stored, "JPEG")
+    return base64.b64encode(stored.getvalue()).decode()
+
+
+CHOICES = "How many?\nA. one\nB. two"
+
+
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"question": "How many?", "A": "one", "B": "two", "C": None, "hint": "Look.", "answer": "B"}, f"Look.\n{CHOICES}"),
+    ({"problem": "How many?", "options": ["A. one", "B. two"], "solution": "B"}, CHOICES),
+    ({"query": "How many?", "choices": ["one", "two"], "response": "two"}, CHOICES),
+    ({"question": "How many? Options: A: one, B: two", "options": ["one", "two"]}, "How many? Options: A: one, B: two"),
+    ({"problem": "How many?", "options": []}, "How many?"),
+    ({"prompt": HOW_MANY, "options": ["one", "two"]}, "How many?"),
+])  # fmt: skip
+def test_choices_are_in_the_prompt(read, row, prompt):
+    """They were passed to the rewards alone, and the question asked for a letter that the model had not seen."""
+    assert words(read({**row, "image": "cat.jpg"}).messages) == prompt
+
+
+def test_a_row_of_mmbench(read, tmp_path):
+    """A line of its TSV: columns A to D, and the image as base64 without a word before it."""
+    cells = {"index": "7", "question": "How many?", "hint": "", "A": "one", "B": "two", "C": "", "D": "",
+             "answer": "B", "image": encoded_picture()}  # fmt: skip
+    lines = ["\t".join(cells), "\t".join(cells.values())]
+    (tmp_path / "rows.tsv").write_text("\n".join(lines))
+    row = FileDataset(tmp_path / "rows.tsv", ("problem", "solution"))[0]
+    assert words(row.messages) == CHOICES and row.columns["solution"] == "B" and row.images[0].size == (60, 40)
+    with pytest.raises(ValueError, match="column 'shown' looks like an image and is not read"):
+        read({"problem": "How many?", "shown": encoded_picture()})
+
+
+@pytest.mark.parametrize("row", [
+    {"query": "<img>cat.jpg</img>How many?", "response": "2"},
+    {"conversations": [{"from": "user", "value": "<img>cat.jpg</img>How many?"}, {"from": "assistant", "value": "2"}]},
+], ids=str)  # fmt: skip
+def test_pictures_in_the_text_are_seen(read, row):
+    """As older ms-swift and Qwen-VL write them: they were text, and the run was trained blind."""
+    row = read(row)
+    assert words(row.messages) == words(HOW_MANY) and row.images[0].size == (60, 40)
+
+
 TURN = {"from": "human", "value": "a"}
 WRONG = [  # a row, and what its error says after the file and line
     (
@@ -169,6 +213,8 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"prompt": "<bbox>", "objects": {"bbox": [[1, 2]] * 3}}, "column 'objects' has 2 more than the texts have <bbox>"),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
     ({"problem": "a", "image": {"bytes": None}}, "column 'image': each image must be a path, URL or data URI, not N"),
+    ({"problem": "a", "options": "one"}, "form 'options': its choices is 'one', it must be a list of texts"),
+    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer beside choices is 1, it must be a letter or"),
     ({"problem": "a", "photo": "cat.jpg"}, "did you mean 'image'? data.columns: {photo: image} renames it; or leave i"),
 ]
 

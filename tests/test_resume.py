@@ -551,3 +551,12 @@ def test_another_number_of_rows_is_refused():
         progress.check_rows(9)
     progress.begin_stage(1)
     progress.check_rows(9)
+
+
+def test_a_folder_of_rows_has_a_checksum(tmp_path):
+    """Of its names and sizes: a folder of images is not read again at each start."""
+    (tmp_path / "cat").mkdir()
+    before = resume_file._checksum(tmp_path)
+    assert resume_file._checksum(tmp_path) == before
+    (tmp_path / "cat" / "1.png").write_bytes(b"1")
+    assert resume_file._checksum(tmp_path) != before

@@ -127,8 +127,8 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     start = [*(turn == other for turn, other in pairs), False].index(False)
     if start == 0:
         cure = (
-            f"name its question, data.columns: {{YOURS: problem}}, or use a form: "
-            f"{', '.join(ASKING)}"
+            f"name its question, data.columns: {{YOURS: problem}}, ask all rows the same, "
+            f"data.prompt_template: 'What is it?', or use a form: {', '.join(ASKING)}"
         )
         raise ValueError(f"column 'problem' is missing; the row has {columns}; {cure}")
     for column, turns in both.items():

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minivlmrl.data.conversations import read_conversation
+from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
@@ -25,7 +25,7 @@ from minivlmrl.rows import Row
 class RowOptions:
     """How the rows of a file are read."""
 
-    # what the (last) user turn says; {problem} is the row's text of it
+    # what the (last) user turn says; {problem} is the row's text of it, without it rows have none
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
@@ -109,8 +109,13 @@ def read_row(
         valid, expected = CHECKED[name]
         if columns[name] is not None and (name != "label" or name in required):
             require(valid(columns[name]), f"column {name!r}", columns[name], expected)
-    listed, media = read_media(columns), []
-    asked = options.prompt_template, options.system_prompt, options.video_options
+    listed, media, template = read_media(columns), [], options.prompt_template
+    if "{problem}" not in template:
+        own = [name for name in PROMPTS if columns.get(name) is not None]
+        asked = f"a text with {{problem}} in it, as the row has {own}"
+        require(not own, "data.prompt_template", template, asked)
+        columns, template = columns | {"problem": template}, "{problem}"
+    asked = template, options.system_prompt, options.video_options
     try:
         messages, media, answers = read_conversation(columns, listed, *asked)
     finally:  # also where the text says <image> and none came

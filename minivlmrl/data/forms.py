@@ -154,26 +154,62 @@ def _objects(row: dict) -> dict:
                 raise ValueError(f"column 'objects' has {more} than the texts have {mark}")
             waiting[mark] = (item if isinstance(item, str) else json.dumps(item) for item in listed)
 
-    def fill(value):
-        if isinstance(value, str):
-            return re.sub("<ref-object>|<bbox>", lambda found: next(waiting[found[0]]), value)
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        return (
-            {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
-        )
+    def fill(text: str) -> str:
+        return re.sub("<ref-object>|<bbox>", lambda found: next(waiting[found[0]]), text)
 
-    return {name: fill(value) for name, value in texts.items()} if waiting else {}
+    return _each_text(texts, fill) if waiting else {}
+
+
+def _choices(row: dict) -> dict:
+    """MMBench's columns A, B, ..., or a list: written after a question that does not name them."""
+    columns = [row[letter] for letter in LETTERS if row.get(letter) is not None]
+    given = row.get("options") or row.get("choices") or columns
+    name = next((name for name in ASKED if isinstance(row.get(name), str)), None)
+    if not given or name is None:  # an open question; turns, whose text is the whole prompt
+        return {}
+    require(isinstance(given, list) and len(given) <= 26, "its choices", given, "a list of texts")
+    said = row.get("answer", row.get("solution"))
+    valid = not isinstance(said, int) or said in given
+    require(valid, "the answer beside choices", said, "a letter or one of them")
+    if all(re.search(rf"\b{letter}[.:)]", row[name]) for letter in LETTERS[: len(given)]):
+        return {}
+    texts = (re.sub(r"^[A-Z][.:)]\s*", "", str(choice)) for choice in given)
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False)]
+    return {name: "\n".join([row.get("hint") or "", row[name], *lines]).strip()}
+
+
+def _pictures_in_text(row: dict) -> dict:
+    """Qwen-VL and older ms-swift: <img>path</img> in the text."""
+    texts = {name: row[name] for name in TEXTS if row.get(name) is not None}
+    paths = re.findall("<img>(.*?)</img>", json.dumps(texts, ensure_ascii=False, default=str))
+    marked = _each_text(texts, lambda text: re.sub("<img>.*?</img>", "<image>", text))
+    return {**marked, "images": paths} if paths else {}
+
+
+def _each_text(value, change: Callable[[str], str]):
+    """The same lists and objects with another text for each."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    return value
 
 
 def _rename(theirs: str, ours: str) -> Callable[[dict], dict]:
     return lambda row: {ours: row[theirs]}
 
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+ASKED = ("problem", "question", "query", "instruction", "prefix", "prompt")  # a question as text
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
 # form: a row with all these columns, none of those, and what returns the columns that it adds
 FORMS = {
+    "A, B": (("A", "B"), ("options", "choices"), _choices),
+    "options": (("options",), (), _choices),
+    "choices": (("choices",), ("options",), _choices),
     "conversations": (("conversations",), QUESTIONS, _conversations),
     "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
     "prefix and suffix": (
@@ -191,6 +227,7 @@ FORMS = {
     "ground_truth": (("ground_truth",), ("solution",), _rename("ground_truth", "solution")),
     "file_name": (("file_name",), SHOWN, _rename("file_name", "image")),
     "objects": (("objects",), (), _objects),
+    "<img>": ((), SHOWN, _pictures_in_text),
 }
 # these have a question
 ASKING = [name for name, (_, unless, _) in FORMS.items() if "problem" in unless]

@@ -19,7 +19,9 @@ from minivlmrl.hub.checker import naming
 UNREAD = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*|file_?names?"
 )
-PICTURE = re.compile(r"data:image/|\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z", re.IGNORECASE)
+BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # of a JPEG, PNG, WebP or GIF
+NAMED = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
+PICTURE = re.compile(f"data:image/|{BASE64}|{NAMED}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys of a part that say what it shows
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
@@ -209,7 +211,8 @@ def _sources(part: dict, kind: str) -> list:
 
 def _media(entry: object, kind: str) -> Media:
     if isinstance(entry, str):
-        return Media(kind, entry, {})
+        bare = kind == "image" and re.match(BASE64, entry)  # as in MMBench's files
+        return Media(kind, f"data:;base64,{entry}" if bare else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
     source, *more = _sources(entry, kind) or [None]

@@ -16,6 +16,7 @@ from pathlib import Path
 from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.folder import parse_json, read_json
 
+IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 # columns that are JSON in a CSV file
 CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
@@ -35,8 +36,8 @@ class SavedDataset:
     _data_files: list[SavedFile]
 
 
-def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
-    """Find the rows of a file or of a Hugging Face dataset folder (ValueError: there are none)."""
+def open_rows(path: str | Path) -> "Lines | Arrow":
+    """Find the rows of a file, or of a folder of a dataset or of classes (ValueError: none)."""
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
@@ -49,7 +50,7 @@ def open_rows(path: str | Path) -> "Lines | Cells | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """A folder of datasets.save_to_disk, of parquet files, or with one file of rows."""
+    """A folder of datasets.save_to_disk, of parquet files, with one file of rows, or of classes."""
     if (state := folder / "state.json").is_file():
         saved = build(SavedDataset, read_json(state), str(state), json=True)
         for name in (names := [part.filename for part in saved._data_files]):
@@ -63,6 +64,9 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         raise ValueError(f"{folder}: has parquet files of {', '.join(splits)}; one a folder")
     files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
+    images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE.fullmatch(path.name))
+    if images and not parquet and not files:
+        return Images(folder, images)
     if not parquet and len(files) != 1:
         found = ", ".join(path.name for path in sorted(files)[:5]) or "none"
         raise ValueError(
@@ -157,6 +161,20 @@ class Cells(Lines):
                 ):
                     columns[name] = json.loads(cell.lower())
             return columns
+
+
+class Images(Lines):
+    """Images in folders named by what they show, train/cat/1.png: that name is the solution."""
+
+    def __init__(self, folder: Path, paths: list[Path]):
+        self.path, self.folder, self.texts = folder, folder, paths
+
+    def where(self, index):
+        return str(self.texts[index])
+
+    def __getitem__(self, index):
+        path = self.texts[index]
+        return {"image": str(path.relative_to(self.folder)), "solution": path.parent.name}
 
 
 class Arrow:

@@ -56,7 +56,7 @@ class DataSection:
     # column of a file -> its name here: {label: solution}
     columns: dict[str, str] = field(default_factory=dict)
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
-    # what the (last) user turn says; {problem} is the row's text of it
+    # what the (last) user turn says; {problem} is the row's text of it, without it rows have none
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
@@ -85,9 +85,8 @@ class DataSection:
     pairs: Annotated[int, ">= 1"] = 1024  # shapes: rows for dpo, kto and reward_model
 
     def __post_init__(self):
-        template = self.prompt_template
-        asked = "a text with {problem} in it, the row's question"
-        require("{problem}" in template, "prompt_template", template, asked)
+        template, asked = self.prompt_template, "a text with {problem} in it, the task's question"
+        require("{problem}" in template or not self.task, "prompt_template", template, asked)
         names = self.eval_rewards
         require(len(names) > 1, "eval_rewards", names, "names of rewards: what counts, form")
         if "reward_model" in self.eval_rewards:

@@ -304,5 +304,9 @@ class States:
 
 
 def _checksum(file: Path) -> str:
+    """Of what a file holds; of a folder, of the names and sizes in it."""
+    if file.is_dir():
+        listed = sorted((str(path), path.stat().st_size) for path in file.rglob("*"))
+        return hashlib.blake2b(json.dumps(listed).encode()).hexdigest()
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "blake2b").hexdigest()
