@@ -144,8 +144,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # then there is nothing to miss
-            if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
+            # then there is nothing to miss; a fork asks nobody, and its parent found no GPU
+            if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): {cure}"
