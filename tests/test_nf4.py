@@ -39,10 +39,12 @@ def test_any_shape(shape):
     assert off < 0.16 * weight.abs().max()
 
 
-@pytest.fixture(params=[False, True], ids=["lora", "dora"])
+@pytest.fixture(
+    params=[{}, {"dora": True}, {"dora": True, "model_type": "qwen3_vl"}], ids=["lora", "dora", "dora, Qwen3-VL"]
+)
 def pair(request):
     """A quantized model in float64, and one whose weights are plain and the same numbers."""
-    model = adapted(dora=request.param)
+    model = adapted(**request.param)
     plain, names = copy.deepcopy(model), list(adapters(model))
     before = plain.model.layers[0].mlp.up_proj.weight.clone()
     quantize_base(model)

@@ -9,6 +9,7 @@ import torch
 from record_vision import noise
 from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 
+from minivlmrl.__main__ import main
 from minivlmrl.batch import pack
 from minivlmrl.chat import IMAGE, Control
 from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
@@ -22,6 +23,7 @@ from minivlmrl.scale.checkpoint import load_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
+from stages import snapshot
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
@@ -238,3 +240,40 @@ def test_pixels_equal_transformers(size, bounds):
     assert qwen3_vl.read_images(published, "folder").resize is RESIZE["torch"]
     unsaid = qwen3_vl.read_images({}, "folder", *bounds.values())
     assert unsaid == qwen3_vl.read_images(settings, "folder", *bounds.values())
+
+
+FAMILY = ("dapo", "cispo", "sapo", "rloo")
+STAGES = {name: [name] for name in ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")}
+STAGES |= {loss_type: ["grpo", f"--grpo.loss_type={loss_type}"] for loss_type in FAMILY}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_trains_every_part(stage, name):
+    """Also the learned positions, DeepStack's merger and the norms of queries and keys."""
+    run = stage(*STAGES[name], model="qwen3_vl")
+    before = snapshot(run.algorithm.trained)
+    run.go(2)
+    still = {key for key, p in run.algorithm.trained.named_parameters() if torch.equal(p, before[key])}
+    assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 60
+    assert not still or name == "reward_model"  # which predicts no tokens
+
+
+def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, tmp_path, capsys):
+    """SFT and GRPO on own rows from a folder of Qwen3-VL; then transformers, ask, check and plan read what it saved."""
+    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN3))
+    start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
+    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+    small = ["--sft.max_steps=1", "--grpo.max_steps=1"]
+    folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", "--adapter.r=2", name="own") / "checkpoint"
+    assert {"start", "after_sft", "after_grpo"} <= json.loads((folder.parent / "summary.json").read_text()).keys()
+    _, info = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    capsys.readouterr()
+    image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
+    assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
+    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) in (0, 1)
+    assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
+    assert "GB on each GPU" in capsys.readouterr().out
+    template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+    template = template or (folder / "chat_template.jinja").read_text()
+    assert ChatTemplate(template, "saved").is_qwen3

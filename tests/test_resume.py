@@ -65,6 +65,7 @@ RECIPE = tiny.recipe(
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+    (folder / "qwen3_vl.json").write_text(json.dumps(tiny.RUN_QWEN3))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder / "recipe.yaml"
 
@@ -182,13 +183,14 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
         ("in the optimizer", 8), ("in backward", 11), ("in the optimizer", 1),
     ]),
     "sft, reward_model": ([], [("in backward", 20), ("before the rename", 1)]),
+    "sft, grpo": (["--model.config=FOLDER/qwen3_vl.json"], [("in the optimizer", 4), ("in a rollout", 2)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", KILLS)
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_path, stages):
     options, kills = KILLS[stages]
-    options = [f"--stages=[{stages}]", *options]
+    options = [f"--stages=[{stages}]", *(option.replace("FOLDER", str(recipe.parent)) for option in options)]
     for die, number in kills:
         assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
