@@ -271,7 +271,7 @@ def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, 
     capsys.readouterr()
     image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
     assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
-    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) in (0, 1)
+    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
     assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
     assert "GB on each GPU" in capsys.readouterr().out
     template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
