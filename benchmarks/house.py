@@ -17,7 +17,7 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for a new family of models (Qwen3-VL: 280)
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17213
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17210
 SHELF_LINES = {
     "kernels": 1450,
     "hub": 1142,
@@ -28,7 +28,7 @@ SHELF_LINES = {
     "reward_functions": 882,
     "algorithms": 2300,
     "tasks": 200,
-    "run": 2464,
+    "run": 2461,
     "tools": 850,
     "audit": 1300,
 }

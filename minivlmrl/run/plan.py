@@ -325,9 +325,7 @@ def main(arguments: list[str]):
     p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
     p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
-    p.add_argument(
-        "--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28; Qwen3-VL: 32"
-    )
+    p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
     given, rest = p.parse_known_args(arguments)
     recipe = recipes_folder() / "own_data.yaml"
     if rest and not rest[0].startswith("--"):
