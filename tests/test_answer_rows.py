@@ -123,3 +123,11 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
     assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
     recipe.write_text(json.dumps({"data": {"eval_rewards": [f"{evil}:f", "format"]}}))
     assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0
+
+
+def test_answers_are_beside_the_model(checkpoint, rows, tmp_path, monkeypatch):
+    """Not in the folder where the command runs, which the next model's answers would replace."""
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
+    answer_rows.generate(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])
+    assert (tmp_path / "run" / "generate.jsonl").is_file() and not (tmp_path / "generate.jsonl").exists()

@@ -1,11 +1,13 @@
 """The checker of recipes and config files: what a dataclass declares is what a file may say."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pytest
 
 from minivlmrl.hub.checker import build, help_of, require, type_text
+from minivlmrl.run.config import load_config
 
 
 @dataclass
@@ -89,7 +91,7 @@ WRONG = [
     ({"section": {"losses": ["c"]}}, "section.losses is 'c', it must be 'a' or 'b'"),
     ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
     ({"section": 1}, "section is 1, it must be an object with names and values"),
-    ({"section": {"stepz": 1}}, "unknown key section.stepz; valid keys: high, kind, losses, low, rate, share, "),
+    ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps? valid keys: high, kind, losses, low, rate, share, "),
     ({"x": 1}, "unknown key x; valid keys: anything, blocks, "),
 ]
 
@@ -148,3 +150,19 @@ def test_the_help_of_a_field_is_the_comment_before_or_after_it():
 )
 def test_types_as_a_person_reads_them(hint, text):
     assert type_text(hint) == text
+
+
+@pytest.mark.parametrize(("override", "meant"), [
+    ("grpo.learning_rat=1", "did you mean grpo.learning_rate? valid keys"),
+    ("grpo.lr=1", "here it is STAGE.learning_rate;"),
+    ("max_completion_length=9", "here it is sampling.max_new_tokens;"),
+    ("num_train_epochs=1", "here it is max_epochs;"),
+    ("grpo.per_device_train_batch_size=1", "here it is STAGE.micro_batch_size, of prompts;"),
+    ("gradient_accumulation_steps=1", "here it is STAGE.prompts_per_step"),
+    ("use_vllm=true", "here it is not there: the model that is trained samples;"),
+    ("bf16=true", "here it is model.compute_dtype=bfloat16;"),
+])  # fmt: skip
+def test_an_unknown_option_is_told_its_name_here(override, meant):
+    """A slip of the keyboard, and what TRL and ms-swift call it."""
+    with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
+        load_config("shapes.yaml", [f"--{override}"])

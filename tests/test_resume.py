@@ -458,7 +458,7 @@ def test_a_state_of_another_folder_is_gone_on_from_here(recipe, finished, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume=/gone"], "/gone: no such folder; give 'auto', 'never' or the folder of a state"),
+        (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
         (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
         (
             ["--resume=auto", "--grpo.beta=0", "--reference.sync_ref_model=false"],

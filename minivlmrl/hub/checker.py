@@ -1,6 +1,7 @@
 """One declarative checker for recipes and config files: a dataclass says what is valid."""
 
 import dataclasses
+import difflib
 import inspect
 import operator
 import re
@@ -11,6 +12,17 @@ from contextlib import AbstractContextManager, suppress
 from typing import Annotated, Any, Literal
 
 import yaml
+
+# what other trainers call an option -> what it is here
+THEIRS = {
+    "lr": "STAGE.learning_rate",
+    "num_train_epochs": "max_epochs",
+    "max_completion_length": "sampling.max_new_tokens",
+    "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
+    "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
+    "bf16": "model.compute_dtype=bfloat16",
+    "use_vllm": "not there: the model that is trained samples",
+}
 
 
 class Loader(yaml.SafeLoader):
@@ -72,7 +84,11 @@ def _build(cls, values: Any, prefix: str, json: bool):
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields and not json:
-            raise ValueError(f"unknown key {prefix}{name}; valid keys: {', '.join(sorted(fields))}")
+            near = difflib.get_close_matches(str(name), fields, 1)
+            meant = f"did you mean {prefix}{near[0]}? " if near else ""
+            meant = f"here it is {THEIRS[name]}; " if name in THEIRS else meant
+            known = f"{meant}valid keys: {', '.join(sorted(fields))}"
+            raise ValueError(f"unknown key {prefix}{name}; {known}")
     for name, field in fields.items():
         if name in values:
             found[name] = _read(hints[name], values[name], f"{prefix}{name}", json)

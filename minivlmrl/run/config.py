@@ -122,6 +122,8 @@ class RunConfig:
         for stage in self.data.files:
             if not isinstance(getattr(self, stage, None), TrainingConfig):
                 raise ValueError(f"data.files: {stage} is no stage, such as sft or grpo")
+        if self.rewards and not any(self.rewards.values()):
+            raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
         for name in ("dropout", "path", "quantize"):
@@ -144,6 +146,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
     """
     path = Path(recipe)
+    if not path.is_file():  # one of ours, by its name, outside of a clone too
+        path = recipes_folder() / recipe
     if not path.is_file():
         raise ValueError(f"{recipe}: no such recipe")
     try:

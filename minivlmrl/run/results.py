@@ -28,6 +28,12 @@ def check_outputs(config: RunConfig):
     asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
     if asked and not config.data.task and not config.data.eval_file:
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
+    if config.resume is None and (
+        states := sorted(Path(config.output_dir, "states").glob("[0-9]*"))
+    ):
+        cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
+        of = f"of an earlier run, the newest {states[-1].name}"
+        raise ValueError(f"{states[-1].parent} holds states {of}; {cure}")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
     finished = (folder / SUMMARY).exists() or (
         not config.stages and metrics.exists() and metrics.stat().st_size

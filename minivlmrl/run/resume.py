@@ -219,9 +219,9 @@ class States:
                 raise ValueError(f"{self.folder}: all states are damaged; {cure}")
         elif resume in (None, "never"):
             state = None
-        elif not Path(resume).is_dir():
-            ways = "give 'auto', 'never' or the folder of a state"
-            raise ValueError(f"resume: {resume}: no such folder; {ways}")
+        elif not Path(resume).is_dir() or (Path(resume) / "states").is_dir():
+            ways = "give 'auto', 'never' or the folder of a state, RUN/states/000120"
+            raise ValueError(f"resume: {resume}: no such state; {ways}")
         elif (state := self.read(Path(resume))) is None:
             raise ValueError(f"resume: {resume} is damaged")
         own = state is not None and state[0].resolve().parent == self.folder.resolve()

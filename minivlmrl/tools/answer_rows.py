@@ -61,7 +61,7 @@ def parser(name: str) -> argparse.ArgumentParser:
     p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
     p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
     p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
-    p.add_argument("--out", default=f"{name}.jsonl", help="the results file")
+    p.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
     p.add_argument("--num_generations", type=int, default=1, help="answers to each row; default: 1")
     p.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
     p.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
@@ -98,7 +98,9 @@ def run(tool: str, arguments: list[str]):
     # the likeliest answer does not depend on it
     decoding["seed"] = config.seed if temperature > 0 else None
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
-    lines, sample, out = [], RunSampler(model, processor, sampling, world), Path(options.out)
+    lines, sample = [], RunSampler(model, processor, sampling, world)
+    home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
+    out = Path(options.out or home / f"{tool}.jsonl")
     key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
     for part in answer_rows(sample, rows, options.num_generations, names, key, describe):
         if world.is_main:

@@ -14,7 +14,7 @@ from minivlmrl.data.conversations import FORMS
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
-from minivlmrl.run.config import load_config, recipes_folder
+from minivlmrl.run.config import load_config
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
 Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
@@ -37,7 +37,6 @@ def train(
         options: fields or whole sections of the recipe: output_dir="runs/cats", grpo={"max_steps":
             100}.
     """
-    recipe = Path(recipe) if Path(recipe).is_file() else recipes_folder() / recipe
     fields = {"data.task": None}
     for name, value in options.items():
         section = value if isinstance(value, dict) else {}
