@@ -17,10 +17,10 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for a new family of models (Qwen3-VL: 280)
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17210
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17234
 SHELF_LINES = {
     "kernels": 1450,
-    "hub": 1142,
+    "hub": 1157,
     "data": 2518,
     "adapters": 775,
     "scale": 800,
@@ -28,7 +28,7 @@ SHELF_LINES = {
     "reward_functions": 882,
     "algorithms": 2300,
     "tasks": 200,
-    "run": 2461,
+    "run": 2468,
     "tools": 850,
     "audit": 1300,
 }

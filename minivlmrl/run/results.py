@@ -28,17 +28,14 @@ def check_outputs(config: RunConfig):
     asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
     if asked and not config.data.task and not config.data.eval_file:
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
-    if config.resume is None and (
-        states := sorted(Path(config.output_dir, "states").glob("[0-9]*"))
-    ):
+    folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
+    states = sorted((folder / "states").glob("[0-9]*"))
+    if config.resume is None and states:
         cure = "--resume=auto goes on from there, --resume=never removes them and begins anew"
         of = f"of an earlier run, the newest {states[-1].name}"
         raise ValueError(f"{states[-1].parent} holds states {of}; {cure}")
-    folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
-    finished = (folder / SUMMARY).exists() or (
-        not config.stages and metrics.exists() and metrics.stat().st_size
-    )
-    if finished and config.resume != "never" and not any((folder / "states").glob("[0-9]*")):
+    nothing = not config.stages and metrics.exists() and metrics.stat().st_size
+    if ((folder / SUMMARY).exists() or nothing) and config.resume != "never" and not states:
         ways = "--overwrite begins anew there, another --output_dir leaves it alone"
         raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
