@@ -126,7 +126,7 @@ BOUNDS = [
     ("optimizer.max_grad_norm", -1.0, 1e-9, "over 0 (.inf does not clip)"),
     ("sft.adam_beta2", 1.0, 0.0, "in [0, 1)"),
     ("rewards.accuracy", math.inf, -1.0, "finite"),
-    ("rewards.accuracy", math.nan, 0.0, "finite"),
+    ("rewards.accuracy", math.nan, 0.5, "finite"),
 ]
 
 
