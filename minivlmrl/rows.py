@@ -37,6 +37,7 @@ class Processor:
     template: object = None  # the folder's own, data/template.py; None: Qwen's of chat.py
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
     answer: str = "tags"  # where a completion says its answer, see rewards.find_answer
+    box_space: str = "resized"  # units of the boxes in it, see data/boxes.py
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -65,12 +66,13 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(seconds_per_grid)
+        if self.image_processor.videos is not None:
+            pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         lengths = map(self.image_processor.num_tokens, grids)
         ids = []
         for piece in pieces:
-            tokens = self.tokenizer.encode(piece)
             placeholder = piece is IMAGE or piece is VIDEO  # not ==: text may spell the same
-            ids += tokens * next(lengths) if placeholder else tokens
+            ids += self.tokenizer.encode(piece) * (next(lengths) if placeholder else 1)
         none = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs one
         return Prompt(
             input_ids=torch.tensor(ids),

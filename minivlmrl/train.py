@@ -65,7 +65,6 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 
     A loss, gradient or logit that is not finite ends it with a ValueError before the update.
     """
-
     stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)
@@ -91,7 +90,6 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:
     """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
-
     parts, world, max_grad_norm = [], algorithm.world, algorithm.run.optimizer.max_grad_norm
     for index, batch in enumerate(step.micro_batches):
         with algorithm.dropout(number, index):

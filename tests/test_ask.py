@@ -99,7 +99,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 def test_videos_reach_the_model(folder, ask, monkeypatch):
     """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
-    monkeypatch.setattr(command, "load_video", lambda source, allow_url: load_video(frames[:: int(source)]))
+    monkeypatch.setattr(command, "load_video", lambda source, **_: load_video(frames[:: int(source)]))
     processor, image = load_processor(folder / "checkpoint"), load_image(folder / "a.png")
     messages = conversation("Is <video> like <image>?", {"image": 1, "video": 1})
     answers = []

@@ -47,7 +47,7 @@ def prompt(row):
 def test_a_list_of_frames_is_a_video(folder):
     row = read(folder, {"video": {"video": FRAMES, "fps": 4}, "problem": "What moves?"})
     assert row.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]}]
-    assert len(row.videos) == 1 and row.videos[0].fps == 4 and not row.images
+    assert len(row.videos) == 1 and row.videos[0].load().fps == 4 and not row.images
     tensors = prompt(row)
     assert tensors.image_grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
     assert (
@@ -66,14 +66,14 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         ({"video": {"video": "clip.mkv", "fps": 8}}, {"fps": 4, "max_frames": 12}, 12),
     ]
     for row, options, count in asked:
-        assert len(read(folder, row | problem, video_options=options).videos[0].frames) == count
+        assert len(read(folder, row | problem, video_options=options).videos[0].load().frames) == count
 
 
 def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
     row = read(
         folder, {"video": FRAMES, "problem": "a"}, video_options={"fps": 1, "max_frames": 2, "max_pixels": 40000}
     )
-    assert len(row.videos[0].frames) == 4 and row.videos[0].fps == 2
+    assert len(row.videos[0].load().frames) == 4 and row.videos[0].load().fps == 2
     assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
 
 

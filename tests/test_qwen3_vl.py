@@ -4,22 +4,35 @@ import json
 import random
 from pathlib import Path
 
+
+from itertools import islice
+
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from record_vision import noise
 from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 
+
+from record_vision import digest, film_cases, film_size_cases, recorded, sampling_cases
+
 from minivlmrl.__main__ import main
 from minivlmrl.batch import pack
 from minivlmrl.chat import IMAGE, Control
 from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
+
+
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.video import Video, frame_size, sample_indices
 from minivlmrl.hub import qwen3_vl
+from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Processor
-from minivlmrl.scale.checkpoint import load_model, save_model
+from minivlmrl.rows import Processor, Prompt
+from minivlmrl.scale.checkpoint import default_template, load_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -277,3 +290,155 @@ def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, 
     template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
     template = template or (folder / "chat_template.jinja").read_text()
     assert ChatTemplate(template, "saved").is_qwen3
+
+
+def video_processor(**videos) -> Processor:
+    """Of a folder without files of its own, resized as torchvision does."""
+    images = qwen3_vl.read_images({}, "")
+    images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
+    return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
+
+
+def test_frames_of_a_file_are_those_that_transformers_takes():
+    cases = recorded("qwen3_vl_5.23.0")["sampling"]
+    for (total, video_fps, options), expected in zip(islice(sampling_cases(), 500), cases, strict=True):
+        if expected[0] > 1:  # which it refuses later
+            options = {"fps": options["fps"]} if "fps" in options else {}
+            indices, _ = sample_indices(total, video_fps, frame_factor=1, **options)
+            assert [len(indices), digest(indices)] == expected, (total, video_fps, options)
+
+
+def test_sizes_of_frames_are_transformers():
+    cases = recorded("qwen3_vl_5.23.0")["sizes"]
+    for (nframes, height, width, least, most), expected in zip(film_size_cases(), cases, strict=True):
+        images = video_processor(shortest_edge=least, longest_edge=most).image_processor
+        assert list(frame_size(images, nframes, height, width)) == expected, (nframes, height, width, least, most)
+
+
+def test_a_frame_may_say_its_bounds():
+    images = video_processor().image_processor
+    assert frame_size(images, 8, 640, 640) == (288, 288)  # 8 of 311 x 311 fill the budget
+    assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
+    assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
+    assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
+    for wrong in ({"min_pixels": 10**6}, {"min_pixels": 100, "max_pixels": 99}):
+        with pytest.raises(ValueError, match=r"8 frame\(s\), of .*: take 2 frames or more and a larger max_pixels"):
+            frame_size(images, 8, 64, 64, **wrong)
+    with pytest.raises(ValueError, match="1 frame"):
+        frame_size(images, 1, 64, 64)
+    with pytest.raises(ValueError, match="frames of 6464 x 32 pixels: their aspect ratio is over 200"):
+        frame_size(images, 2, 32, 6464)
+
+
+@pytest.fixture(scope="module")
+def their_processor(tmp_path_factory):
+    """Qwen3VLProcessor with our tokenizer; its video processor, which needs torchvision, says what it is told."""
+    from transformers.models.qwen3_vl import Qwen3VLProcessor
+
+    class Told:
+        merge_size, temporal_patch_size, model_input_names = 2, 2, []
+
+        def __call__(self, videos, **_):
+            return {"video_grid_thw": self.grids, "video_metadata": self.metadata}
+
+    class TinyProcessor(Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, name, argument):
+            return type(argument)
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shapes.tokenizer().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
+    tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
+    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
+        patch_size=16,
+        size={"shortest_edge": 64 * 1024, "longest_edge": 16384 * 1024},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    template = default_template(FAMILIES["qwen3_vl"]).text
+    return TinyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=Told(), chat_template=template)
+
+
+def their_ids(processor, messages, images, *videos):
+    """videos: (grid, numbers of the frames that were taken, frames a second)."""
+    from transformers.video_utils import VideoMetadata
+
+    told = processor.video_processor
+    told.grids = torch.tensor([grid for grid, _, _ in videos])
+    told.metadata = [VideoMetadata(total_num_frames=0, fps=fps, frames_indices=frames) for _, frames, fps in videos]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    blank = [np.zeros((1, 4, 4, 3), np.uint8) for _ in videos]
+    return processor(text=[text], images=images or None, videos=blank, return_tensors="pt")["input_ids"][0]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor, number):
+    frames, rate, size = list(film_cases())[number]
+    indices, grid, expected = recorded("qwen3_vl_5.23.0")["films"][number]
+    tiny.write_video(tmp_path / "film.avi", frames, rate)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"video": "film.avi", "problem": "What moves, and when?"}))
+    [row] = FileDataset(tmp_path / "rows.jsonl")
+    prompt = row.prompt(video_processor(**size))
+    assert prompt.image_grid_thw.tolist() == [[1, *grid[1:]]] * grid[0]
+    assert digest(prompt.pixel_values) == expected
+    ids = their_ids(their_processor, row.messages, [], (grid, indices, rate))
+    assert torch.equal(prompt.input_ids, ids)
+
+
+def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
+    """Frames that were sampled before: 5 at 4 a second, and 4 at 2 a second."""
+    films = [np.full((5, 64, 96, 3), 70, np.uint8), np.full((4, 32, 64, 3), 9, np.uint8)]
+    parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
+    picture = PIL.Image.new("RGB", (256, 320))
+    videos = [Video(film, fps) for film, fps in zip(films, (4.0, 2.0), strict=True)]
+    prompt = video_processor(shortest_edge=1024)(messages, [picture], videos)
+    assert prompt.image_grid_thw.tolist() == [[1, 4, 6]] * 3 + [[1, 20, 16]] + [[1, 2, 4]] * 2
+    assert prompt.second_per_grid_ts.tolist() == [1, 1, 1, 0, 1, 1]
+    shown = ((3, 4, 6), list(range(5)), 4.0), ((2, 2, 4), list(range(4)), 2.0)
+    ids = their_ids(their_processor, messages, [picture], *shown)
+    assert torch.equal(prompt.input_ids, ids)
+    for time in ("<0.1 seconds>", "<0.6 seconds>", "<1.0 seconds>"):
+        assert time in shapes.tokenizer().decode(ids.tolist())
+
+
+def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
+    """A prompt of an image and videos of these grids, and what transformers is given of it."""
+    grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
+    parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
+    for t, h, w in films:
+        step = [tiny.VISION_START, *[tiny.VIDEO] * (h * w // 4), tiny.VISION_END]
+        times = torch.randint(3, 280, (t, 3), generator=generator).tolist()
+        parts.append([tiny.VISION_START, *[token for time in times for token in time + step], tiny.VISION_END])
+        grids += [(1, h, w)] * t
+    ids += [torch.tensor(part) for part in parts] + [torch.randint(3, 280, (5,), generator=generator)]
+    ids, grids = torch.cat(ids), torch.tensor(grids)
+    pixels = torch.randn(int(grids.prod(1).sum()), 1176, generator=generator, dtype=torch.float64)
+    patches = int(grids[0].prod())
+    theirs = {"input_ids": ids[None], "mm_token_type_ids": (ids == tiny.IMAGE).long()[None]}
+    theirs["mm_token_type_ids"] += 2 * (ids == tiny.VIDEO)
+    theirs |= {"pixel_values": pixels[:patches], "image_grid_thw": grids[:1]}
+    theirs |= {"pixel_values_videos": pixels[patches:], "video_grid_thw": torch.tensor(films)}
+    return Prompt(ids, pixels, grids, torch.tensor([0.0, *[1.0] * (len(grids) - 1)])), theirs
+
+
+def test_logits_and_a_packed_group_of_videos_equal_transformers(tmp_path, monkeypatch):
+    in_float64(monkeypatch, "qwen3_vl")
+    save_model(tmp_path, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(tmp_path, torch.float64)
+    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(2)
+    pairs = [film_prompt(generator, (1, 4, 6), (3, 4, 6)), film_prompt(generator, (1, 2, 2), (1, 6, 4), (4, 2, 8))]
+    rows = [row for row, _ in pairs]
+    completions = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7))]
+    with torch.no_grad():
+        expected = [theirs(**inputs).logits[0] for _, inputs in pairs]
+        for logits, other in zip(our_logits(ours, rows), expected, strict=True):
+            assert (logits - other).abs().max() <= 1e-13 * other.abs().max()
+        logps, _ = per_token_logps(ours, pack(rows, completions, ours.config))
+        alone = [
+            per_token_logps(ours, pack([row], [[ids]], ours.config))[0]
+            for row, group in zip(rows, completions, strict=True)
+            for ids in group
+        ]
+        assert (logps - torch.cat(alone)).abs().max() <= 1e-13

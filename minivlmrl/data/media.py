@@ -12,7 +12,7 @@ import PIL.Image
 from minivlmrl.chat import part_kind
 from minivlmrl.data.fetch import fetch_image, open_source
 from minivlmrl.data.sizes import OPTIONS, SAMPLING_OPTIONS, check_options
-from minivlmrl.data.video import Video, load_video
+from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.hub.checker import naming
 
 # what people call the column of an image or a video, and what such a column says
@@ -80,9 +80,8 @@ def place_media(
         options = media.options | (_options(part, kind) if part else {})
         if kind == "video":
             fixed = isinstance(media.source, list) or "nframes" in options
-            options = (
-                _without(video_options, SAMPLING_OPTIONS) if fixed else video_options
-            ) | options
+            common = _without(video_options, SAMPLING_OPTIONS) if fixed else video_options
+            options = common | options
         used.append(Media(kind, media.source, options))
         return {"type": kind, **_without(options, SAMPLING_OPTIONS)} if options else {"type": kind}
 
@@ -107,9 +106,8 @@ def place_media(
                         part if kind == "text" else show(kind, part) for kind, part in shown
                     ]
     else:
-        texts = [content for content in contents if isinstance(content, str)] + [
-            part["text"] for part in parts
-        ]
+        texts = [content for content in contents if isinstance(content, str)]
+        texts += [part["text"] for part in parts]
         if marks := MARK.findall("\n".join(texts)):
             check_counts(marks, "<{}> placeholder(s)", listed)
         contents = [show_in(content) for content in contents]
@@ -129,7 +127,7 @@ def place_media(
 
 
 class Decoded(Sequence):
-    """The images or videos of a row, each decoded whenever it is looked at, to save memory."""
+    """The images of a row, each decoded whenever it is looked at, to save memory."""
 
     def __init__(self, decoders: list[Callable]):
         self.decoders = decoders
@@ -138,10 +136,9 @@ class Decoded(Sequence):
     def __len__(self) -> int:
         return len(self.decoders)
 
-    def __getitem__(self, index: int) -> PIL.Image.Image | Video:
+    def __getitem__(self, index: int) -> PIL.Image.Image:
         found = self.decoders[index]()
-        if isinstance(found, PIL.Image.Image):
-            self.sizes[index] = found.size
+        self.sizes[index] = found.size
         return found
 
 
@@ -154,11 +151,10 @@ def load_media(
         if one.kind == "image":
             images.append(partial(fetch_image, open_source(one.source, folder, allow_urls)))
         else:
-            sampling = {
-                name: value for name, value in one.options.items() if name in SAMPLING_OPTIONS
-            }
-            videos.append(partial(load_video, one.source, folder, allow_urls, **sampling))
-    return images and Decoded(images), videos and Decoded(videos)
+            sampling = {n: value for n, value in one.options.items() if n in SAMPLING_OPTIONS}
+            load = partial(load_video, one.source, folder, allow_urls, **sampling)
+            videos.append(VideoFile(load))
+    return images and Decoded(images), videos
 
 
 def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence]):
@@ -194,11 +190,9 @@ def missing_files(media: list[Media], folder: str) -> list[str]:
         for source in one.source if isinstance(one.source, list) else (one.source,):
             if isinstance(source, bytes) or source.startswith(("data:", "http://", "https://")):
                 continue
-            path = (
-                open_source(source, folder, False)[1]
-                if ":" in source
-                else os.path.join(folder, source)
-            )
+            path = os.path.join(folder, source)
+            if ":" in source:
+                path = open_source(source, folder, False)[1]
             if not os.path.isfile(path):
                 missing.append(source)
     return missing
@@ -223,12 +217,8 @@ def _media(entry: object, kind: str) -> Media:
         source = f"data:;base64,{content}" if isinstance(content, str) else content
     elif isinstance(source, dict):  # {"image_url": {"url": ...}} or {"bytes": None, "path": ...}
         source = source.get("path" if "bytes" in source else "url")
-    frames = (
-        kind == "video"
-        and isinstance(source, list)
-        and source
-        and all(isinstance(x, str) for x in source)
-    )
+    frames = kind == "video" and isinstance(source, list) and source
+    frames = frames and all(isinstance(frame, str) for frame in source)
     if not isinstance(source, str | bytes) and not frames:
         also = ", or a list of those of its frames" if kind == "video" else ""
         raise ValueError(f"each {kind} must be a path, URL or data URI{also}, not {source!r:.60}")

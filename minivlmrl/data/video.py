@@ -1,9 +1,12 @@
-"""Video file or list of frames -> the frames that the model sees -> patches, as qwen-vl-utils."""
+"""Video file or list of frames -> the frames that the model sees -> patches, as qwen-vl-utils.
+
+A family whose rules are others has them in ImageProcessor.videos, see hub/qwen3_vl.Videos.
+"""
 
 import contextlib
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +34,15 @@ class Video:
     # of one size; (T, height, width, 3) uint8 becomes such a list
     frames: Sequence[PIL.Image.Image]
     fps: float
+    seconds: Sequence[float] | None = None  # when each is shown; None: from 0 on, at that rate
 
     def __post_init__(self):
         number("fps", self.fps)
         if isinstance(self.frames, np.ndarray):
-            if (
-                self.frames.shape[3:] != (3,)
-                or 0 in self.frames.shape
-                or self.frames.dtype != np.uint8
-            ):
-                wrong = f"{self.frames.dtype} {self.frames.shape}"
-                raise ValueError(f"the frames of a video are {wrong}, not uint8 (T, H, W, 3)")
+            dtype, shape = self.frames.dtype, self.frames.shape
+            if shape[3:] != (3,) or 0 in shape or dtype != np.uint8:
+                wrong = f"{dtype} {shape}, not uint8 (T, H, W, 3)"
+                raise ValueError(f"the frames of a video are {wrong}")
             self.frames = [PIL.Image.fromarray(frame) for frame in self.frames]
         if not self.frames or 0 in self.frames[0].size:
             raise ValueError("a video without frames or pixels has nothing to show")
@@ -50,27 +51,46 @@ class Video:
         if other is not None:
             raise ValueError(f"frame {other} has {sizes[other]}, frame 0 {sizes[0]}")
 
-    def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float]:
-        """Make pixel_values, image_grid_thw (see image.patchify), and the seconds from t to t + 1.
+    def patches(
+        self, processor: ImageProcessor, **options: int
+    ) -> tuple[Tensor, Grid, float | list[float]]:
+        """Make pixel_values, image_grid_thw (see image.patchify), and the seconds from t to t + 1;
+        of a family that writes times, a list: when each t is shown.
 
         Frames are resized one by one: "torch" gives to the bit what transformers'
         Qwen2VLVideoProcessor makes of them, "pil" what its image processor makes of each.
         (qwen-vl-utils resizes in float32: up to 24 grey levels on noise.)
         """
         sizes = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
-        depth = processor.temporal_patch_size
-        nframes = math.ceil(len(self.frames) / depth) * depth
-        height, width = frame_size(processor, nframes, *self.frames[0].size[::-1], **sizes)
-        _check_size(nframes, width, height)
+        depth, count = processor.temporal_patch_size, len(self.frames)
+        height, width = frame_size(processor, count, *self.frames[0].size[::-1], **sizes)
+        _check_size(math.ceil(count / depth) * depth, width, height)
         # converted one after the other: together they could fill the memory
         pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
-        return pixel_values, image_grid_thw, depth / self.fps
+        if processor.videos is None:
+            return pixel_values, image_grid_thw, depth / self.fps
+        seconds = [i / self.fps for i in range(count)] if self.seconds is None else self.seconds
+        ends = [(i, min(i + depth, count) - 1) for i in range(0, count, depth)]
+        return pixel_values, image_grid_thw, [(seconds[i] + seconds[j]) / 2 for i, j in ends]
+
+
+@dataclass
+class VideoFile:
+    """A video that is decoded when a model is to see it: families take other frames of a file."""
+
+    load: Callable[..., Video]  # load_video of all but frame_factor
+
+    def patches(self, processor: ImageProcessor, **options: int) -> tuple:
+        """Load the frames, and see Video.patches."""
+        factor = FRAME_FACTOR if processor.videos is None else 1
+        return self.load(frame_factor=factor).patches(processor, **options)
 
 
 def load_video(
     source: str | Path | bytes | Sequence,
     folder: str | Path | None = None,
     allow_url=False,
+    frame_factor: int = FRAME_FACTOR,
     **sampling: float | None,
 ) -> Video:
     """Read the frames of a video that the model is to see.
@@ -82,10 +102,9 @@ def load_video(
             0.0.14 calls it `sample_fps`).
     """
     if isinstance(source, list | tuple):
-        if other := next(
-            (name for name, value in sampling.items() if name != "fps" and value is not None), None
-        ):
-            raise ValueError(f"{other} chooses frames of a video file; a list is taken whole")
+        given = [name for name, value in sampling.items() if value is not None]
+        if other := [name for name in given if name != "fps"]:
+            raise ValueError(f"{other[0]} chooses frames of a video file; a list is taken whole")
         frames, fps = [], sampling.get("fps")
         for frame in source:
             frames.append(fetch_image(frame, folder, allow_url))
@@ -93,7 +112,7 @@ def load_video(
         return Video(frames, FPS if fps is None else fps)
     name, file = open_source(source, folder, allow_url)
     try:
-        return _sample(file, sampling)
+        return _sample(file, sampling | {"frame_factor": frame_factor})
     except ImportError as error:
         raise ValueError(
             f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'"
@@ -114,7 +133,7 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         indices, fps = sample_indices(total, video_fps, **sampling)
         frames, seen = _decode(file, indices)
         if len(frames) == len(indices):
-            return Video(frames, fps)
+            return Video(frames, fps, [index / video_fps for index in indices])
         # fewer than packets: a stream that begins in the middle shows nothing until a key frame
         total = seen
 
@@ -196,17 +215,23 @@ def sample_indices(
     *,
     video_start=None,
     video_end=None,
+    frame_factor: int = FRAME_FACTOR,
     **sampling: float | None,
 ) -> tuple[list[int], float]:
     """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
-    Source: qwen-vl-utils' readers (float32 linspace, rounded half to even).
+    Source: qwen-vl-utils' readers (float32 linspace, rounded half to even); with frame_factor 1
+        Qwen3VLVideoProcessor's (float64).
     """
     first, last = frame_range(total_frames, video_fps, video_start, video_end)
     count = last - first + 1
-    nframes = smart_nframes(count, video_fps, **sampling)
-    return torch.linspace(first, last, nframes).round().long().tolist(), nframes / count * video_fps
+    nframes = smart_nframes(count, video_fps, frame_factor=frame_factor, **sampling)
+    if frame_factor == 1:
+        indices = np.linspace(first, last, nframes).round().astype(int)
+    else:
+        indices = torch.linspace(first, last, nframes).round().long()
+    return indices.tolist(), nframes / count * video_fps
 
 
 def frame_range(
@@ -229,20 +254,23 @@ def frame_range(
             math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last
         )
     if first >= last and (video_start, video_end) != (None, None):
-        video = (
-            f"the video has {total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
-        )
-        raise ValueError(
-            f"no two frames lie between video_start {video_start} and video_end {video_end}; "
-            f"{video}"
-        )
+        asked = f"between video_start {video_start} and video_end {video_end}"
+        has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
+        raise ValueError(f"no two frames lie {asked}; the video has {has}")
     return first, last
 
 
 def smart_nframes(
-    total_frames: int, video_fps: float, *, fps=None, nframes=None, min_frames=None, max_frames=None
+    total_frames: int,
+    video_fps: float,
+    *,
+    fps=None,
+    nframes=None,
+    min_frames=None,
+    max_frames=None,
+    frame_factor: int = FRAME_FACTOR,
 ) -> int:
-    """Choose how many frames to take, an even number.
+    """Choose how many frames to take, a multiple of frame_factor.
 
     Example: of 100 frames at 30 a second, 2 a second would be 6.67; 6 are taken.
 
@@ -256,20 +284,15 @@ def smart_nframes(
     if nframes is not None:
         if (fps, min_frames, max_frames) != (None, None, None):
             raise ValueError("nframes fixes the number of frames: no fps, min_frames, max_frames")
-        chosen = round(number("nframes", nframes, whole=True) / FRAME_FACTOR) * FRAME_FACTOR
+        chosen = round(number("nframes", nframes, whole=True) / frame_factor) * frame_factor
     else:
         least = MIN_FRAMES if min_frames is None else number("min_frames", min_frames, whole=True)
-        most = (
-            min(MAX_FRAMES, total_frames)
-            if max_frames is None
-            else number("max_frames", max_frames, whole=True)
-        )
-        least = math.ceil(least / FRAME_FACTOR) * FRAME_FACTOR
-        most = math.floor(most / FRAME_FACTOR) * FRAME_FACTOR
+        most = MAX_FRAMES if max_frames is None else number("max_frames", max_frames, whole=True)
+        least = math.ceil(least / frame_factor) * frame_factor
+        most = math.floor(most / frame_factor) * frame_factor
         chosen = total_frames / video_fps * number("fps", FPS if fps is None else fps)
-        chosen = (
-            math.floor(min(max(chosen, least), most, total_frames) / FRAME_FACTOR) * FRAME_FACTOR
-        )
+        chosen = min(max(chosen, least), most, total_frames)
+        chosen = math.floor(chosen / frame_factor) * frame_factor
     if not FRAME_FACTOR <= chosen <= total_frames:
         raise ValueError(f"{chosen} frames would be taken of a video of {total_frames}")
     return chosen
@@ -281,7 +304,7 @@ def frame_size(
     """Choose the height and width that each frame of a video is seen with, in pixels.
 
     Args:
-        nframes: of the video, rounded up to whole patches in time.
+        nframes: of the video.
         options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth;
             total_pixels, by default 115200 tokens' worth, of which a frame gets its share twice,
             because two frames are one patch; resized_height and resized_width, as for an image.
@@ -292,6 +315,9 @@ def frame_size(
     if "resized_height" in options:
         size = options["resized_height"], options["resized_width"]
         return smart_resize(*size, factor, processor.min_pixels, processor.max_pixels)
+    if processor.videos is not None:
+        return processor.videos.frame_size(processor, nframes, height, width, **options)
+    nframes = math.ceil(nframes / processor.temporal_patch_size) * processor.temporal_patch_size
     least = options.get("min_pixels", MIN_FRAME_TOKENS * factor**2)
     share = options.get("total_pixels", TOTAL_TOKENS * factor**2) / nframes * FRAME_FACTOR
     most = max(min(MAX_FRAME_TOKENS * factor**2, share), int(least * 1.05))

@@ -51,6 +51,9 @@ class Family:
     default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
     # of the content of a preprocessor_config.json
     read_image_processor: Callable = read_image_processor
+    # of that of its video_preprocessor_config.json, where it has own rules for videos
+    read_videos: Callable = lambda settings, where, images: None
+    box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
     # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
     blocks: Callable = lambda model: [*model.visual.blocks, *model.model.layers]
 
@@ -85,6 +88,7 @@ FAMILIES = {
         qwen2_vl.TOWER | NO_DEEPSTACK,
         read_vision=qwen2_vl.read_vision,
         write=qwen2_vl.write_config,
+        box_space="thousandths",
     ),
     "qwen3_vl": Family(
         "Qwen3VLForConditionalGeneration",
@@ -97,5 +101,7 @@ FAMILIES = {
         model=partial(Qwen2_5_VL, tower=qwen3_vl.Qwen3VisionTransformer),
         default_system=False,
         read_image_processor=qwen3_vl.read_images,
+        read_videos=qwen3_vl.read_videos,
+        box_space="thousandths",
     ),
 }

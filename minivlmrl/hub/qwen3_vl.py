@@ -8,12 +8,17 @@ Dimension letters: P patches of all images together, E hidden_size, M merged tok
 Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.hub.checker import require
-from minivlmrl.hub.preprocessor import read_image_processor
+from minivlmrl.chat import VIDEO, Control, join_text
+from minivlmrl.hub.checker import build, require
+from minivlmrl.hub.preprocessor import FIXED, SAME_NAMES, Count, read_image_processor
+from minivlmrl.image import Grid, ImageProcessor
 from minivlmrl.vision import EPS, MLPS, PatchEmbed, VisionBlock, lay_out
 
 
@@ -152,3 +157,81 @@ def read_images(settings: dict, where: str, *bounds):
     defaults = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     defaults["size"] = {"shortest_edge": 64 * token, "longest_edge": 16384 * token}
     return read_image_processor(defaults | settings, where, *bounds)
+
+
+@dataclass
+class Videos:
+    """How a video is seen: all frames share one budget, and each step comes with its time.
+
+    Source: Qwen3VLVideoProcessor and Qwen3VLProcessor of transformers 5.23.
+    """
+
+    shortest_edge: Count = 128 * 32 * 32  # bounds of the area of all frames together
+    longest_edge: Count = 768 * 32 * 32
+
+    def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
+        """Choose the height and width of frames; min_pixels and max_pixels are those of one."""
+        factor, depth = images.factor, images.temporal_patch_size
+        most = options.get("total_pixels", self.longest_edge)
+        most = min(most, options.get("max_pixels", most) * nframes)
+        least = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, most)
+        if nframes < depth or most < least:
+            asked = f"{nframes} frame(s), of {least} to {most} pixels together"
+            raise ValueError(f"{asked}: take {depth} frames or more and a larger max_pixels")
+        grow = max(1.0, factor / height, factor / width)
+        height, width = int(height * grow), int(width * grow)
+        if max(height, width) > 200 * min(height, width):
+            raise ValueError(f"frames of {width} x {height} pixels: their aspect ratio is over 200")
+        sides = [round(x / factor) * factor for x in (height, width)]
+        area = round(nframes / depth) * depth * math.prod(sides)
+        if area > most:
+            scale = math.sqrt(nframes * height * width / most)
+            sides = [max(factor, math.floor(x / scale / factor) * factor) for x in (height, width)]
+        elif area < least:
+            scale = math.sqrt(least / (nframes * height * width))
+            sides = [math.ceil(x * scale / factor) * factor for x in (height, width)]
+        return tuple(sides)
+
+    def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
+        """Make each step of a video a picture of its own, with the time before it.
+
+        Example: of two steps <|video_pad|> becomes <0.3 seconds><|vision_start|><|video_pad|>
+        <|vision_end|><1.3 seconds>..., between <|vision_start|> and <|vision_end|> of the template,
+        as transformers has it from 5.10 on.
+
+        Args:
+            times: of an image 0.0, of a video a list: the seconds at which each step is shown.
+        Returns:
+            pieces; a grid (1, h, w) for each step; and 1.0 for each that is not an image.
+        """
+        laid, steps, of_videos = [], [], filter(None, times)
+        for piece in pieces:
+            if piece is not VIDEO:
+                laid.append(piece)
+                continue
+            for second in next(of_videos):
+                laid += [f"<{second:.1f} seconds>", Control("<|vision_start|>"), VIDEO]
+                laid.append(Control("<|vision_end|>"))
+        for grid, seconds in zip(grids, times, strict=True):
+            steps += [((1, *grid[1:]), 1.0)] * len(seconds) if seconds else [(grid, 0.0)]
+        return join_text(laid), [grid for grid, _ in steps], [kind for _, kind in steps]
+
+
+# what a video processor may say besides its size: we compute nothing else
+VIDEO_FIXED = {**FIXED, "fps": 2, "min_frames": 4, "max_frames": 768, "do_sample_frames": True}
+VIDEO_FIXED |= {"cap_pixels_per_frame": False, "num_frames": None}
+
+
+def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
+    """Read a video_preprocessor_config.json, whose patches must be those of images."""
+    for name, ours in (VIDEO_FIXED | {name: getattr(images, name) for name in SAME_NAMES}).items():
+        value = settings.get(name)
+        same = (tuple(value) if isinstance(value, list) else value) in (None, ours)
+        require(same, f"{where}: {name}", value, f"{ours!r} for videos of this model")
+    return build(Videos, settings.get("size") or {}, where, "size.", json=True)
+
+
+def write_videos(images: ImageProcessor) -> dict:
+    """Make a video_preprocessor_config.json."""
+    same = {name: getattr(images, name) for name in SAME_NAMES}
+    return {"video_processor_type": "Qwen3VLVideoProcessor", "size": vars(images.videos), **same}

@@ -23,11 +23,13 @@ from minivlmrl.hub.folder import (
     image_settings,
     read_json,
     replacing,
+    video_settings,
     weight_files,
     write_json,
 )
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import write_image_processor
+from minivlmrl.hub.qwen3_vl import write_videos
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
@@ -178,7 +180,9 @@ def random_model(
     # from one merged token on
     bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
     images = family.read_image_processor(settings, "data", *bounds)
-    return model, Processor(tokenizer, images, default_template(family))
+    images.videos = family.read_videos({}, "data", images)
+    template = default_template(family)
+    return model, Processor(tokenizer, images, template, box_space=family.box_space)
 
 
 @torch.no_grad()
@@ -208,6 +212,8 @@ def load_processor(
     config, (file, settings) = read_config(folder), image_settings(folder)
     family, vision = FAMILIES[config.model_type], config.vision_config
     images = family.read_image_processor(settings, str(file), min_pixels, max_pixels)
+    file_of_videos, settings = video_settings(folder)
+    images.videos = family.read_videos(settings, str(file_of_videos), images)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     pairs = []  # (what config.json has, its value, what the other file has, its value)
     for name, other in (
@@ -240,7 +246,8 @@ def load_processor(
             raise ValueError(f"{file}: a link to {target}; put the file itself there")
     # now: the folder may be gone at the next save
     tokenizer.files = {file.name: file.read_bytes() for file in files}
-    return Processor(tokenizer, images, template or default_template(family))
+    template = template or default_template(family)
+    return Processor(tokenizer, images, template, box_space=family.box_space)
 
 
 def default_template(family: Family) -> ChatTemplate | None:
@@ -336,6 +343,9 @@ def _write_processor(folder: Path, processor: Processor):
     carried = processor.tokenizer.files
     for name, content in carried.items():
         (folder / name).write_bytes(content)
+    if processor.image_processor.videos is not None:
+        videos = write_videos(processor.image_processor)
+        write_json(folder / "video_preprocessor_config.json", videos)
     template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads

@@ -9,13 +9,14 @@ import codecs
 import sys
 import typing
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
-from minivlmrl.data.video import load_video
+from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.generate import Choose, generate
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import find_folder, read_json
@@ -36,7 +37,8 @@ def main(arguments: list[str]):
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
     # a URL that you give is allowed
     images = [fetch_image(source, allow_url="private") for source in options.image]
-    videos = [load_video(source, allow_url="private") for source in options.video]
+    loads = [partial(load_video, source, allow_url="private") for source in options.video]
+    videos = [VideoFile(load) for load in loads]
     messages = conversation(
         options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system
     )

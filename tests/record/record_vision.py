@@ -7,6 +7,7 @@ Neither is installed by the tests, so test_image.py and test_video.py hold ours 
     python tests/record/record_vision.py torchvision /tmp/oracles tests/recorded/vision_torchvision_0.28.0.json
     python tests/record/record_vision.py qwen_vl_utils /tmp/oracles /tmp/utils \\
         tests/recorded/vision_qwen_vl_utils_0.0.14.json
+    python tests/record/record_vision.py qwen3_vl /tmp/oracles tests/recorded/vision_qwen3_vl_5.23.0.json
 
 (requests and packaging have to be there; transformers brings them). qwen-vl-utils 0.0.11 gives the same as 0.0.14 but
 for 199 videos whose max_pixels is under their min_pixels, which it accepts. The cases are drawn here from a seed, and
@@ -21,6 +22,7 @@ import json
 import random
 import sys
 import types
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +134,26 @@ def frame_size_cases():
         yield 2 * rng.randint(1, 384), height, width, options
 
 
+def film_cases():
+    """(frames (T, H, W, 3) uint8, frames a second of their file, settings of the processor)."""
+    for seed, (count, rate) in enumerate([(3, 5), (5, 30), (16, 8), (33, 10), (40, 24), (45, 12), (61, 30), (75, 60)]):
+        rng = random.Random(seed)
+        shape = (count, 4 * rng.randint(5, 40), 4 * rng.randint(5, 40), 3)
+        frames = np.random.RandomState(seed).randint(0, 256, shape, dtype=np.uint8)
+        least = 1024 * rng.choice((4, 16, 64))
+        yield frames, rate, {"shortest_edge": least, "longest_edge": least * rng.choice((1, 2, 9))}
+
+
+def film_size_cases():
+    """(frames, height, width, least and most pixels of all frames)."""
+    rng = random.Random(3)
+    for _ in range(500):
+        height = int(2 ** rng.uniform(4, 12))
+        width = max(16, int(height * 2 ** rng.uniform(-4, 4)))
+        least = 1024 * rng.choice((4, 128, 1024))
+        yield rng.randint(2, 768), height, width, least, least * rng.choice((1, 6, 600, 24576))
+
+
 def import_torchvision(folder):
     sys.path.insert(0, folder)
     library = torch.library.Library("torchvision", "DEF")
@@ -159,6 +181,31 @@ def record_torchvision(folder):
         videos.append([made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
     versions = {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
     return {**versions, "images": images, "videos": videos}
+
+
+def record_qwen3_vl(folder):
+    torchvision = import_torchvision(folder)
+    import transformers
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+    from transformers.video_utils import VideoMetadata
+
+    stock, samples, sizes, films = Qwen3VLVideoProcessor(), [], [], []
+    for total, video_fps, options in islice(sampling_cases(), 500):
+        fps = options.get("fps")
+        metadata = VideoMetadata(total_num_frames=total, fps=video_fps)
+        indices = attempt(stock.sample_frames, metadata, fps=fps).tolist()
+        samples.append([len(indices), digest(indices)])
+    for nframes, height, width, least, most in film_size_cases():
+        sizes.append(attempt(smart_resize, nframes, height, width, 2, 32, least, most))
+    for frames, rate, size in film_cases():
+        metadata = [{"total_num_frames": len(frames), "fps": float(rate), "duration": len(frames) / rate}]
+        made = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)(
+            videos=[frames], video_metadata=metadata, return_metadata=True, return_tensors="pt"
+        )
+        indices = [int(index) for index in made["video_metadata"][0].frames_indices]
+        films.append([indices, made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
+    versions = {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
+    return {**versions, "sampling": samples, "sizes": sizes, "films": films}
 
 
 def attempt(function, *arguments, **options):
@@ -215,7 +262,7 @@ def record_qwen_vl_utils(folder, utils_folder):
 
 
 if __name__ == "__main__":
-    recorders = {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils}
+    recorders = {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils, "qwen3_vl": record_qwen3_vl}
     recorded = {"command": f"python tests/record/record_vision.py {' '.join(sys.argv[1:])}"}
     recorded |= recorders[sys.argv[1]](*sys.argv[2:-1])
     with open(sys.argv[-1], "w", encoding="utf-8") as file:
