@@ -8,7 +8,6 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import shuffled
 from minivlmrl.image import ImageProcessor
@@ -83,14 +82,6 @@ def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
         ValueError, match=rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
     ):
         load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", stage: needs}, 0)
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_rows_of_a_file_say_what_space_their_boxes_are_in(write_rows, space):
-    file = str(write_rows({"problem": "a", "solution": [1, 2, 3, 4]}))
-    config = DataSection(train_file=file, eval_file=file, box_space=space)
-    datasets = load_datasets(config, {"grpo": "prompts"}, 0, ["solution"])
-    assert [datasets[name][0].columns["box_space"] for name in ("grpo", "eval")] == [space, space]
 
 
 # draws of rows

@@ -1,6 +1,7 @@
 """`check`: recipes that learn have no fault; tests/test_planted_faults.py plants them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,3 +24,15 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
 
 def test_help_says_what_it_does(capsys):
     assert check.main([]) == 0 and "Before any training" in capsys.readouterr().out
+
+
+def test_boxes_in_a_notation_that_no_reward_reads_are_named():
+    config = SimpleNamespace(rewards={"format": 1.0, "box_format": 0.5, "iou": 1.0})
+    processor = SimpleNamespace(answer="tags")
+    texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
+    [sentence] = check.unread_boxes(config, texts, processor)
+    assert sentence.startswith(
+        "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold no box that box_format reads; ask"
+    )
+    assert not list(check.unread_boxes(config, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check.unread_boxes(SimpleNamespace(rewards={"accuracy": 1.0}), texts, processor))

@@ -1,5 +1,6 @@
 """The model that a recipe asks for."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from minivlmrl.batch import pack
 from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.logprobs import per_token_logps
+from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.ranks import World
+from minivlmrl.tasks import shapes
 
+import tiny
 from stages import ONE
 
 
@@ -41,6 +45,18 @@ def test_options_of_data_reach_the_processor(build, own):
     assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
     assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])
     assert (plain.add_vision_id, changed.add_vision_id) == (False, True)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, tmp_path, family):
+    (tmp_path / "model.json").write_text(json.dumps(tiny.config(model_type=family).to_dict()))
+    options = f"--model.config={tmp_path / 'model.json'}", "--data.task=shapes"
+    _, plain = build(*options)
+    assert plain.box_space == ("resized" if family == "qwen2_5_vl" else "thousandths")
+    assert build(*options, "--data.box_space=unit")[1].box_space == "unit"
+    row = shapes.Shapes(1, "a")[0]
+    [extent] = box_columns([row], [row.prompt(plain)], plain, 1)["answer_extents"]
+    assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
 
 
 def test_activations_are_recomputed_with_the_same_gradients(build):

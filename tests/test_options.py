@@ -13,6 +13,7 @@ from runs import LETTERS, metrics
 
 from minivlmrl import train
 from minivlmrl.algorithms.preference_losses import DPO_LOSSES
+from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import chooser
 from minivlmrl.rows import Processor
 from minivlmrl.run.config import RunConfig, load_config
@@ -176,8 +177,8 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
         "ppo.critic": PPO,
         "ppo.kl_estimator": PPO_KL,
         "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
-        "data.box_space": ["boxes", "--stages=grpo", "--rewards={iou: 1}"],
     }.items()],
+    ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
     ("dpo.loss_type", tuple(DPO_LOSSES), [*DPO, "--dpo.label_smoothing=0.1"]),
 ]  # fmt: skip
 # These change something else than metrics.jsonl and have a test of their own: below, in test_invariance.py

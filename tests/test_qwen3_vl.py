@@ -32,7 +32,7 @@ from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor, Prompt
-from minivlmrl.scale.checkpoint import default_template, load_model, save_model
+from minivlmrl.scale.checkpoint import default_template, load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -442,3 +442,53 @@ def test_logits_and_a_packed_group_of_videos_equal_transformers(tmp_path, monkey
             for ids in group
         ]
         assert (logps - torch.cat(alone)).abs().max() <= 1e-13
+
+
+def saved(folder, **files):
+    """A folder of the family with these files, and what its video processor says."""
+    config = {**tiny.config(model_type="qwen3_vl").to_dict(), "vocab_size": len(shapes.tokenizer())}
+    config["vision_config"]["patch_size"] = 16
+    config["text_config"]["vocab_size"] = len(shapes.tokenizer())
+    (folder / "model.json").write_text(json.dumps(config))
+    model, processor = random_model(folder / "model.json", shapes.tokenizer(), seed=0)
+    save_model(folder / "model", model, processor)
+    for name, content in files.items():
+        (folder / "model" / f"{name}.json").write_text(json.dumps(content))
+    return folder / "model"
+
+
+HUB = {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16, "image_mean": [0.5] * 3, "fps": 2.0}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"video_preprocessor_config": HUB},
+        {
+            "processor_config": {"video_processor": HUB, "chat_template": None},
+            "video_preprocessor_config": {"size": None},
+        },
+    ],
+)
+def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
+    """Of the hub's folder, and of one that transformers 5 has written."""
+    folder = saved(tmp_path, **files)
+    assert qwen3_vl.Videos() != load_processor(folder).image_processor.videos == qwen3_vl.Videos(4096, 25165824)
+    save_model(tmp_path / "again", load_model(folder), load_processor(folder))
+    again = json.loads((tmp_path / "again" / "video_preprocessor_config.json").read_text())
+    assert again["size"] == HUB["size"] and again["video_processor_type"] == "Qwen3VLVideoProcessor"
+
+
+@pytest.mark.parametrize(
+    ("said", "needed"),
+    [
+        ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
+        ({"patch_size": 14}, "patch_size is 14, it must be 16 for videos of this model"),
+        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame is True, it must be False"),
+        ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
+    ],
+)
+def test_video_settings_that_are_not_computed_are_refused(tmp_path, said, needed):
+    with pytest.raises(ValueError) as error:
+        qwen3_vl.read_videos(said, "FOLDER/file.json", qwen3_vl.read_images({}, ""))
+    assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

@@ -39,7 +39,7 @@ def test_answers_are_in_the_space_of_the_row(write_rows, tmp_path, space, box):
         {"problem": "c", "completion": "[45, 25, 90, 50]"},
         {"images": ["box.png", "red.png"], "problem": "c", "completion": "[45, 25, 90, 50]"},
     )
-    rows = Rescaled(FileDataset(file, constants={"box_space": space}), lambda row: seen_sizes(row, PROCESSOR))
+    rows = Rescaled(FileDataset(file), lambda row: seen_sizes(row, PROCESSOR), space)
     assert rows[0].completion == str(box)
     assert rows[1].completion[0]["content"] == str(box) and rows[1].completion[1] == turns[2]
     assert rows[2].completion == "[45, 25, 90, 50]" and "4 (2 with 1 image, " in summary(rows, PROCESSOR)

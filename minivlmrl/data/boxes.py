@@ -21,6 +21,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
+KEYS = ("bbox_2d", "bbox", "Position")  # of an object in JSON, where its box may be
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
@@ -148,6 +149,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     """Read the boxes of a text that is one of these, maybe in a code fence or before a full stop.
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
+        {'Position': [1, 2, 5, 6]}  or "bbox"               as others ask for it
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four
         [1, 2, 5, 6]  or several, with or without commas    [1 2 5 6] [7, 7, 8, 9.5]
         (1, 2), (5, 6)  or several                          corners
@@ -162,6 +164,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
     try:
+        text = text if '"' in text else text.replace("'", '"')  # as Python writes it
         said = json.loads(text, parse_int=float, object_pairs_hook=_object)
         several = isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
         groups = [_group(item) for item in (said if several else [said])]
@@ -173,13 +176,14 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 def _group(item: object) -> tuple[float, ...] | None:
     """Return the four numbers of {"bbox_2d": [...]} or [...], else None."""
-    numbers = item.get("bbox_2d") if isinstance(item, dict) else item
-    good = (
-        isinstance(numbers, list)
-        and len(numbers) == 4
-        and all(isinstance(n, float) for n in numbers)
-    )
-    return tuple(numbers) if good else None
+    numbers = box_of(item) if isinstance(item, dict) else item
+    four = isinstance(numbers, list) and len(numbers) == 4
+    return tuple(numbers) if four and all(isinstance(n, float) for n in numbers) else None
+
+
+def box_of(item: dict) -> object:
+    """Return what an object in JSON says of its box, in the first of KEYS; None: nothing."""
+    return next((item[key] for key in KEYS if key in item), None)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -30,9 +30,7 @@ def read_conversation(
             two whole conversations; what both begin with is the prompt (TRL's implicit one).
         listed, video_options: see place_media.
     """
-    found = {
-        column: row[column] for column in filter(row.__contains__, FORMS) if row[column] is not None
-    }
+    found = {column: row[column] for column in FORMS if row.get(column) is not None}
     try:
         for column, value in found.items():
             _check_form(value, FORMS[column])
@@ -91,10 +89,8 @@ def _fill(template: str, turns: list[dict]) -> list[dict]:
             f"data.prompt_template is put around one text, but {question}; make it one, or leave "
             "it out"
         )
-    parts[texts[0]] = {
-        "type": "text",
-        "text": template.replace("{problem}", parts[texts[0]]["text"]),
-    }
+    asked = template.replace("{problem}", parts[texts[0]]["text"])
+    parts[texts[0]] = {"type": "text", "text": asked}
     return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
 
 
@@ -118,11 +114,8 @@ def _split(found: dict, row: dict) -> tuple[str, str | list[dict], dict]:
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
     """Return the turns that chosen and rejected share, and the answers without them."""
     both = {column: answers.get(column) for column in ("chosen", "rejected")}
-    pairs = (
-        list(zip(*both.values(), strict=False))
-        if all(isinstance(turns, list) for turns in both.values())
-        else []
-    )
+    listed = all(isinstance(turns, list) for turns in both.values())
+    pairs = zip(*both.values(), strict=False) if listed else []
     # how many turns they share
     start = [*(turn == other for turn, other in pairs), False].index(False)
     if start == 0:

@@ -59,20 +59,15 @@ def open_image(
         with contextlib.ExitStack() as stack:
             image = source if in_memory else stack.enter_context(PIL.Image.open(file))
             if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise ValueError(
-                    f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; scale it "
-                    "down"
-                )
+                size = f"{image.width} x {image.height} pixels"
+                raise ValueError(f"{size} are over {MAX_IMAGE_PIXELS}; scale it down")
             if image.format in PROGRAMS:
                 raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
             yield image
     except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
-        unknown = isinstance(error, PIL.UnidentifiedImageError)
-        reason = (
-            "none of the formats that Pillow knows"
-            if unknown
-            else getattr(error, "strerror", None) or error
-        )
+        reason = getattr(error, "strerror", None) or error
+        if isinstance(error, PIL.UnidentifiedImageError):
+            reason = "none of the formats that Pillow knows"
         raise ValueError(f"{name}: cannot be read as an image ({reason})") from error
 
 

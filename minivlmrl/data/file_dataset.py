@@ -67,10 +67,8 @@ class FileDataset:
             missing += [(file, index) for file in missing_files(media, folder)]
             columns.update(row.columns)
         if missing:
-            lines = (
-                re.sub(r".*:(?=\d+$)", "line ", self.source.where(index))
-                for _, index in missing[:5]
-            )
+            lines = [self.source.where(index) for _, index in missing[:5]]
+            lines = [re.sub(r".*:(?=\d+$)", "line ", line) for line in lines]
             named = [f"{file} ({line})" for (file, _), line in zip(missing, lines, strict=False)]
             first = ", ".join(named) + (", ..." if len(missing) > 5 else "")
             where = (
@@ -126,9 +124,7 @@ def read_row(
             own = sorted(column for column in given if given[column] is not None)
             cure = f"data.columns: {{YOURS: {name}}} renames one"
             raise ValueError(f"column {name!r} is missing; the row has {own}; {cure}")
-    columns |= {
-        name: value for name, value in options.constants.items() if columns.get(name) is None
-    }
+    columns |= {n: value for n, value in options.constants.items() if columns.get(n) is None}
     return Row(messages, [], columns, **answers), media
 
 
@@ -137,11 +133,8 @@ def _finite(value: object) -> bool:
 
 
 def _extent(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(_finite(side) and side > 0 for side in value)
-    )
+    sides = value if isinstance(value, list) else []
+    return len(sides) == 2 and all(_finite(side) and side > 0 for side in sides)
 
 
 # what rewards are given besides the columns of their rows, which these names would hide

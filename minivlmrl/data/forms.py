@@ -51,11 +51,9 @@ def _conversations(row: dict) -> dict:
     # nothing is there
     negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()
     found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
-    return (
-        found
-        if row.get("solution") is not None
-        else {**found, "solution": "" if negative else said[0]}
-    )
+    if row.get("solution") is not None:
+        return found
+    return {**found, "solution": "" if negative else said[0]}
 
 
 def _answered(turns: list[dict], row: dict) -> dict:

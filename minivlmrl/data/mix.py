@@ -84,22 +84,17 @@ def sample(strategy: str, count: int) -> list[int]:
     """
     name, _, size = strategy.partition(":")
     try:
-        number = (
-            math.ceil(int(size.removesuffix("%")) * count / 100)
-            if size.endswith("%")
-            else int(size or count)
-        )
+        number = int(size.removesuffix("%") if size else count)
+        if size.endswith("%"):
+            number = math.ceil(number * count / 100)
     except ValueError:
         number = -1
     if name not in ("all", "first", "end", "random") or number < 0 or (name == "all") != (not size):
         raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
     if name == "random":
         return sorted(random.Random(0).sample(range(count), min(number, count)))
-    return (
-        list(range(count))[max(0, count - number) :]
-        if name == "end"
-        else list(range(min(number, count)))
-    )
+    first = max(0, count - number) if name == "end" else 0
+    return list(range(first, first + min(number, count)))
 
 
 @dataclass

@@ -19,11 +19,9 @@ WRITTEN = re.compile(
 class Rescaled(Sequence):
     """Rows with answers' boxes in box_space: [x1, y1, x2, y2], data-bbox="...", <|box_start|>."""
 
-    def __init__(
-        self, rows: Dataset, sized: Callable[[Row], tuple[tuple[int, int], tuple[int, int]]]
-    ):
+    def __init__(self, rows: Dataset, sized: Callable[[Row], tuple], box_space: str = "resized"):
         # row -> (width, height) of its image file, and as the model sees it
-        self.rows, self.sized = rows, sized
+        self.rows, self.sized, self.box_space = rows, sized, box_space
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -40,7 +38,7 @@ class Rescaled(Sequence):
                     "which"
                 )
             size, resized = self.sized(row)
-            space = row.columns.get("box_space") or "resized"
+            space = row.columns.get("box_space") or self.box_space
             target = extent(space, size, resized)
             return replace(
                 row,

@@ -69,10 +69,8 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         return Images(folder, images)
     if not parquet and len(files) != 1:
         found = ", ".join(path.name for path in sorted(files)[:5]) or "none"
-        raise ValueError(
-            f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: "
-            f"{found}"
-        )
+        needed = "a folder must hold a dataset or one file of rows"
+        raise ValueError(f"{folder}: {needed}; its files of rows: {found}")
     return Arrow(parquet) if parquet else open_rows(files[0])
 
 
@@ -195,13 +193,9 @@ class Arrow:
                     sizes, load = [table.num_rows], [lambda table=table: table]
                 else:
                     file = pq.ParquetFile(path)
-                    sizes = [
-                        file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)
-                    ]
-                    load = [
-                        functools.partial(file.read_row_group, i)
-                        for i in range(file.num_row_groups)
-                    ]
+                    groups = range(file.num_row_groups)
+                    sizes = [file.metadata.row_group(i).num_rows for i in groups]
+                    load = [functools.partial(file.read_row_group, i) for i in groups]
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
             self.groups += [(path, self.firsts[-1], read) for read in load]

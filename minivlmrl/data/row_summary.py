@@ -21,11 +21,8 @@ class Sizes(ImageProcessor):
     """Tells how many tokens an image has, and leaves its pixels alone."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        return torch.zeros(0, self.patch_dim), (
-            1,
-            height // self.patch_size,
-            width // self.patch_size,
-        )
+        grid = 1, height // self.patch_size, width // self.patch_size
+        return torch.zeros(0, self.patch_dim), grid
 
 
 def summary(rows: Dataset, processor: Processor) -> str:
@@ -36,27 +33,19 @@ def summary(rows: Dataset, processor: Processor) -> str:
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     sample = [row for row in (outline(rows, i) for i in numbers) if row is not None]
     if isinstance(rows, Picked):
-        shown = (
-            f"{len(rows)} picked out of {sum(map(len, rows.parts))} in {len(rows.parts)} file(s)"
-        )
+        total = sum(map(len, rows.parts))
+        shown = f"{len(rows)} picked out of {total} in {len(rows.parts)} file(s)"
     else:  # all rows of an embedded task are alike
-        counts = (
-            rows.counts
-            if isinstance(rows, FileDataset)
-            else {(len(sample[0].images), 0): len(rows)}
-        )
-        shown = ", ".join(
-            f"{n} with {words}"
-            for words, n in sorted((_words(*each), n) for each, n in counts.items())
-        )
+        counts = getattr(rows, "counts", None) or {(len(sample[0].images), 0): len(rows)}
+        said = sorted((_words(*each), n) for each, n in counts.items())
+        shown = ", ".join(f"{n} with {words}" for words, n in said)
         shown = f"{len(rows)} ({shown})" if len(counts) > 1 else shown
     lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if not lengths:
         return shown
     of = f" ({len(lengths)} were measured)" if len(lengths) < len(rows) else ""
-    return (
-        f"{shown}; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens{of}"
-    )
+    ends = " to ".join(map(str, sorted({lengths[0], lengths[-1]})))
+    return f"{shown}; prompts of {ends} tokens{of}"
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
@@ -125,7 +114,5 @@ def _counter(processor: Processor) -> Processor:
 
 def _words(images: int, videos: int) -> str:
     kinds = {"image": images, "video": videos}
-    return (
-        " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count)
-        or "no image"
-    )
+    said = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
+    return " and ".join(said) or "no image"

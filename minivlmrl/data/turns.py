@@ -42,11 +42,9 @@ def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:
 def text_of(message: dict) -> str:
     """The text of a message, without its images and videos."""
     content = message.get("content")
-    return (
-        content
-        if isinstance(content, str)
-        else "".join(part.get("text") or "" for part in content or ())
-    )
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content or ())
 
 
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
@@ -67,12 +65,8 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         written = turn["role"] == "assistant"
-        flagged += [
-            (start, False),
-            (role, False),
-            *((piece, written) for piece in inside),
-            (newline, False),
-        ]
+        inside = [(piece, written) for piece in inside]
+        flagged += [(start, False), (role, False), *inside, (newline, False)]
     return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
 
 
@@ -88,9 +82,8 @@ def check_ends(turns: list[dict]):
         roles = [turn["role"] for turn in turns]
         raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
     for turn in turns:
-        for kind in map(
-            part_kind, turn["content"] if isinstance(turn.get("content"), list) else ()
-        ):
+        content = turn.get("content")
+        for kind in map(part_kind, content if isinstance(content, list) else ()):
             if kind != "text":
                 where = (
                     f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's "

@@ -74,12 +74,8 @@ def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):
 
 
 def _build(cls, values: Any, prefix: str, json: bool):
-    require(
-        isinstance(values, dict),
-        prefix.rstrip(".") or "the file",
-        values,
-        "an object with names and values",
-    )
+    where = prefix.rstrip(".") or "the file"
+    require(isinstance(values, dict), where, values, "an object with names and values")
     hints, found = typing.get_type_hints(cls, include_extras=True), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
@@ -150,12 +146,8 @@ def _read(hint, value, name: str, json: bool):
         require(valid(value), name, value, words)
         return value
     if origin is Literal:
-        require(
-            any(type(value) is type(choice) and value == choice for choice in inside),
-            name,
-            value,
-            type_text(hint),
-        )
+        known = any(type(value) is type(choice) and value == choice for choice in inside)
+        require(known, name, value, type_text(hint))
         return value
     if origin is list and isinstance(value, str) and not json:
         value = [value]  # --dpo.loss_type=ipo

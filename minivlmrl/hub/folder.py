@@ -63,13 +63,8 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    download = partial(
-        snapshot_download,
-        repo_id,
-        revision=revision,
-        allow_patterns=DOWNLOADED,
-        ignore_patterns="*/*",
-    )
+    which = {"revision": revision, "allow_patterns": DOWNLOADED, "ignore_patterns": "*/*"}
+    download = partial(snapshot_download, repo_id, **which)
     # nothing of it, or parts that another program has asked for
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))

@@ -126,13 +126,11 @@ class ModelConfig:
         flat.pop("mrope_section", None)  # only the rope's own counts
         flat = family.defaults | flat
         flat |= {name: rope[name] for name in ("rope_theta", "mrope_section") if name in rope}
-        flat["torch_dtype"] = (
-            config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
-        )
+        dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
+        flat["torch_dtype"] = dtype or "float32"
         # transformers 5 repeats this key in text_config by default; the top level decides
-        flat["tie_word_embeddings"] = config.get(
-            "tie_word_embeddings", flat.get("tie_word_embeddings", False)
-        )
+        tied = flat.get("tie_word_embeddings", False)
+        flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         vision = _section(config, "vision_config", where)
         for name, value, known in (
             ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
@@ -156,12 +154,8 @@ class ModelConfig:
                 )
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
         flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
-        known = {field.name for field in fields(cls)} | {
-            "text_config",
-            "rope_parameters",
-            "rope_scaling",
-            "dtype",
-        }
+        known = {field.name for field in fields(cls)}
+        known |= {"text_config", "rope_parameters", "rope_scaling", "dtype"}
         known |= {"layer_types", "architectures", "transformers_version"}
         flat["extra"] = {name: value for name, value in flat.items() if name not in known}
         return build(cls, flat, where, json=True)
@@ -169,17 +163,12 @@ class ModelConfig:
     def to_dict(self) -> dict:
         """Write the hub's config.json, which vLLM and every transformers with the family read."""
         family, out = FAMILIES[self.model_type], asdict(self)
-        tower, extra, mrope_section = (
-            out.pop(name) for name in ("vision_config", "extra", "mrope_section")
-        )
+        tower, extra, mrope_section = map(out.pop, ("vision_config", "extra", "mrope_section"))
         out = {name: value for name, value in out.items() if name not in family.text}
         vision = {name: value for name, value in tower.items() if name not in family.tower}
         vision |= {"hidden_act": HIDDEN_ACT[tower["mlp"]], "in_chans": vision.pop("in_channels")}
-        vision = {
-            "model_type": self.model_type,
-            **vision,
-            "spatial_patch_size": tower["patch_size"],
-        }
+        vision = {"model_type": self.model_type, **vision}
+        vision["spatial_patch_size"] = tower["patch_size"]
         out["rope_scaling"] = {"type": "mrope", "mrope_section": mrope_section}
         out = {**extra, "architectures": [family.architecture], "hidden_act": "silu", **out}
         return family.write(out | {"vision_config": vision})

@@ -39,9 +39,8 @@ class Tokenizer:
         backend.no_truncation()  # a file may come with the settings of a training run
         backend.no_padding()
         added = backend.get_added_tokens_decoder().values()
-        backend.add_special_tokens(
-            [t.content for t in added if t.content in SPECIAL_TOKENS and not t.special]
-        )
+        plain = [t.content for t in added if t.content in SPECIAL_TOKENS and not t.special]
+        backend.add_special_tokens(plain)
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
         if missing := set(SPECIAL_TOKENS) - self.special_tokens.keys():

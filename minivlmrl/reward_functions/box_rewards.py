@@ -89,7 +89,7 @@ def box_columns(
 ) -> dict[str, list]:
     """List image_sizes and answer_extents, (width, height) of each answer's first image.
 
-    An answer's space is the row's answer_extent, or its box_space, by default the resized image.
+    An answer's space is the row's answer_extent, or its box_space, or the processor's.
     """
     sizes, extents, patch = [], [], processor.image_processor.patch_size
     for row, prompt in zip(rows, prompts, strict=True):
@@ -98,7 +98,7 @@ def box_columns(
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
             # known after the prompt was made
             size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
-            space = row.columns.get("box_space") or "resized"
+            space = row.columns.get("box_space") or processor.box_space
             resized = width * patch, height * patch
             extent = row.columns.get("answer_extent") or boxes.extent(space, size, resized)
         sizes += [size] * num_generations

@@ -84,7 +84,7 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
     try:
         said = json.loads(fenced[1] if fenced else text)
         return [
-            (item["label"].strip().casefold(), Box(*map(float, item["bbox_2d"]), extent))
+            (item["label"].strip().casefold(), Box(*map(float, boxes.box_of(item)), extent))
             for item in said
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):

@@ -49,11 +49,9 @@ def get_reward(name: str) -> Callable:
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         raise ValueError(f"reward {name}: end its arguments with **columns")
-    return (
-        functools.partial(function, **_read_options(name, function, options))
-        if options.strip()
-        else function
-    )
+    if not options.strip():
+        return function
+    return functools.partial(function, **_read_options(name, function, options))
 
 
 def required_columns(names: Iterable[str]) -> list[str]:
@@ -74,13 +72,10 @@ def _read_options(name: str, function: Callable, text: str) -> dict[str, object]
         good = False
     if not good:
         raise ValueError(f"reward {name}: its options must have the form name=value, name=value")
-    known = [
-        p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.default is not p.empty]
     for option in options:
         if option not in known:
-            raise ValueError(
-                f"reward {name}: there is no option {option!r}; there are: "
-                f"{', '.join(known) or 'none'}"
-            )
+            there = ", ".join(known) or "none"
+            raise ValueError(f"reward {name}: there is no option {option!r}; there are: {there}")
     return options

@@ -71,8 +71,8 @@ class DataSection:
     # in training leave out rows with an image that cannot be read, and count them
     skip_unreadable: bool = False
     add_vision_id: bool = False  # number the images and videos of a prompt: "Picture 1: "
-    # of coordinates in answers
-    box_space: Literal["original", "resized", "thousandths", "unit"] = "resized"
+    # of coordinates in answers; None: as the model's family writes them
+    box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # where in a completion its answer is: docs/rewards.md
     answer: Literal["tags", "whole", "last_line"] = "tags"
     # boxes of demonstrated answers are in pixels of the file: write them in box_space
@@ -154,7 +154,7 @@ def _rows(
 ) -> FileDataset:
     names = "prompt_template", "system_prompt", "allow_urls", "columns"
     options = {name: getattr(config, name) for name in names}
-    options["constants"] = {"box_space": config.box_space, **dict(constants)}
+    options["constants"] = dict(constants)
     video = asdict(config.video).items()
     options["video_options"] = {name: value for name, value in video if value is not None}
     return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)

@@ -72,6 +72,7 @@ def build_model(
     if data.resize is not None:
         processor.image_processor.resize = RESIZE[data.resize]
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
+    processor.box_space = data.box_space or processor.box_space
     return model, processor
 
 

@@ -100,7 +100,8 @@ def fit_rows(
             steps = math.ceil(config.max_epochs * len(fitted[name]) / stage.prompts_per_step)
             stage.max_steps = min(stage.max_steps, steps)
         if config.data.rescale_boxes and name != "eval":
-            fitted[name] = Rescaled(fitted[name], partial(seen_sizes, processor=processor))
+            sized = partial(seen_sizes, processor=processor)
+            fitted[name] = Rescaled(fitted[name], sized, processor.box_space)
         text = summary(fitted[name], processor) if world.is_main else ""
         if long:
             text += f"; {len(long)} over data.max_prompt_tokens left out: {', '.join(long[:5])}"

@@ -10,16 +10,18 @@ what to do. Nothing is written. The exit status is 1 if something was found.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 
 import PIL.Image
 import torch
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithm
+from minivlmrl.data.boxes import parse_boxes, says_none
 from minivlmrl.data.turns import as_turns, text_of
 from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
-from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.reward_functions.names import get_reward, required_columns
 from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
@@ -107,6 +109,19 @@ def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> I
                 cure = "set data.answer: whole, or write <answer>...</answer>"
             cause = "sft would teach what is not rewarded"
             yield f"demonstrations earn {mean:.2f} of reward {name}: {cause}; {cure}"
+    yield from unread_boxes(config, texts, processor)
+
+
+def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator[str]:
+    """Answers with boxes in a notation that no reward knows."""
+    functions = {name: signature(get_reward(name)) for name in online_rewards(config)}
+    judges = [name for name in functions if "answer_extents" in functions[name].parameters]
+    answers = [find_answer(text, processor.answer) for text in texts]
+    unread = [said for said in answers if said and not (parse_boxes(said) or says_none(said))]
+    if judges and len(unread) > 0.2 * len(texts):
+        cure = 'ask for {"bbox_2d": [x1, y1, x2, y2]}, or write a reward that reads them'
+        what = f"such as {unread[0]!r:.80}, hold no box that {judges[0]} reads"
+        yield f"{len(unread)} of {len(texts)} answers, {what}; {cure}"
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -177,6 +192,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
         what = f"{unparsed:.0%} of the completions have no answer"
         cure = f"set data.answer (tags, whole, last_line), or {FORM}"
         yield f"{what} where data.answer ({processor.answer}) looks; {cure}"
+    yield from unread_boxes(config, texts, processor)
     if any(row.images for row in rows):
         grey = [
             replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images])
