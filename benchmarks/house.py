@@ -23,7 +23,7 @@ SHELF_LINES = {
     "hub": 1157,
     "data": 2518,
     "adapters": 775,
-    "scale": 800,
+    "scale": 810,
     "sampling": 550,
     "reward_functions": 882,
     "algorithms": 2300,

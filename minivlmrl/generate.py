@@ -181,9 +181,7 @@ def stop_tokens(sampling: SamplingConfig, default: Sequence[int], vocab_size: in
     """List the ids that end a completion (ValueError: the model does not have one of them)."""
     stop = list(default if sampling.stop_token_ids is None else sampling.stop_token_ids)
     if (last := max(stop, default=0)) >= vocab_size:
-        raise ValueError(
-            f"stop_token_ids has {last}, but the model's tokens end at {vocab_size - 1}"
-        )
+        raise ValueError(f"stop_token_ids has {last}, the model's tokens end at {vocab_size - 1}")
     return stop
 
 

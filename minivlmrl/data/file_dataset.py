@@ -141,13 +141,8 @@ def _extent(value: object) -> bool:
 GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
 GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards"}
 # column: whether its value is valid, and what it must be
-CHECKED = dict.fromkeys(
-    GIVEN - {"images"},
-    (
-        lambda value: False,
-        "called otherwise: this is the name of something else that rewards are given; rename it",
-    ),
-)
+TAKEN = "called otherwise: this is the name of something else that rewards are given; rename it"
+CHECKED = dict.fromkeys(GIVEN - {"images"}, (lambda value: False, TAKEN))
 OPTION = (
     'beside its source if an option is meant, {"image": ..., "max_pixels": 200704}, else '
     "called otherwise"

@@ -103,12 +103,10 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         if row.get("input"):  # Alpaca's
             text = f"{text}\n{row['input']}"
         before = row.get("history") or []
-        paired = isinstance(before, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in before
-        )
-        require(
-            paired, "column 'history'", before, "a list of pairs, each a question and its answer"
-        )
+        pairs = before if isinstance(before, list) else [before]
+        paired = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        needed = "a list of pairs, each a question and its answer"
+        require(paired, "column 'history'", before, needed)
         turns = [
             {"role": ("user", "assistant")[i], "content": pair[i]}
             for pair in before

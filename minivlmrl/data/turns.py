@@ -26,9 +26,8 @@ def encode_completion(
     else:
         pieces = template.render_completion(messages, turns, add_vision_id=processor.add_vision_id)
     if pieces[-1][0] not in ENDS:
-        raise ValueError(
-            f"the chat template closes a turn with {pieces[-1][0]!r}, at which no completion stops"
-        )
+        closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
+        raise ValueError(f"the chat template {closes}")
     encoded = [(processor.tokenizer.encode(piece), written) for piece, written in pieces]
     ids = [token for tokens, _ in encoded for token in tokens]
     return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
