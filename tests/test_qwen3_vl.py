@@ -2,28 +2,21 @@
 
 import json
 import random
-from pathlib import Path
-
-
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
-from record_vision import noise
+from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
 from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
-
-
-from record_vision import digest, film_cases, film_size_cases, recorded, sampling_cases
 
 from minivlmrl.__main__ import main
 from minivlmrl.batch import pack
 from minivlmrl.chat import IMAGE, Control
-from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
-
-
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.video import Video, frame_size, sample_indices
 from minivlmrl.hub import qwen3_vl
 from minivlmrl.hub.family import FAMILIES
