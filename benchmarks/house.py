@@ -17,18 +17,18 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for a new family of models (Qwen3-VL: 280)
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17234
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17288
 SHELF_LINES = {
     "kernels": 1450,
-    "hub": 1157,
-    "data": 2518,
+    "hub": 1229,
+    "data": 2476,
     "adapters": 775,
     "scale": 810,
     "sampling": 550,
-    "reward_functions": 882,
+    "reward_functions": 877,
     "algorithms": 2300,
     "tasks": 200,
-    "run": 2468,
+    "run": 2470,
     "tools": 850,
     "audit": 1300,
 }
