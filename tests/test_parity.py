@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+import torch
+from parity.policy_cells import policy_batch
 
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
 from minivlmrl.algorithms.policy_losses import FamilyLoss, PolicyInputs, policy_loss
-from minivlmrl.audit.parity import check
+from minivlmrl.audit.parity import cases, check, distance
 from minivlmrl.losses import Counts
 
 
@@ -27,9 +29,83 @@ def my_loss(batch, options):
     return policy_loss(given, batch["advantages"], batch["mask"], chosen, counts)[0]
 
 
+def usual(batch, options, kl=lambda d: d.exp() - d - 1, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
+    """A token mean over the batch, clipped at .8 and 1.2, as most people write it."""
+    logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
+    ratio = (logps - batch["old_per_token_logps"]).exp()
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    k = kl(batch["ref_per_token_logps"] - logps) * (ratio if weight else 1)
+    return average((loss + options["beta"] * k) * mask, mask)
+
+
+DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}
+
+
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    assert check(my_loss) == 49 and check(my_loss, kind="dpo") == 15
-    assert check(my_loss, kind="grpo", loss_type="dapo") == 4
-    with pytest.raises(AssertionError, match=r"^2 of 2 cases differ from TRL\nsft.* gradient by 5"):
+    assert check(my_loss) == 64 and check(my_loss, kind="dpo") == 15 and check(my_loss, kind="sft") == 2
+    assert check(my_loss, loss_type="dapo") == 8 and check(my_loss, kind="dpo", loss_type="sigmoid") == 1
+    with pytest.raises(
+        AssertionError, match=r"(?s)^2 of 2 cases differ from TRL\nsft.* gradient by 5.*explains 2: all of"
+    ):
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
+
+
+@pytest.mark.parametrize("only", [{"kind": "ppo"}, {"loss_type": "gspo"}, {"beta": 3}, {"colour": 1}], ids=str)
+def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only):
+    name, value = next(iter(only.items()))
+    known = {"kind": "grpo, dpo, sft", "loss_type": "grpo, bnpo, dr_grpo", "beta": r"0\.0, 0\.1", "colour": "None"}[
+        name
+    ]
+    with pytest.raises(ValueError, match=rf"no recorded case has .*'{name}': '?{value}'?}}; .*{name}: {known}"):
+        check(my_loss, **only)
+
+
+def test_the_usual_loss_passes_where_the_batch_is_the_step():
+    assert check(usual, whole_step=True, **DAPO) == 2
+    with pytest.raises(AssertionError, match=r"then these means .* and both sides are clipped by epsilon_low"):
+        check(usual, whole_step=False, **DAPO)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "explains 2: the average is that of .* grpo"),
+        ({"average": lambda x, mask: x.mean()}, "explains 2: sums are divided by padding too"),
+        ({"average": lambda x, mask: x.sin().sum()}, "no known mistake explains 2"),
+        ({"average": lambda x, mask: x.detach().sum() / mask.sum()}, "explains 1: the ratio is detached"),
+        ({"kl": lambda d: (-d).exp() + d - 1}, "explains 1: policy and reference are exchanged in the KL"),
+        ({"kl": lambda d: d + 1 - d.exp()}, "explains 1: the KL is subtracted"),
+        ({"weight": False}, "explains 1: the KL is .*weighed with the ratio"),
+    ],
+)
+def test_a_wrong_loss_is_named(wrong, says):
+    def loss(batch, options):
+        return usual(batch, options, **wrong)
+
+    with pytest.raises(AssertionError, match=rf"(?s)of 2 cases differ from TRL\n.*\n{says}"):
+        check(loss, whole_step=True, **DAPO)
+
+
+def test_what_trl_says_of_ones_own_tensors():
+    """Every kind: TRL's value and gradient are those that were recorded, and for KTO ours."""
+    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
+    from parity.trl_oracle import what_trl_says
+
+    for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
+        *_, (_, options, batch, value, gradient) = cases(**only)
+        says = what_trl_says(batch, options)
+        assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
+    batch = {
+        name: x for name, x in policy_batch(3).items() if name in ("per_token_logps", "ref_per_token_logps", "mask")
+    }
+    batch |= {"labels": torch.tensor([True, False, True, False]), "kl_mask": batch["mask"].roll(1, 0)}
+    says = what_trl_says(batch, {"kind": "kto", "loss_type": "kto", "beta": 0.2})
+    kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch.pop("kl_mask"))
+    ours, _ = preference.kto_loss(**batch, options=preference.KTOLoss(beta=0.2), kl=kl)
+    assert distance(ours, says["loss"]) < 1e-12
+    batch = policy_batch(0)
+    says = what_trl_says(batch, {"kind": "rloo", "epsilon_low": 0.1})
+    inputs = PolicyInputs(batch["per_token_logps"], old_per_token_logps=batch["old_per_token_logps"])
+    ours = policy_loss(inputs, batch["advantages"], batch["mask"], FamilyLoss("rloo", epsilon_low=0.1, epsilon_high=0.1))[0]
+    assert distance(ours, says["loss"]) < 1e-12

@@ -95,8 +95,7 @@ def error(answer: dict, factor: float = 1.0) -> float:
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """The simplest sets of causes that give the trainer's numbers."""
-    own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
-    known = [cause for cause in CAUSES if own & set(cause.stages.split())]
+    known = telling(name, d)
     for size in (1, 2):
         sets = [(list(causes), False) for causes in combinations(known, size)]
         if name in FACTORS:
@@ -107,13 +106,35 @@ def explain(name: str, d: Dump) -> list[Fit]:
     return []
 
 
+def telling(name: str, d: Dump) -> list[Cause]:
+    """The causes of a stage that this step can show: each changes a number of it."""
+    of = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
+    known = [cause for cause in CAUSES if of & set(cause.stages.split())]
+    own, others = STAGES[name](d, {}), [computed(name, d, cause.change) for cause in known]
+
+    def differs(other: dict | None) -> bool:
+        return bool(other) and error({n: (other[n][1], *own[n][1:]) for n in own}) > TOLERANCE
+
+    return [cause for cause, other in zip(known, others, strict=True) if differs(other)]
+
+
+def computed(name: str, d: Dump, change: dict) -> dict | None:
+    """What a stage answers with a deviation; None: with it the step has no answer."""
+    try:
+        return STAGES[name](d, change)
+    except ValueError:  # such as a mask that leaves an answer of a pair no token
+        return None
+
+
 def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
     """The causes and what they leave, if they explain the stage;
     `scaled`: together with a factor, which is fitted."""
     change = dict(pair for cause in causes for pair in cause.change.items())
     if len(change) < sum(len(cause.change) for cause in causes):
         return None  # two values for one deviation
-    answer, factor = STAGES[name](d, change), 1.0
+    if (answer := computed(name, d, change)) is None:
+        return None
+    factor = 1.0
     if scaled:
         parts = [(x / unit, y / unit) for x, y, unit in answer.values()]
         has, should = (torch.cat([x.flatten() for x in of]) for of in zip(*parts, strict=True))
@@ -131,6 +152,7 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     counts = {
         "micro-batches": len(d.micro_batches),
         "rows": len(d["input_ids"]),
+        "tokens that count": d["completion_mask"].sum().item(),
         "ranks": d.about.get("world_size", 1),
         "completions of a group": d.about.get("num_generations", 1),
         "steps of a rollout": d.about.get("steps_per_rollout", 1),

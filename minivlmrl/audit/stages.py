@@ -200,7 +200,8 @@ def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> C
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times
-    if "rollout_tokens" in d.about and not (by_part or "divide" in change or "mask" in change):
+    whole = torch.equal(own, d["completion_mask"].double())  # not another mask of a deviation
+    if "rollout_tokens" in d.about and whole and not by_part:
         tokens = d.about["rollout_tokens"] / d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times

@@ -198,3 +198,32 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     """TRL's reward function for one completion."""
     make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
     return make(max_completion_len, soft_punish_cache)([[1] * length])[0]
+
+
+def what_trl_says(batch: dict, options: dict) -> dict[str, Tensor | dict]:
+    """TRL's loss for tensors of your own, its gradient to `per_token_logps`, and what it logs.
+
+    Args:
+        batch: as parity.check gives it (docs/audit.md); of kto also `labels` (B,), true for a wanted answer, and
+            `kl_mask` (B, T).
+        options: kind (grpo, rloo, dpo, kto, sft), `tokens` of the step (none: of the batch), and fields of TRL's
+            config; epsilon_low may stand for its epsilon. A field that is left out is TRL's default.
+    """
+    asked = {{"epsilon_low": "epsilon"}.get(name, name): value for name, value in options.items()}
+    kind, tokens = asked.pop("kind"), asked.pop("tokens", None)
+    asked.pop("whole_step", None)
+    batch = batch | {"per_token_logps": batch["per_token_logps"].detach().clone().requires_grad_()}
+    if kind in ("grpo", "rloo"):
+        batch.setdefault("entropies", torch.zeros_like(batch["mask"]))
+        items = batch["mask"].sum().item() if tokens is None else tokens
+        loss, logged = grpo_loss(batch, items, kind.upper(), **asked)
+    elif kind == "dpo":
+        types = asked.pop("loss_type", ["sigmoid"])
+        types = [types] if isinstance(types, str) else types
+        loss, logged = dpo_loss(batch, loss_type=types, **{"loss_weights": None} | asked)
+    elif kind == "kto":
+        loss, logged = kto_loss(batch, **asked)
+    else:
+        loss, logged = sft_loss(batch, tokens, **asked)
+    [gradient] = torch.autograd.grad(loss, batch["per_token_logps"])
+    return {"loss": loss.detach(), "gradient": gradient, "logged": logged}

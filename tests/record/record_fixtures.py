@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests:tests/helpers python tests/record/record_fixtures.py
 
-losses.safetensors: batches, values and gradients of TRL's losses. tiny_qwen2_5_vl.safetensors: a tiny checkpoint, one
+losses.safetensors: batches, values and gradients of TRL's losses, of a batch that is the step and of one that is a
+part of it. tiny_qwen2_5_vl.safetensors: a tiny checkpoint, one
 prompt with a picture, its patches, positions, windows and logits by transformers.
 """
 
@@ -39,21 +40,19 @@ def losses():
         cases[name] = {"kind": kind, **options}
         tensors.update({f"{name}/{key}": x.contiguous().clone() for key, x in (batch | found).items()})
 
-    constants = {"tokens": ITEMS, "max_completion_length": MAX_LENGTH, "epsilon_low": 0.2, "epsilon_high": 0.28}
-    for number, (loss_type, level, beta) in enumerate(
-        (t, v, b) for t in FAMILIES["policy"][0]["options"]["loss_type"] for v in LEVELS for b in (0.0, 0.1)
-    ):
+    losses_of_grpo = FAMILIES["policy"][0]["options"]["loss_type"]
+    grid = [(w, t, v, b) for w in (True, False) for t in losses_of_grpo for v in LEVELS for b in (0.0, 0.1)]
+    for number, (whole_step, loss_type, level, beta) in enumerate(grid):
         options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta}
-        batch = policy_batch(number)
-        asked = options | {
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "max_completion_length": MAX_LENGTH,
-            "use_bias_correction_kl": True,
-        }
+        high = 0.2 if whole_step else 0.28
+        batch = policy_batch(number % (len(grid) // 2))
+        tokens = int(batch["mask"].sum()) if whole_step else ITEMS
+        constants = {"max_completion_length": MAX_LENGTH, "use_bias_correction_kl": True, "epsilon_high": high}
         batch.pop("entropies")
-        found = answer(trl_oracle.grpo_loss, batch | {"entropies": batch["per_token_logps"] * 0}, items=ITEMS, **asked)
-        add("grpo", batch, options | constants, found)
+        given = batch | {"entropies": batch["per_token_logps"] * 0}
+        found = answer(trl_oracle.grpo_loss, given, items=tokens, epsilon=0.2, **options, **constants)
+        about = {"whole_step": whole_step, "tokens": tokens, "epsilon_low": 0.2}
+        add("grpo", batch, options | constants | about, found)
     for number, loss_type in enumerate(DPO_LOSSES):
         smoothing = 0.1 if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0
         options = {"loss_type": [loss_type], "beta": 0.3, "label_smoothing": smoothing}
