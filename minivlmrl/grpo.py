@@ -83,8 +83,7 @@ class GRPO:
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions of each row and ask the rewards about them."""
         prompts = self.prompts(rows)
-        keys = [row.key for row in rows]
-        completions = self.sample(prompts, self.config.num_generations, keys)
+        completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
         rewards = ask_rewards(self.rewards, self.columns(rows, prompts, completions))
         return Rollout(rows, prompts, completions, rewards)
 

@@ -32,13 +32,16 @@ class PolicyLoss:
     use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
 
     def __post_init__(self):
-        if self.epsilon_high < self.epsilon_low:
-            bound = f"at least epsilon_low ({self.epsilon_low})"
-            raise ValueError(f"epsilon_high is {self.epsilon_high}, it must be {bound}")
+        for name, least in (("epsilon_low", 0), ("epsilon_high", self.epsilon_low), ("beta", 0)):
+            if not getattr(self, name) >= least:  # nor is NaN
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
             known = get_args(get_type_hints(type(self))[name])  # of the Literal
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; known are {', '.join(known)}")
+                known = ", ".join(known) + "; GSPO: importance_sampling_level" * (
+                    name == "loss_type"
+                )
+                raise ValueError(f"{name} is {getattr(self, name)!r}; known are {known}")
 
 
 @dataclass
@@ -77,6 +80,8 @@ def grpo_loss(
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
         (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
     """
+    if len(advantages) != len(mask):
+        raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
     options, counts = options or PolicyLoss(), counts or counts_of(mask)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
     old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps

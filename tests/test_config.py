@@ -114,7 +114,7 @@ def test_a_bad_override_is_named(recipe, override, message):
 
 BOUNDS = [
     ("sampling.top_p", 0.0, 0.01, "in (0, 1]"),
-    ("grpo.epsilon_high", 0.1, 0.2, "at least epsilon_low (0.2)"),
+    ("grpo.epsilon_high", 0.1, 0.2, "at least 0.2"),
     ("grpo.reward_clip_range", [0.0], [0.0, 1.0], "[low, high]"),
     ("ppo.critic_path", "folder", None, "left out unless critic is 'separate'"),
     ("grpo.reward_clip_range", [1.0, 0.0], [-1.0, 1.0], "[low, high]"),

@@ -172,8 +172,13 @@ def test_the_docstring_example():
 
 def test_mistakes_are_refused():
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"epsilon_high is 0.2, it must be at least epsilon_low \(0.3\)"):
+    with pytest.raises(ValueError, match=r"epsilon_high is 0\.2, it must be at least 0\.3"):
         PolicyLoss(epsilon_low=0.3, epsilon_high=0.2)
+    for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
+        with pytest.raises(ValueError, match=f"{name} is {value}, it must be at least 0"):
+            PolicyLoss(**{name: value})
+    with pytest.raises(ValueError, match="2 advantages for 1 rows"):
+        grpo_loss(one, torch.ones(2), one)
     with pytest.raises(ValueError, match="with beta over 0 the KL term needs ref_per_token_logps"):
         grpo_loss(one, one[0], one, PolicyLoss(beta=0.1))
     with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length; give it"):
@@ -183,7 +188,11 @@ def test_mistakes_are_refused():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo"),
+        (
+            {"loss_type": "gspo"},
+            "loss_type is 'gspo'; known are .*, dr_grpo and importance_sampling_level=\"sequence\"",
+        ),
+        ({"loss_type": "sapo"}, "loss_type is 'sapo'; known are grpo, dapo, dr_grpo"),
         ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence"),
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2, k3"),
     ],

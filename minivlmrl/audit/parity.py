@@ -20,7 +20,7 @@ from minivlmrl.audit.checks import FIXTURES
 from minivlmrl.audit.dump import Dump
 
 OPTIONS = {"grpo": FamilyLoss, "dpo": DPOLoss}  # of a kind, as the audit takes them
-SEARCHES = 3  # of cases that no cause found before explains: each takes seconds
+SEARCHES = 3  # for a mistake that explains cases: each takes seconds
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
@@ -53,8 +53,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Recorded cases with these options: name, options, batch, value and gradient (ValueError: there
-    is none)."""
+    """Recorded cases with these options: name, options, batch, value, gradient; or a ValueError."""
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
         names, every = [*file.keys()], json.loads(file.metadata()["cases"])
         chosen = {  # loss_type of dpo is a list of one
@@ -64,9 +63,8 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
         }
         if not chosen:
             same = [of for of in every.values() if of["kind"] == only["kind"]] or every.values()
-            there = {key: {str(of.get(key)): 0 for of in same} for key in only}
-            known = "; ".join(f"{key}: {', '.join(values)}" for key, values in there.items())
-            raise ValueError(f"no recorded case has {only}; there are {known}")
+            there = {key: list(dict.fromkeys(str(of.get(key)) for of in same)) for key in only}
+            raise ValueError(f"no recorded case has {only}; there are {there}")
         for case, options in chosen.items():
             own = [name for name in names if name.startswith(f"{case}/")]
             batch = {name.partition("/")[2]: file.get_tensor(name) for name in own}
@@ -91,26 +89,22 @@ def as_step(batch: dict, options: dict, loss: Tensor, gradient: Tensor) -> Dump:
 
 
 def mistakes(steps: list[Dump]) -> list[str]:
-    """Lines that name the fewest known mistakes which give the numbers of these steps."""
-    found, searches, lines, left = [], SEARCHES, [], steps
-    for step in steps:
-        if searches and not any(explains(causes, step) for causes in found):
-            found += [causes for causes, _ in explain("loss", step)]
-            searches -= 1
-    while found and left:
-        best = max(found, key=lambda causes: sum(explains(causes, step) for step in left))
-        rest = [step for step in left if not explains(best, step)]
-        if len(rest) == len(left):
-            break
+    """Lines that name the known mistakes which give the numbers of these steps."""
+    lines = []
+    while steps and len(lines) < SEARCHES:
+        found = [causes for causes, _ in explain("loss", steps[0])] or [[]]
+        best = max(found, key=lambda causes: sum(explains(causes, step) for step in steps))
+        rest = [step for step in steps[1:] if not explains(best, step)]
         says = " and ".join(f"{cause.says} ({cause.name})" for cause in best)
-        lines, left = [*lines, f"explains {len(left) - len(rest)}: {says}"], rest
-    return lines + [f"no known mistake explains {len(left)}"] * bool(left)
+        lines.append(f"{len(steps) - len(rest)} of them: {says or 'no known mistake'}")
+        steps = rest
+    return lines
 
 
 def explains(causes: list[Cause], step: Dump) -> bool:
     """Whether these causes, with a factor if one of them is that, give the numbers of a step."""
     own = [cause for cause in causes if cause.change]
-    return fits("loss", step, own, scaled=len(own) < len(causes)) is not None
+    return bool(causes) and fits("loss", step, own, scaled=len(own) < len(causes)) is not None
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
