@@ -1,5 +1,6 @@
 """parity.check, for other people's tests, holds our losses to TRL's recorded numbers, and finds a wrong one."""
 
+import re
 import sys
 
 import pytest
@@ -51,20 +52,22 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
 
 
-@pytest.mark.parametrize("only", [{"kind": "ppo"}, {"loss_type": "gspo"}, {"beta": 3}, {"colour": 1}], ids=str)
-def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only):
-    name, value = next(iter(only.items()))
-    known = {"kind": "grpo, dpo, sft", "loss_type": "grpo, bnpo, dr_grpo", "beta": r"0\.0, 0\.1", "colour": "None"}[
-        name
-    ]
-    with pytest.raises(ValueError, match=rf"no recorded case has .*'{name}': '?{value}'?}}; .*'{name}': \[{known}"):
+@pytest.mark.parametrize(
+    "only, known",
+    [
+        ({"kind": "ppo"}, "'kind': ['grpo', 'dpo', 'sft']"),
+        ({"loss_type": "gspo"}, "'loss_type': ['grpo', 'bnpo', 'dr_grpo', "),
+        ({"beta": 3}, "'beta': ['0.0', '0.1']"),
+        ({"colour": 1}, "'colour': ['None']"),
+    ],
+)
+def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only, known):
+    with pytest.raises(ValueError, match="no recorded case has .*; there are .*" + re.escape(known)):
         check(my_loss, **only)
 
 
 def test_the_usual_loss_passes_where_the_batch_is_the_step():
     assert check(usual, whole_step=True, **DAPO) == 2
-    with pytest.raises(AssertionError, match=r"then these means .* and both sides are clipped by epsilon_low"):
-        check(usual, whole_step=False, **DAPO)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +75,6 @@ def test_the_usual_loss_passes_where_the_batch_is_the_step():
     [
         ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
         ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
-        ({"average": lambda x, mask: x.sin().sum()}, "1 of them: no known mistake"),
-        ({"average": lambda x, mask: x.detach().sum() / mask.sum()}, "1 of them: the ratio is detached"),
         ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
         ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL is subtracted"),
         ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
