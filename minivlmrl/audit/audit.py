@@ -95,7 +95,8 @@ def error(answer: dict, factor: float = 1.0) -> float:
 
 def explain(name: str, d: Dump) -> list[Fit]:
     """The simplest sets of causes that give the trainer's numbers."""
-    known = telling(name, d)
+    own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
+    known = [cause for cause in CAUSES if own & set(cause.stages.split())]
     for size in (1, 2):
         sets = [(list(causes), False) for causes in combinations(known, size)]
         if name in FACTORS:
@@ -104,18 +105,6 @@ def explain(name: str, d: Dump) -> list[Fit]:
             limit = max(10 * min(left for _, left in fitting), TOLERANCE / 100)
             return [(causes, left) for causes, left in fitting if left <= limit]
     return []
-
-
-def telling(name: str, d: Dump) -> list[Cause]:
-    """The causes of a stage that this step can show: each changes a number of it."""
-    of = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
-    known = [cause for cause in CAUSES if of & set(cause.stages.split())]
-    own, others = STAGES[name](d, {}), [computed(name, d, cause.change) for cause in known]
-
-    def differs(other: dict | None) -> bool:
-        return bool(other) and error({n: (other[n][1], *own[n][1:]) for n in own}) > TOLERANCE
-
-    return [cause for cause, other in zip(known, others, strict=True) if differs(other)]
 
 
 def computed(name: str, d: Dump, change: dict) -> dict | None:
