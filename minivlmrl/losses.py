@@ -38,8 +38,7 @@ class PolicyLoss:
         for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
             known = get_args(get_type_hints(type(self))[name])  # of the Literal
             if getattr(self, name) not in known:
-                known = ", ".join(known) + "; GSPO is a level" * (self.loss_type == "gspo")
-                raise ValueError(f"{name} is {getattr(self, name)!r}; known are {known}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; known are {', '.join(known)}")
 
 
 @dataclass

@@ -188,7 +188,7 @@ def test_mistakes_are_refused():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo; GSPO is a level"),
+        ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo"),
         ({"loss_type": "sapo"}, "loss_type is 'sapo'; known are grpo, dapo, dr_grpo"),
         ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence"),
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2, k3"),
