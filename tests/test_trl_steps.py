@@ -17,10 +17,11 @@ from minivlmrl.algorithms.kto import KTO
 from minivlmrl.algorithms.sft import SFT
 from minivlmrl.audit.audit import TOLERANCE, audit, main, report
 from minivlmrl.audit.dump import read
-from minivlmrl.audit.updates import NAMES, pictures
+from minivlmrl.audit.updates import pictures
 from minivlmrl.batch import Step
 from minivlmrl.generate import Completion
 from minivlmrl.grpo import Rollout
+from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt, Row
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer
@@ -124,8 +125,8 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
             monkeypatch.setattr(getattr(norms, name), "forward", patients.plain_norm)
     d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **theirs)
     mine = step_of(kind, d, folder, **ours)
-    after = {NAMES.sub("", name): x for name, x in d.parameters("after").items()}
-    before = {NAMES.sub("", name): x for name, x in d.parameters("before").items()}
+    after = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("after").items()}
+    before = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("before").items()}
     assert after.keys() == mine.keys()
     moved = max((after[name] - before[name]).abs().max().item() for name in after)
     apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
@@ -160,7 +161,7 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     for ours, line in zip(lines, theirs, strict=True):
         assert ours["kl"] == pytest.approx(line["kl"], rel=1e-9)
         assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # which is logged in float32
-    after = {NAMES.sub("", name): x for name, x in trainer.model.named_parameters()}
+    after = {hub_name(name.removeprefix("module.")): x for name, x in trainer.model.named_parameters()}
     assert max((after[name] - x).abs().max().item() for name, x in model.named_parameters()) < 1e-9
 
 
