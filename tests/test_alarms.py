@@ -49,6 +49,27 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
 
 
+@pytest.mark.parametrize("killed", [1, 12, 22, 35, BLIND, BLIND + 1, 2 * BLIND - 1])
+def test_a_resumed_run_says_what_the_run_would_have_said(killed):
+    """Of the same metrics and rollouts, with rewards that are NaN where one could not judge."""
+
+    def rollout(number):
+        rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
+        rows = [SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog")]
+        return SimpleNamespace(rows=rows, rewards=rewards)
+
+    def step(rules, number):
+        flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
+        return rules.step(HEALTHY | flat, rollout(number))
+
+    whole, first, second = alarms(), alarms(), alarms()
+    expected = [step(whole, number) for number in range(2 * BLIND)]
+    assert sum(map(len, expected)) >= 2
+    said = [step(first, number) for number in range(killed)]
+    second.restore(first.state())
+    assert said + [step(second, number) for number in range(killed, 2 * BLIND)] == expected
+
+
 def test_weights_without_a_gradient_are_named():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
     steps = [alarms(model=model, state=set(model["model"].parameters())).step(HEALTHY)]

@@ -22,7 +22,7 @@ import tqdm
 import yaml
 from children import exit_code, fork
 from on_ranks import ONE
-from safetensors.torch import load
+from safetensors.torch import load, load_file, save_file
 
 from minivlmrl import generate, train
 from minivlmrl.algorithms import dpo as dpo_file
@@ -147,7 +147,8 @@ def outcome(output):
     summary = json.loads((output / "summary.json").read_text())
     summary.pop("seconds")
     weights = {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("*/*.safetensors"))}
-    return {"metrics": (output / "metrics.jsonl").read_text(), "summary": summary} | weights
+    logs = {name: (output / f"{name}.jsonl").read_text() for name in ("metrics", "warnings")}
+    return {**logs, "summary": summary} | weights
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +507,40 @@ def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
         resume(recipe, copy, "--resume=auto", *options)
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
+    """Its weights are in no state; that of a random model is drawn by config.json."""
+    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
+    base = tmp_path / "start" / "checkpoint"
+    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--state_steps=1"]
+    resume(recipe, tmp_path / "run", *options)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 1.3 * value for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"000003: the weights below its adapter .* have changed; put them back"):
+        resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    with pytest.raises(ValueError, match="the weights below its adapter"):
+        resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
+
+
+def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
+    monkeypatch.setattr(train, "train", lambda *_: None)
+    resume(recipe, copy, "--resume=auto")
+    assert " from here on " not in capsys.readouterr().out
+    changed = ["--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}", "--sampling.temperature=0.5", "--num_threads=2"]
+    resume(recipe, copy, "--resume=auto", *changed)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " from here on " in line]
+    assert lines == [
+        "grpo.learning_rate was 0.003, from here on 1e-05", "num_threads was 1, from here on 2",
+        "rewards.letters was 1.0, from here on 2.0", "sampling.temperature was 1.0, from here on 0.5",
+    ]  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"grpo.prompts_per_step was 4, from here on 2: rows would be left out or seen"
+    ):
+        resume(recipe, copy, "--resume=auto", "--grpo.prompts_per_step=2")
+    resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", "--grpo.prompts_per_step=2")
 
 
 def test_keep_states(recipe, tmp_path):

@@ -78,3 +78,19 @@ def test_each_row_is_written_once(tmp_path):
     written = {key: rows for file in (tmp_path / "state").iterdir() for key, rows in load_file(file).items()}
     assert {key: len(rows) for key, rows in written.items()} == {"0:matrix": 4, "4:matrix": 3, "0:vector": 3}
     assert sum(len(load_file(file)) for file in (tmp_path / "state").iterdir()) == 3
+
+
+def test_a_digest_sees_every_byte_of_a_small_file_and_other_weights_in_a_large_one(tmp_path, monkeypatch):
+    path = tmp_path / "weights"
+    content = bytearray(range(256)) * 40
+    found = set()
+    for place in (None, 0, 5000, len(content) - 1):
+        if place is not None:
+            content[place] ^= 1
+        path.write_bytes(content)
+        found.add(state_files.digest([path]))
+    assert len(found) == 4 and len(state_files.digest([])) == 128
+    monkeypatch.setattr(state_files, "BLOCK", 2)  # of which 1,024 are read
+    before = state_files.digest([path])
+    path.write_bytes(bytes((byte + 1) % 256 for byte in content))
+    assert state_files.digest([path]) != before

@@ -4,6 +4,7 @@ A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once
 was quiet.
 """
 
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -44,6 +45,18 @@ class Alarms:
         new = [sentence for name, sentence in true.items() if name not in self.said]
         self.said = set(true)
         return new
+
+    def state(self) -> str:
+        """Write down what a resumed run must know to say neither less nor more, as JSON."""
+        earned = [(solutions, rewards.tolist()) for solutions, rewards in self.earned]
+        return json.dumps([list(self.last), sorted(self.said), self.first, earned])
+
+    def restore(self, state: str):
+        """Take over what `state` has written down."""
+        last, said, self.first, earned = json.loads(state)
+        self.last.extend(last)
+        self.said.update(said)
+        self.earned.extend((solutions, torch.tensor(rewards)) for solutions, rewards in earned)
 
     def always(self, name: str, holds) -> bool:
         """Whether a metric was there, and this held of it, in all the last steps."""

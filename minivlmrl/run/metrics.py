@@ -37,6 +37,7 @@ class MetricsLog(ExitStack):
         super().__init__()
         self.world, self.steps = world, progress.steps
         self.files, self.trackers, self.bar = {}, [], None
+        self.alarms, self.alarmed = None, progress.logs.get("alarms")  # of the resumed stage
         self.completions = CompletionsLog(config, world, progress)
         if world.is_main:
             for name in FILES:
@@ -59,6 +60,8 @@ class MetricsLog(ExitStack):
         resumed."""
         self.algorithm, self.name = algorithm, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
+        if done and self.alarmed:
+            self.alarms.restore(self.alarmed)
         bar = progress_bar(self.name, algorithm.config.max_steps, bool(self.files), done)
         self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
         self.begin, self.last = time.perf_counter() - seconds, seconds
@@ -69,8 +72,9 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin
 
     def written(self) -> dict[str, str]:
-        """What the files hold, for the state of the run."""
-        return {name: Path(file.name).read_text() for name, file in self.files.items()}
+        """What the files hold, and the alarms know, for the state of the run."""
+        logs = {name: Path(file.name).read_text() for name, file in self.files.items()}
+        return logs | ({"alarms": self.alarms.state()} if logs and self.alarms else {})
 
     def step(self, number: int, metrics: dict[str, float], step):
         """Record one optimizer step; warn of what is about to go wrong."""

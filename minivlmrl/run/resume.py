@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic as clock
 from typing import Annotated
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,17 +30,26 @@ from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
-from minivlmrl.hub.folder import flush_file, read_json
+from minivlmrl.hub.folder import (
+    find_folder,
+    flush_file,
+    json_text,
+    parse_json,
+    read_json,
+    weight_files,
+)
 from minivlmrl.reward_functions.calls import RewardFailed
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.signals import Preempted, StopSignals
-from minivlmrl.run.state_files import find_pieces, read_into, read_rows, write_tensors
+from minivlmrl.run.state_files import digest, find_pieces, read_into, read_rows, write_tensors
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import reshard
 
 RUN, COMPLETE = "run.json", "complete.json"
+# of a stage: how many rows a draw has
+DRAWN = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 
 
 @dataclass
@@ -59,7 +69,10 @@ class Progress:
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # of keep_best so far, a loss with a minus
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage so far
-    # metrics.jsonl, timings.jsonl and evaluations.jsonl so far
+    # of the base of adapters, whose weights a state does not hold
+    base: str = ""
+    recipe: dict = field(default_factory=dict)  # see recipe_values
+    # metrics.jsonl, timings.jsonl and evaluations.jsonl so far, and what the alarms know
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
@@ -74,6 +87,26 @@ class Progress:
     def advance(self, stage: str, draws: int, seconds: float):
         self.step, self.steps, self.draws = self.step + 1, self.steps + 1, draws
         self.seconds[stage] = seconds
+
+
+def recipe_values(config: RunConfig) -> dict[str, object]:
+    """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
+    values = asdict(config) | {"num_threads": torch.get_num_threads()}
+    own = ("data", "stages", "seed", "output_dir", "overwrite", "resume")  # are checked, or new
+    found = {}
+    for name in values.keys() - own:
+        inner = values[name] if isinstance(values[name], dict) else {"": values[name]}
+        found |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
+    return parse_json(json_text(found))
+
+
+def base_digest(config: RunConfig) -> str:
+    """Hash the weights below a recipe's adapters, or what they are drawn by; "" without any."""
+    if not config.adapter.r:
+        return ""
+    path = config.model.path
+    files = weight_files(find_folder(path)) if path else [Path(config.model.config)]
+    return f"{config.adapter.quantize} {digest(files)}"
 
 
 def tensors(algorithm: Algorithm, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -158,6 +191,7 @@ class States:
         """Find the state to go on from, as config.resume says, and read how far it is;
         without one begin anew."""
         new = Progress(self.config.seed, self.config.stages, self.data)
+        new.recipe, new.base = recipe_values(self.config), base_digest(self.config)
         self.resumed, progress = self.choose() or (None, new)
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
@@ -177,8 +211,24 @@ class States:
             cure = f"undo that, or go on with other rows by --resume={self.resumed}"
             changed = "the section data or the rows of data.train_file have changed"
             raise ValueError(f"resume: {changed}; {cure}")
+        self.compare(progress, new)
+        progress.recipe, progress.base = new.recipe, new.base
         progress.stages, self.saved = config.stages, progress.steps
         return progress
+
+    def compare(self, progress: Progress, new: Progress):
+        """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
+        if progress.base not in ("", new.base):
+            cause = "the weights below its adapter (model.path, adapter.quantize) have changed"
+            raise ValueError(f"resume: {self.resumed}: {cause}; put them back")
+        stage, before = progress.stages[progress.stage], progress.recipe
+        for name in sorted(name for name in before if before[name] != new.recipe.get(name)):
+            said = f"{name} was {before[name]!r:.80}, from here on {new.recipe.get(name)!r:.80}"
+            if progress.rows and name in [f"{stage}.{size}" for size in DRAWN]:
+                cause = f"rows would be left out or seen twice; keep it, or --resume={self.resumed}"
+                raise ValueError(f"resume: {said}: {cause}")
+            if self.world.is_main:
+                print(said, flush=True)
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
         """Read the state that was found, if any, into a new algorithm and optimizer (ValueError: it
@@ -276,7 +326,7 @@ class States:
             partial.mkdir(parents=True, exist_ok=True)
             names = write_tensors(partial, found, self.world)
             if self.world.is_main:
-                (partial / RUN).write_text(json.dumps(asdict(progress)))
+                (partial / RUN).write_text(json_text(asdict(progress)))
                 names.append(RUN)
             files.update({name: _checksum(partial / name) for name in names})
 

@@ -6,6 +6,7 @@ needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128
 policy.model.norm.weight.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -18,7 +19,24 @@ from minivlmrl.hub.folder import flush_file
 from minivlmrl.scale.checkpoint import check_finite
 from minivlmrl.scale.ranks import World
 
+BLOCK = 2**16  # bytes
 FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
+
+
+def digest(files: list[Path]) -> str:
+    """Hash weights that a state does not hold: all of a file up to 64 MiB, else 1,024 blocks of it.
+
+    Another base, one that was trained on, scaled or quantized differs in all blocks; a change of a
+    few bytes between two blocks of a large file is not seen.
+    """
+    found = hashlib.blake2b()
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            for start in range(0, size, max(BLOCK, size // 1024)):
+                handle.seek(start)
+                found.update(handle.read(BLOCK))
+    return found.hexdigest()
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
