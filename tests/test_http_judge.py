@@ -12,7 +12,16 @@ from minivlmrl.reward_functions.http_judge import judge
 
 from earnings import earnings
 
-REPLIES = {"right": "1", "wrong": "0", "half": " 0.5\n", "words": "It is right.", "much": "7", "nan": "nan"}
+REPLIES = {
+    "right": "1",
+    "wrong": "0",
+    "half": " 0.5\n",
+    "words": "It is right.",
+    "much": "7",
+    "nan": "nan",
+    "underscore": "0_1",
+    "true": True,
+}
 
 
 class Server(BaseHTTPRequestHandler):
@@ -35,10 +44,23 @@ class Server(BaseHTTPRequestHandler):
             cls.running -= 1
         word = next((word for word in REPLIES if f"to you: {word}" in text), "wrong")
         reply = {"choices": [{"message": {"content": REPLIES[word]}}]} if "odd" not in text else {"error": "x"}
-        self.send_response(500 if "failing" in text else 200)
+        self.send_response(500 if "failing" in text else 302 if "elsewhere" in text else 200)
+        if "elsewhere" in text:
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/v1/other")
         self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(40 if "dripping" in text else 0):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+            if "nested" in text or "huge" in text:
+                return self.wfile.write(b"[" * 100_000 if "nested" in text else b"1" * 100_000) and None
         with contextlib.suppress(BrokenPipeError):  # whoever asked did not wait
             self.wfile.write(json.dumps(reply).encode() if "garbage" not in text else b"<html>")
+
+    def do_GET(self):
+        type(self).asked.append((self.path, self.headers["Authorization"], None))
+        self.send_response(404)
+        self.end_headers()
 
     def log_message(self, *arguments):
         pass
@@ -85,6 +107,23 @@ def test_concurrency_is_bounded_and_the_order_kept(url):
 
 def test_a_slow_server_and_none_at_all(url):
     begin = time.monotonic()
-    assert judge(["slow", "right"], url=url, timeout=0.2) == [None, 1.0]
+    assert judge(["slow", "right"], url=url, timeout=0.6) == [None, 1.0]
     assert time.monotonic() - begin < 5
     assert judge(["right"], url="http://127.0.0.1:9/v1", timeout=1) == [None]
+
+
+def test_the_key_follows_no_redirect(url, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    assert judge(["elsewhere"], url=url) == [None]
+    assert [path for path, _, _ in Server.asked] == ["/v1/chat/completions"]
+
+
+def test_a_reply_that_is_no_plain_number_is_none(url):
+    """ "0_1" and true are 1.0 to float(); a deep or long one ends no run."""
+    answers = ["underscore", "true", "nested", "huge"]
+    assert judge(answers, url=url) == [None] * 4
+
+
+def test_a_server_that_drips_is_too_slow(url):
+    """A byte each twentieth of a second, for two: no single read times out."""
+    assert judge(["right dripping"], url=url, timeout=1) == [None]
