@@ -527,9 +527,15 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
 
 def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(train, "train", lambda *_: None)
-    resume(recipe, copy, "--resume=auto")
+    resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert " from here on " not in capsys.readouterr().out
-    changed = ["--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}", "--sampling.temperature=0.5", "--num_threads=2"]
+    changed = [
+        "--state_steps=1",
+        "--grpo.learning_rate=1e-5",
+        "--rewards={letters: 2.0}",
+        "--sampling.temperature=0.5",
+        "--num_threads=2",
+    ]
     resume(recipe, copy, "--resume=auto", *changed)
     lines = [line for line in capsys.readouterr().out.splitlines() if " from here on " in line]
     assert lines == [
