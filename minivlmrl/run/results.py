@@ -1,6 +1,7 @@
 """What a run leaves in its folder beside metrics: config.yaml, summary.json, its page and its
 checkpoints."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -28,6 +29,8 @@ def check_outputs(config: RunConfig):
     asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]
     if asked and not config.data.task and not config.data.eval_file:
         raise ValueError(f"{asked[0]}: there are no held-out rows; set data.eval_file")
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
+        raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
     folder, metrics = Path(config.output_dir), Path(config.output_dir) / METRICS
     states = sorted((folder / "states").glob("[0-9]*"))
     if config.resume is None and states:

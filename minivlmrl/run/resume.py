@@ -12,7 +12,6 @@ own name it is complete or absent.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -260,8 +259,6 @@ class States:
         resume = self.config.resume
         # a shared file system may show another host an older list
         paths = self.world.gather_objects(self.paths())[0]
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and resume != "auto":
-            raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
         if resume == "auto":
             state = next(filter(None, map(self.read, reversed(paths))), None)
             if paths and state is None:
