@@ -16,7 +16,8 @@ from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.scale.ranks import World, find_device, setup
+from minivlmrl.scale.ranks import World, find_device
+from minivlmrl.scale.ranks import setup as join  # pytest 8.0 runs a module's `setup` before its tests
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import choose_device
 
@@ -299,7 +300,7 @@ def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch
     assert str(find_device()) == "cpu"
 
 
-@pytest.mark.parametrize("start", [lambda: setup(torch.get_num_threads()), lambda: choose_device("cpu")])
+@pytest.mark.parametrize("start", [lambda: join(torch.get_num_threads()), lambda: choose_device("cpu")])
 def test_cudnns_attention_is_off(start):
     """In training, and for one question."""
     torch.backends.cuda.enable_cudnn_sdp(True)
