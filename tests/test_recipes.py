@@ -152,6 +152,7 @@ def speak(write):
 
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
+    pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, ROOT / "benchmarks" / "digits.py", "digits"], check=True)
     files = {name: (tmp_path / "digits" / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "train")}
