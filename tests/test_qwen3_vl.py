@@ -151,12 +151,18 @@ def qwen3_vl_name(name: str) -> str:
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
 
-def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(tmp_path, monkeypatch):
-    """Three completions of an image, two of an image and a video, one of text."""
+def both_in_float64(folder, monkeypatch):
+    """Our model and transformers', read from one folder."""
     in_float64(monkeypatch, "qwen3_vl")
-    save_model(tmp_path, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
-    ours = load_model(tmp_path, torch.float64)
-    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    save_model(folder, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(folder, torch.float64)
+    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
+    return ours, theirs
+
+
+def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(tmp_path, monkeypatch):
+    """Three completions of an image, two of two images, one of text."""
+    ours, theirs = both_in_float64(tmp_path, monkeypatch)
     generator = torch.Generator().manual_seed(1)
     rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
     for row in rows:
@@ -416,10 +422,7 @@ def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict
 
 
 def test_logits_and_a_packed_group_of_videos_equal_transformers(tmp_path, monkeypatch):
-    in_float64(monkeypatch, "qwen3_vl")
-    save_model(tmp_path, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
-    ours = load_model(tmp_path, torch.float64)
-    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    ours, theirs = both_in_float64(tmp_path, monkeypatch)
     generator = torch.Generator().manual_seed(2)
     pairs = [film_prompt(generator, (1, 4, 6), (3, 4, 6)), film_prompt(generator, (1, 2, 2), (1, 6, 4), (4, 2, 8))]
     rows = [row for row, _ in pairs]

@@ -67,8 +67,8 @@ You are a helpful assistant.<|im_end|>
 {% endif %}"""
 
 
-BEGINNING, _, REST = DEFAULT.partition("\n{%- if loop.first")
-DEFAULT_QWEN3 = BEGINNING + REST.partition("{% endif %}")[2]  # without the default system message
+# without the default system message
+DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
 class ChatTemplate:

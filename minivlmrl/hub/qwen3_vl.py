@@ -138,10 +138,7 @@ def write_config(config: dict) -> dict:
     vision["in_channels"] = vision.pop("in_chans")
     del vision["spatial_patch_size"], text["vision_config"]
     top = {name: text.pop(name) for name in TOP_LEVEL & text.keys()}
-    text["tie_word_embeddings"], text["eos_token_id"] = (
-        top["tie_word_embeddings"],
-        top["eos_token_id"],
-    )
+    text |= {name: top[name] for name in ("tie_word_embeddings", "eos_token_id")}
     section = text.pop("rope_scaling")["mrope_section"]
     rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": section}
     text |= {"model_type": "qwen3_vl_text", "attention_bias": False, "rope_scaling": rope}
