@@ -49,6 +49,20 @@ def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, che
     assert {name for name in plain if plain[name] != asked[name]} == {"weights", "all"}
 
 
+def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
+    said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer=whole")
+    trained = run("--stages=[]", *own, *said, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
+    pin = evaluate("--rows=2", model=trained / "checkpoint")[1]["pin"]
+    alone = shutil.copytree(trained / "checkpoint", tmp_path / "elsewhere" / "alone")
+    capsys.readouterr()
+    assert evaluate("--rows=2", model=alone)[1]["pin"] == pin
+    assert f"recipe: {alone / 'minivlmrl.yaml'}" in capsys.readouterr().out
+    (alone / "minivlmrl.yaml").unlink()
+    plainly = evaluate("--rows=2", "--sampling.stop_strings=[x]", model=alone)[1]["pin"]
+    asked = evaluate("--rows=2", "--sampling.stop_strings=[x]", "--recipe=own_data.yaml", model=alone)[1]["pin"]
+    assert len({pin["prompt"], plainly["prompt"], asked["prompt"]}) == 3
+
+
 def test_generate_writes_answers_alone(evaluate):
     lines, summary = evaluate(tool=answer_rows.generate)
     assert summary.keys() == {"rows", "pin", "cut"} and lines[0]["answers"][0]["rewards"] == {}

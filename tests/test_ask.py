@@ -96,6 +96,19 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
     assert len(set(answers)) == len(cases)
 
 
+def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, tmp_path):
+    asked = folder / "checkpoint" / "minivlmrl.yaml"
+    try:
+        asked.write_text("data: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}")
+        text, _ = said(folder, prompt="Look. How many cats? Now.", system="Be brief.", max_new_tokens=12)
+        status, out, err = ask("--max_new_tokens", 12)
+        assert (status, out) == (0, text + "\n") and f"asked as {asked} says: 'Look. {{problem}} Now.'" in err
+        text, _ = said(folder, prompt="Look. How many cats? Now.", system="Go.", max_new_tokens=12)
+        assert ask("--max_new_tokens", 12, "--system", "Go.")[1] == text + "\n"
+    finally:
+        asked.unlink()
+
+
 def test_videos_reach_the_model(folder, ask, monkeypatch):
     """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]

@@ -13,7 +13,6 @@ from minivlmrl.adapters.lora import (
     adapters,
     draw_adapters,
     full,
-    merge_adapters,
     plain_weights,
 )
 from minivlmrl.adapters.trained import table
@@ -158,10 +157,9 @@ def test_a_target_without_layers_is_refused(target, says):
 def test_merged_is_a_plain_model_with_the_same_result():
     model = adapted()
     expected = model(batch(model)).detach()
-    merge_adapters(model)
-    assert not adapters(model)
-    assert dict(model.named_parameters()).keys() == dict(tiny.model().named_parameters()).keys()
-    torch.testing.assert_close(model(batch(model)), expected, rtol=1e-12, atol=1e-12)
+    merged = tiny.model().double()
+    merged.load_state_dict({name: full(weight) for name, weight in plain_weights(model).items()})
+    torch.testing.assert_close(merged(batch(model)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
@@ -178,9 +176,6 @@ def test_plain_weights_are_what_a_plain_models_are_made_of(quantize):
     base = {name: p for name, p in model.named_parameters() if name in names}
     assert plain_weights(model) == {name: layers.get(name, base.get(name)) for name in names}
     assert plain_weights(model, merged=False) == {name: base.get(name, layers.get(name)) for name in names}
-    weights = {name: full(weight) for name, weight in plain_weights(model).items()}
-    merge_adapters(model)
-    assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
 
 
 def test_a_copy_of_adapters_computes_as_they_were():

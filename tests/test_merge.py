@@ -49,3 +49,19 @@ def test_a_missing_adapter_is_one_line(tmp_path, checkpoint, capsys):
     assert main(["merge", f"--model={checkpoint}", "--adapter=/nowhere", f"--out={tmp_path / 'merged'}"]) == 2
     assert "/nowhere/adapter_config.json: no such file" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_path, checkpoint, own, run, plain, capsys):
+    said = "--data.prompt_template=Look. {problem}"
+    trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
+
+    def merge_with(folder, out):
+        return main(["merge", f"--model={folder}", f"--adapter={trained / 'adapter'}", f"--out={out}"])
+
+    assert merge_with(checkpoint, tmp_path / "merged") == 0
+    assert (tmp_path / "merged/minivlmrl.yaml").read_text() == (trained / "minivlmrl.yaml").read_text()
+    assert "Look. {problem}" in (trained / "minivlmrl.yaml").read_text()
+    for merged in (trained, tmp_path / "merged"):
+        capsys.readouterr()
+        assert merge_with(merged, tmp_path / "again") == 2
+        assert f"{merged}: has this adapter in its weights already; give its base" in capsys.readouterr().err

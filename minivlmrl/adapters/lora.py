@@ -262,11 +262,3 @@ def target_layers(model: nn.Module, target: str) -> list[str]:
 def wrap(model: nn.Module, name: str, *form):
     """Exchange a linear layer for one with an adapter of this form that adds nothing yet."""
     model.set_submodule(name, LoRALinear(model.get_submodule(name), *form))
-
-
-def merge_adapters(model: nn.Module):
-    """Add the adapters to the weights and take them off: a plain model again."""
-    for name, layer in adapters(model).items():
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        plain.weight, plain.bias = nn.Parameter(layer.merged()), layer.bias
-        model.set_submodule(name, plain)

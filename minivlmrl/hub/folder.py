@@ -20,8 +20,9 @@ SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
+ASKED = "minivlmrl.yaml"  # what the run of a model said about prompts: a recipe
 # none out of inner folders
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "LICENSE*", "NOTICE*"]
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
 
 
 def find_folder(name: str | Path) -> Path:

@@ -27,6 +27,10 @@ from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.sharding import ShardingSection
 
+# what an answer depends on besides weights, and no file of a Hugging Face folder says
+PROMPTS = ["prompt_template", "system_prompt", "resize", "video", "add_vision_id", "box_space"]
+SAID = {"model": ["dtype", "compute_dtype"], "data": [*PROMPTS, "answer"]}
+
 Weight = Annotated[float, "(-inf, inf)"]
 
 
@@ -225,6 +229,13 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved config as a recipe that reproduces it, in a folder that is free."""
     values = dataclasses.asdict(config) | {"overwrite": False, "resume": None}
     return yaml.safe_dump(values, sort_keys=False)
+
+
+def asked_yaml(config: RunConfig) -> str:
+    """What is written beside the weights of a run, a recipe: how they are to be asked."""
+    values = dataclasses.asdict(config)
+    said = {name: {key: values[name][key] for key in keys} for name, keys in SAID.items()}
+    return yaml.safe_dump(said | {"sampling": values["sampling"]}, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):

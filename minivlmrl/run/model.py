@@ -11,10 +11,11 @@ from minivlmrl.adapters.lora import draw_adapters
 from minivlmrl.adapters.peft_folder import begin_with
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.data.turns import as_turns, text_of
-from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.folder import ASKED, read_json
 from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Dataset, Processor
+from minivlmrl.run.config import asked_yaml
 from minivlmrl.run.plan import check_memory
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
@@ -73,6 +74,7 @@ def build_model(
         processor.image_processor.resize = RESIZE[data.resize]
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
     processor.box_space = data.box_space or processor.box_space
+    processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
     return model, processor
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,7 @@ from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.hub.family import FAMILIES, Family, hub_name, memory_name
 from minivlmrl.hub.folder import (
+    ASKED,
     INDEX,
     find_folder,
     image_settings,
@@ -46,7 +48,8 @@ DTYPES = {
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files of a model besides its weights: a checkpoint that we write keeps those it was read with
 JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
-CARRIED = re.compile(rf"({JSON})\.json|merges\.txt|chat_template\.jinja|LICENSE.*|NOTICE.*")
+TEXT = rf"merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
+CARRIED = re.compile(rf"({JSON})\.json|{TEXT}")
 TOKENIZER_CONFIG = {
     "tokenizer_class": "Qwen2Tokenizer",
     "eos_token": "<|im_end|>",
@@ -303,6 +306,8 @@ def save_model(
                 )
             _write_processor(held.new, processor)
             write_adapter(held.new / "adapter")
+            if (asked := held.new / ASKED).exists() and adapters(model):
+                shutil.copy(asked, held.new / "adapter")
             if more is not None:
                 more(held.new)
             held.pop_all().close()

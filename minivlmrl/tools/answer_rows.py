@@ -6,10 +6,11 @@ python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many GPUs
 
-The recipe (default: config.yaml of the run that the model is of, else recipes/own_data.yaml) gives
-the prompt template, the size of images, where completions end, and data.answer;
---section.name=value changes any of its fields. Rewards are those of data.eval_rewards. Its section
-adapter is not used: checkpoint/ of a run has the adapter in its weights.
+The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
+weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
+images, where completions end, and data.answer; --section.name=value changes any of its fields.
+Rewards are those of data.eval_rewards. Its section adapter is not used: checkpoint/ of a run has
+the adapter in its weights.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from minivlmrl.hub.folder import json_text, write_json
+from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, normalize
@@ -78,8 +79,10 @@ def run(tool: str, arguments: list[str]):
     fixed |= {"model.config": None, "data.task": None}
     # of RUN/best/checkpoint
     near = [folder / "config.yaml" for folder in Path(options.model).absolute().parents[:3]]
-    recipes = [*filter(Path.is_file, near), recipes_folder() / "own_data.yaml"]
-    recipe = options.recipe or recipes[0]
+    near = list(filter(Path.is_file, [*near, find_folder(options.model) / ASKED]))
+    if not (near or options.recipe):  # what our recipe says was not said to another's model
+        overrides = ["--data.prompt_template={problem}", *overrides]
+    recipe = options.recipe or [*near, recipes_folder() / "own_data.yaml"][0]
     fixed = [f"--{key}={json.dumps(value)}" for key, value in fixed.items()]
     config = load_config(recipe, ["--adapter={}", *overrides, *fixed])
     temperature = options.temperature

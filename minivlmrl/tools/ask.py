@@ -19,8 +19,10 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.generate import Choose, generate
 from minivlmrl.hub.checker import build, help_of
-from minivlmrl.hub.folder import find_folder, read_json
+from minivlmrl.hub.folder import ASKED, find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.run.batches import DataSection
+from minivlmrl.run.config import load_config
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.sampling.sample import RunSampler
@@ -39,9 +41,15 @@ def main(arguments: list[str]):
     images = [fetch_image(source, allow_url="private") for source in options.image]
     loads = [partial(load_video, source, allow_url="private") for source in options.video]
     videos = [VideoFile(load) for load in loads]
-    messages = conversation(
-        options.prompt, {"image": len(images), "video": len(videos)}, system_prompt=options.system
-    )
+    data, asked = DataSection(), find_folder(options.model) / ASKED
+    if asked.is_file():  # as the run that trained it
+        data = load_config(asked).data
+        print(f"asked as {asked} says: {data.prompt_template!r:.80}", file=sys.stderr)
+    count, system = {"image": len(images), "video": len(videos)}, options.system
+    template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
+    system = data.system_prompt if system is None else system
+    messages = conversation(options.prompt, count, template, system)
+    processor.add_vision_id = data.add_vision_id
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
     sampler = RunSampler(model, processor, params, World(0, 1, device))

@@ -1,9 +1,13 @@
 """`python -m minivlmrl merge`: a base and its adapter become one plain Hugging Face folder."""
 
 import argparse
+from pathlib import Path
 
-from minivlmrl.adapters.lora import merge_adapters, quantize_base
-from minivlmrl.adapters.peft_folder import load_adapter
+from minivlmrl.adapters.lora import quantize_base
+from minivlmrl.adapters.peft_folder import WEIGHTS, load_adapter
+from minivlmrl.hub.folder import ASKED, find_folder
+from minivlmrl.run.config import asked_yaml, load_config
+from minivlmrl.run.state_files import digest
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
 
@@ -21,11 +25,17 @@ def main(arguments: list[str]) -> int:
         help="as adapter.quantize of the run: its base, unpacked again",
     )
     options = parser.parse_args(arguments)
-    model = load_model(options.model)
-    load_adapter(model, options.adapter)
+    folder, adapter = find_folder(options.model), Path(options.adapter)
+    pair = folder / "adapter" / WEIGHTS, adapter / WEIGHTS
+    if all(map(Path.is_file, pair)) and digest([pair[0]]) == digest([pair[1]]):
+        raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
+    model, processor = load_model(folder), load_processor(folder)
+    load_adapter(model, adapter)
     if options.quantize:
         quantize_base(model)
-    merge_adapters(model)
-    save_model(options.out, model, load_processor(options.model))
+    if (adapter / ASKED).is_file():
+        processor.tokenizer.files[ASKED] = asked_yaml(load_config(adapter / ASKED)).encode()
+    model.adapter_base = options.model
+    save_model(options.out, model, processor)
     print(f"written: {options.out}")
     return 0
