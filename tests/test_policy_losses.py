@@ -80,7 +80,7 @@ def test_rloo():
     loss, gradient, _ = policy(*OFF_POLICY, loss_type="rloo")
     assert loss == near(-0.2) and gradient == near(0, 0, 0, 0)
     # with room for 0.55 the second term is 0.55, and each of its three tokens has the gradient 0.55 / 2
-    loss, gradient, _ = policy(*OFF_POLICY, loss_type="rloo", epsilon_low=0.5, epsilon_high=0.5)
+    loss, gradient, _ = policy(*OFF_POLICY, loss_type="rloo", epsilon_low=0.5, epsilon_high=0.6)
     assert loss == near((-1.5 + 0.55) / 2) and gradient == near(-1.5 / 2, 0.55 / 2, 0.55 / 2, 0.55 / 2)
 
 

