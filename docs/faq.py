@@ -12,8 +12,7 @@ SOURCE, PAGE = ROOT / "tests" / "test_faq.py", ROOT / "docs" / "faq.md"
 HEAD = """\
 # Questions, answered by running code
 
-Questions that users of TRL, verl and VLM-R1 keep asking. Each answer has a test of at most 15 lines that shows it
-in numbers.
+What users of TRL, verl and VLM-R1 keep asking. Each answer has a test of at most 15 lines that shows it in numbers.
 
 ```bash
 pytest tests/test_faq.py -k zero_loss

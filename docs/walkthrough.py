@@ -40,8 +40,7 @@ HEAD = f"""\
 # One prompt on its way through a GRPO step
 
 What happens to one picture and one question in the first GRPO step of the default run. Below each title is the function
-of the book that does it. This command trains the same step and prints the eight completions, what they earn, and their
-log-probabilities:
+of the book that does it. This command trains the same step and prints the completions, rewards and log-probabilities:
 
 ```bash
 {COMMAND}
@@ -50,15 +49,14 @@ log-probabilities:
 `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` does so for any step of a run of your own. It
 trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 --keep_states=99` keeps more of them).
 
-Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is computed in float64, so that
-no digit depends on the machine. `python -m docs.make_pages` writes this page anew, and a test compares it.
+Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is in float64, so that no digit
+depends on the machine.
 
 Letters: P tokens of the prompt, R completions of the group, M their tokens together, T tokens of the longest.
 """
 WHY = """\
 # RGB
-A picture is numbers from 0 to 255: height, width, and red, green, blue. This one is drawn by the task; yours come
-from files.
+A picture is numbers from 0 to 255: height, width, and red, green, blue.
 
 <img src='walkthrough.png' width='168' alt='a purple triangle'>
 
@@ -71,21 +69,20 @@ A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still pictur
 pixels, normalised by mean and deviation. The four patches that will become one token come together.
 
 # Windows
-Attention over all patches of a large picture would be too dear, so most blocks attend inside windows. The tower sorts
-tokens by window, and each window is one stretch.
+Most blocks attend inside windows, as all patches of a large picture would be too dear. The tower sorts tokens by
+window.
 
 ![the picture, its patches in their order, and the order of merged tokens by windows](walkthrough_patches.svg)
 
 # Merged tokens
-Four patches side by side go through a small MLP. What comes out has the decoder's width and takes the place of a
-word's embedding.
+Four patches go through a small MLP. What comes out has the decoder's width and takes the place of a word's embedding.
 
 # Prompt
 The template lays out the messages. The image is {merged} placeholders, one for each merged token.
 
 # Positions
-Text counts up on all three axes together. The image has one time, and its rows and columns count from there, so
-tokens that are neighbours in the picture are neighbours in position. Text goes on after the largest.
+Text counts up on all three axes together. The image has one time, and its rows and columns count from there. Text goes
+on after the largest.
 
 # Run
 The prompt is computed once for all eight completions: with `GroupAttention` each token of a completion attends to the
@@ -110,7 +107,7 @@ Rewards judge text. A byte-level token that is half a character shows as a repla
 
 # Advantages
 (reward - mean) / (standard deviation + {epsilon:g}) of these eight. The two right answers are {best:.2g} deviations
-above the group: no critic is needed to know that they are good.
+above the group.
 
 # Ratio
 How much likelier a token is now than when it was drawn. In the first step after a rollout the policy has not moved,

@@ -8,8 +8,10 @@ import torch
 from minivlmrl.advantages import combine, group_advantages, group_std
 from minivlmrl.batch import pack
 from minivlmrl.data.boxes import Box, iou
+from minivlmrl.data.video import Video
 from minivlmrl.generate import SamplingConfig, chooser
 from minivlmrl.image import smart_resize
+from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, correct_kl, grpo_loss, kl_term
 from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import random_numbers
@@ -26,8 +28,8 @@ def test_zero_loss():
     """Why is my loss 0?
 
     Advantages of a group add up to 0 and the ratio is 1 until the first update, so the value is 0 whatever the model
-    does. Its gradient is not: every token gets minus its advantage over the divisor. The loss is no measure of
-    progress; read the rewards and `grad_norm`. Asked in TRL #2703, #3452, open-r1 #239, unsloth #2291.
+    does. Its gradient is not: every token gets minus its advantage over the divisor. Read the rewards and `grad_norm`
+    instead. Asked in TRL #2703, #3452, open-r1 #239, unsloth #2291.
     """
     logps = torch.tensor([[0.9], [0.2], [0.4], [0.1]]).log().requires_grad_()
     advantages = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), 4)
@@ -74,8 +76,8 @@ def test_dapo_or_dr_grpo():
 
     They differ in the divisor. `grpo` divides each row by its own length, so a token of a long completion weighs less
     ([length bias](bias.md#rewards)). `dapo` divides by the tokens of the step, `dr_grpo` by rows times
-    `max_new_tokens`: in one step the same direction. The divisor of `dr_grpo` is a constant, which AdamW undoes; that
-    of `dapo` varies, so a step of short completions has larger gradients.
+    `max_new_tokens`, a constant: in one step the same direction, but with `dapo` a step of short completions has larger
+    gradients.
     """
     mask, counts = torch.tensor([[1.0, 0, 0], [1, 1, 1]]), Counts(2, 4, max_completion_length=10)
     weights = {}
@@ -93,7 +95,7 @@ def test_old_or_reference():
 
     `pi_old` is the policy that sampled this rollout: it is in the ratio, and changes with every rollout. `pi_ref` is
     the policy before training: it is in the KL alone, does not move (but with `sync_ref_model`), and with `beta: 0`
-    there is none. In the test the ratio 0.6 / 0.3 is clipped to 1.2, and the KL does not see it.
+    there is none.
     """
     policy, old, ref = (torch.tensor([[p]]).log() for p in (0.6, 0.3, 0.5))
     options = PolicyLoss("grpo", beta=0.1, use_bias_correction_kl=False)
@@ -108,8 +110,8 @@ def test_always_one():
     """Why is the ratio always 1 and clip_ratio always 0? Where did the importance weights go?
 
     With one pass over a rollout (`num_iterations: 1`) the policy that is updated is the one that sampled: the ratio is
-    exactly 1, nothing is clipped, and its gradient is that of plain REINFORCE. They matter from the second pass on, or
-    when one rollout serves several steps. Asked in TRL #3120, #3757, GRPO-Zero #4, minimind #775.
+    exactly 1, and its gradient is that of plain REINFORCE. It moves from the second pass on, or when one rollout serves
+    several steps. Asked in TRL #3120, #3757, GRPO-Zero #4, minimind #775.
     """
     logps = torch.tensor([[0.5, 0.2]]).log().requires_grad_()
     loss, metrics = grpo_loss(logps, torch.tensor([0.8]), torch.ones(1, 2))
@@ -124,9 +126,8 @@ def test_always_one():
 def test_which_kl():
     """Which KL estimator?
 
-    `k3` with the correction, which is the default: it is never negative, and its gradient is that of KL(pi, pi_ref) of
-    each token. `k1` in the loss does nothing: it has no gradient on average. [Bias](bias.md#kl-to-the-reference) has
-    all of them.
+    `k3` with the correction, the default: it is never negative, and its gradient is that of each token's KL. `k1` in
+    the loss has no gradient on average. [Bias](bias.md#kl-to-the-reference) has all of them.
     """
     logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     logps, ref = logits.log_softmax(-1), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
@@ -160,9 +161,9 @@ def test_negative_kl():
 def test_zero_std():
     """What is a group with zero std, and how many are there?
 
-    All its completions earned the same, so every advantage is 0 and the group teaches nothing. With 0 and 1 as rewards
-    and a share p of right answers, p^G + (1 - p)^G of the groups are such: `frac_reward_zero_std`. More completions,
-    other prompts or `max_num_gen_batches` help. Asked in TRL #4764, #3857.
+    All its completions earned the same, so every advantage is 0. With 0 and 1 as rewards and a share p of right
+    answers, p^G + (1 - p)^G of the groups are such: `frac_reward_zero_std`. More completions, other prompts or
+    `max_num_gen_batches` help. Asked in TRL #4764, #3857.
     """
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     assert group_std(rewards, 4)[0] == 0 and group_std(rewards, 4)[1] > 0
@@ -178,9 +179,8 @@ def test_batch_size():
     """What does batch size mean here?
 
     `prompts_per_step` counts prompts, and each gets `num_generations` completions: 16 prompts times 8 are 128 rows in
-    an update. TRL counts completions (`per_device_train_batch_size`), so there this is 128 over all devices and
-    accumulation steps. `micro_batch_size`, in prompts, is about memory alone. Asked in TRL #3020, #3061, #3204, unsloth
-    #1796.
+    an update. In TRL these 128 are `per_device_train_batch_size` times devices times accumulation steps.
+    `micro_batch_size`, in prompts, is about memory alone. Asked in TRL #3020, #3061, #3204, unsloth #1796.
     """
     grpo = load_config(RECIPES / "shapes.yaml").grpo
     assert (grpo.prompts_per_step, grpo.num_generations, grpo.micro_batch_size) == (16, 8, 16)
@@ -211,8 +211,8 @@ def test_temperature():
     """Why must log-probabilities be taken at the temperature of the draws?
 
     Sampling at temperature 0.7 draws from softmax(logits / 0.7); that is the policy which is trained. Scored at 1, the
-    same weights give another probability, the ratio is not 1 before any update, and the clip cuts good tokens. All
-    scores here, also the reference's, use `sampling.temperature`. Asked in TRL #3169; missing there until #3029.
+    ratio is not 1 before any update, and the clip cuts good tokens. All scores here, also the reference's, use
+    `sampling.temperature`. Asked in TRL #3169; missing there until #3029.
     """
     logits, rows = torch.tensor([[2.0, 1.0, 0.0]]), torch.arange(1)
     likeliest = lambda probs, rows, step: probs.argmax(-1)  # noqa: E731
@@ -224,9 +224,9 @@ def test_temperature():
 def test_the_end_token():
     """Which tokens are trained on? Is the end of turn one of them?
 
-    Those that the model drew, with the `<|im_end|>` that ended them: without it a model never learns to stop. Prompt
-    and image tokens are not. What counts is where a completion ends, not what an id is, so an end token that is also
-    the padding token is not lost. A completion that was cut has no end token. Asked in TRL #6357, unsloth-zoo #832.
+    Those that the model drew, with the `<|im_end|>` that ended them: without it a model never learns to stop. What
+    counts is where a completion ends, not what an id is, so an end token that is also the padding token is not lost. A
+    completion that was cut has no end token. Asked in TRL #6357, unsloth-zoo #832.
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     prompt = Shapes(1, "faq")[0].prompt(processor)
@@ -271,9 +271,9 @@ def test_shifted_boxes():
 def test_reward_and_accuracy():
     """Why did the reward rise and accuracy not?
 
-    The reward is a weighted sum, and the easiest part rises first, mostly the form. In the test it rises from 0.5
-    to 0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each, and held-out accuracy. If each
-    reward rises and held-out accuracy does not, read completions: the reward pays for something else.
+    The reward is a weighted sum, and the easiest part rises first, mostly the form. In the test it rises from 0.5 to
+    0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each. If each rises and held-out accuracy
+    does not, read completions: the reward pays for something else.
     """
     right, wrong = (f"<think>I see it</think><answer>{label}</answer>" for label in ("red square", "blue square"))
     before, after = [right] * 2 + [wrong] * 2 + ["a square"] * 4, [right] + [wrong] * 7
@@ -289,9 +289,8 @@ def test_the_form():
     """Why does my model stop writing the form, or the thought?
 
     Because nothing pays for it. With `answer: whole` a bare right answer earns what a thoughtful one does; with
-    `tags` it earns nothing, and with the reward `format` at least less. The other cause is a low `max_new_tokens`, see
-    the next answer. Asked in ms-swift #6515, R1-V
-    #19, VLM-R1 #280.
+    `tags` it earns nothing, and with the reward `format` less. The other cause is a low `max_new_tokens`, see below.
+    Asked in ms-swift #6515, R1-V #19, VLM-R1 #280.
     """
     texts = ["<think>I see red</think><answer>red square</answer>", "red square"]
 
@@ -322,10 +321,28 @@ def test_two_seeds():
     """Why do two seeds differ so?
 
     In part they do not: an accuracy from 256 pictures has a standard error of .03, so one of two equal models is ahead
-    by more than .06 in one measurement of six. Measure more pictures, and greedily. In part they do: what a small model
-    finds first is luck ([three objects](experiments.md)), and GRPO only strengthens what it samples. Give three seeds,
-    never the best.
+    by more than .06 in one measurement of six. In part they do: what a small model finds first is luck
+    ([three objects](experiments.md)), and GRPO only strengthens what it samples. Give three seeds, never the best.
     """
     measured = random_numbers("two seeds").binomial(256, 0.4, size=(10000, 2)) / 256  # two models, both right at .4
     assert measured.std() == pytest.approx(math.sqrt(0.4 * 0.6 / 256), rel=0.02) == pytest.approx(0.0306, abs=1e-4)
     assert (abs(measured[:, 0] - measured[:, 1]) > 0.06).mean() == pytest.approx(1 / 6, abs=0.02)
+
+
+def test_what_trl_lacks():
+    """What is here that TRL lacks?
+
+    GRPO on videos: TRL 1.16 reads the columns `image` and `images` alone (TRL #4144, #5373). And packing without
+    padding for rows with pictures, which it refuses (TRL #4339). In the test a prompt with a video and one with a
+    picture lie end to end in one run, and their completions have the log-probabilities that they have alone.
+    """
+    model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
+    model.double()
+    film = Video([image for row in range(4) for image in Shapes(4, "film")[row].images], fps=2.0)
+    asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What is it?"}]}]
+    prompts = [processor(asked, videos=[film]), Shapes(1, "faq")[0].prompt(processor)]
+    answers = [[torch.tensor([5, 6, 7]), torch.tensor([8])], [torch.tensor([9, 10])] * 2]
+    packed = pack(prompts, answers, model.config)
+    assert packed.input_ids.numel() == sum(len(p.input_ids) for p in prompts) + 3 + 1 + 2 + 2 - 4  # last ones: no input
+    alone = [per_token_logps(model, pack([p], [a], model.config))[0] for p, a in zip(prompts, answers, strict=True)]
+    assert torch.allclose(per_token_logps(model, packed)[0], torch.cat(alone), rtol=0, atol=1e-12)
