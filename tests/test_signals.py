@@ -69,6 +69,7 @@ def test_long_work_ends_at_once_if_nothing_is_lost():
         world.leave()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
+    world.leave()  # another run of this process is not ended
 
 
 def test_only_the_first_rank_speaks(capfd):

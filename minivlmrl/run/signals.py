@@ -41,6 +41,7 @@ class StopSignals:
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Print the message of Preempted instead of raising it."""
+        self.world.leave = World.leave
         for number, handler in self.before.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
@@ -68,8 +69,7 @@ class StopSignals:
                 os.write(2, said.encode())
 
     def leave(self):
-        """After a signal end long work between states (Preempted), if nothing is lost;
-        all ranks call this together."""
+        """After a signal end long work (Preempted) if nothing is lost; all ranks call it together."""
         if self.saved and self.asked():
             raise Preempted("preempted: --resume=auto goes on from the last state, if there is one")
 
