@@ -28,7 +28,7 @@ def run_interpreted(file: str, *arguments: str) -> None:
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file, *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", file, *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
