@@ -19,11 +19,6 @@ def test_rows_need_not_have_the_same_columns(write_rows):
     assert rows[1].columns == {"problem": "b", "level": None, "hint": "c"}
 
 
-@pytest.mark.parametrize("character", ["\u2028", "\u0085", "\u2029"])
-def test_a_unicode_line_separator_inside_a_string_ends_no_row(write_rows, character):
-    assert FileDataset(write_rows({"problem": f"a{character}b"}))[0].columns["problem"] == f"a{character}b"
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
