@@ -9,10 +9,6 @@ from record_vision import noise
 from minivlmrl.hub.preprocessor import RESIZE, read_image_processor, write_image_processor
 from minivlmrl.image import ImageProcessor
 
-pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 
 def test_bounds_of_the_recipe_are_not_the_folders_mistake():
     with pytest.raises(ValueError, match=r"^data: max_pixels 10 must be at least min_pixels 3136"):
@@ -116,27 +112,6 @@ def test_the_fast_processor_of_a_folder_resizes_with_torch():
 def test_a_setting_that_is_not_supported_is_named(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
         read({**HUB_CONFIG, field: value})
-
-
-FIELDS = [*write_image_processor(ImageProcessor()), "do_center_crop", "do_pad", "processor_class", "made_up"]
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["shortest_edge", "a"]), inner, max_size=2)
-    ),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-def test_a_random_settings_file_gives_a_processor_or_a_value_error(changes):
-    try:
-        processor = read(HUB_CONFIG | changes)
-    except ValueError as error:
-        assert any(name in str(error) for name in FIELDS), error
-    else:
-        assert read(write_image_processor(processor)) == processor
 
 
 @pytest.mark.parametrize("settings_", [None, [], "a", 3])

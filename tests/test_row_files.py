@@ -137,9 +137,6 @@ def test_a_folder_that_is_no_dataset_is_named(files):
         open_rows(files / "repository" / "data" / "test-0.parquet")
 
 
-LONG, MANY = "a b " * 2_500_000, json.dumps(["data:image/png;base64,AA"] * 100_001)
-
-
 def test_a_number_that_is_none_is_missing(tmp_path):
     """pandas writes NaN where there is nothing: no model is asked to answer nan."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "a", "solution": NaN, "objects": [Infinity]}\n')
