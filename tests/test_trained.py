@@ -8,7 +8,7 @@ from runs import metrics
 from safetensors.torch import load_file
 from test_lora import adapted, batch
 
-from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, adapters, draw_adapters, is_adapter
+from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
 from minivlmrl.algorithms import reward_model_scores, value_model
@@ -18,7 +18,6 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import load_model, load_processor
-from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -196,15 +195,6 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
         alone = value_model.load_value_model(folder / "reward_model").at_end(packed)
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
-
-
-def test_adapters_with_recomputed_blocks_have_the_same_gradients():
-    plain, model = adapted(dora=True), adapted(dora=True)
-    recompute_blocks(model)
-    for each in (plain, model):
-        per_token_logps(each, batch(each))[0].sum().backward()
-    for own, other in zip(adapter_parameters(model), adapter_parameters(plain), strict=True):
-        assert torch.equal(own.grad, other.grad)
 
 
 def test_a_state_of_a_run_with_adapters_has_no_base(run, plain):
