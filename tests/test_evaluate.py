@@ -1,6 +1,5 @@
 """What an evaluation makes of rewards, on one rank and on two, and that its draws depend on the row alone."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -111,35 +110,6 @@ def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
     result = ask([scored("a", [NAN, 1.0, NAN], [0.5, 1.0, NAN])])
     assert result == {"greedy": 0.5, "format": 1.0}
-
-
-@pytest.mark.parametrize("count", [5, 4, 1])
-def test_two_ranks_answer_as_one_and_in_the_order_of_the_rows(scripted, small_batches, count):
-    """With five rows, or one, a row is answered twice and counts once."""
-    barrier, slots, results = threading.Barrier(2, timeout=20), [None, None], [None, None]
-
-    class Pair(World):
-        def gather_objects(self, value):
-            slots[self.rank] = value
-            barrier.wait()
-            both = list(slots)
-            barrier.wait()
-            return both
-
-    def work(rank):
-        try:
-            results[rank] = ask(ROWS[:count], rank, 2, world=Pair)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    one = ask(ROWS[:count])
-    assert results == [one, one]
 
 
 # with a model
