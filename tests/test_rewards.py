@@ -179,25 +179,6 @@ def test_a_missing_column_is_named():
 # rewards of one's own
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0, 0.0, 1.0]])
-def test_another_number_of_values_is_refused(own, values):
-    name = own(f"def counted(completions, **columns): return {values}")
-    with pytest.raises(ValueError, match=f"reward .*:counted returned {len(values)} values, not 2"):
-        earnings([name], ["a", "b"], {})
-
-
-def test_a_reward_written_for_trl_works(own):
-    """From TRL's documentation, but for the plain text of the completions."""
-    name = own(
-        """
-        def reward_num_unique_chars(completions, **kwargs):
-            return [len(set(completion)) for completion in completions]
-        """
-    )
-    assert earnings([name], ["aab", "xyz"], {"solution": ["", ""]}).tolist() == [[2.0], [3.0]]
-    assert required_columns([name]) == []
-
-
 def test_a_trl_reward_with_a_column_asks_for_it(own):
     name = own(
         """
