@@ -9,7 +9,8 @@ IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
 
 
 @pytest.mark.parametrize(
-    "message", [{"role": "user"}, {"content": "hi"}, {}, {"role": 3, "content": "hi"}, "hi", None, ["user", "hi"]]
+    "message",
+    [{"role": "user"}, {"content": "hi"}, {"role": "user", "content": None}, {"role": 3, "content": "a"}, "hi", ["a"]],
 )
 def test_a_message_needs_role_and_content(message):
     with pytest.raises(ValueError, match="message 1 needs a role, and content"):
@@ -25,20 +26,10 @@ def test_a_part_that_is_neither_text_nor_image_nor_video_is_refused(part):
         check_messages([{"role": "user", "content": [part]}])
 
 
-def test_the_number_in_an_error_is_the_callers():
-    with pytest.raises(ValueError, match="message 0 has a part of type 'audio'"):
-        check_messages([{"role": "user", "content": [{"type": "audio"}]}])
-
-
 def test_tool_calls_are_refused_instead_of_left_out():
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(ValueError, match=r"message 1 has tool_calls; .* chat_template\.jinja"):
         check_messages([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
-
-
-def test_content_none_is_refused():
-    with pytest.raises(ValueError, match="message"):
-        check_messages([{"role": "user", "content": None}])
 
 
 @pytest.mark.parametrize(
