@@ -159,50 +159,16 @@ def test_straight_through_has_the_gradient_of_k2_whatever_the_value(estimator, v
     assert loss[:2] == (near(value), [near(log(2))])
 
 
-def expected_kl_gradients():
-    """Expected gradients over a vocabulary of three, every token drawn with its own probability, to the logits."""
+def test_k3_alone_has_the_expected_gradient_of_the_kl_in_the_other_direction():
+    """Over a vocabulary of three, every token drawn with its own probability; docs/bias.md has the other estimators."""
     logits, ref = tensor(0.3, -0.5, 1.1).requires_grad_(), tensor(0.2, 0.5, 0.3).log()
     logps = logits.log_softmax(0)
-    p, ratio = logps.detach().exp(), (logps - logps.detach()).exp()
-
-    def gradient(x):
-        return torch.autograd.grad(x, logits, retain_graph=True)[0]
-
-    found = {
-        "KL(pi, ref)": gradient((logps.exp() * (logps - ref)).sum()),
-        "KL(ref, pi)": gradient((ref.exp() * (ref - logps)).sum()),
-    }
-    for estimator in ("k1", "k2", "k3"):
-        for straight_through in (False, True):
-            name = estimator + " straight-through" * straight_through
-            for weighted in (False, True):
-                options = FamilyLoss(kl_estimator=estimator, kl_straight_through=straight_through)
-                options.use_bias_correction_kl = weighted
-                term = family_kl(logps, ref, ratio, options)
-                found[name + " weighted" * weighted] = gradient((p * term).sum())
-    return found
-
-
-@pytest.mark.parametrize(
-    "term, is_the_gradient_of",
-    [
-        ("k2", "KL(pi, ref)"),
-        ("k1 straight-through", "KL(pi, ref)"),
-        ("k2 straight-through", "KL(pi, ref)"),
-        ("k3 straight-through", "KL(pi, ref)"),
-        ("k1 weighted", "KL(pi, ref)"),
-        ("k3 weighted", "KL(pi, ref)"),
-        ("k3", "KL(ref, pi)"),  # the other direction
-    ],
-)
-def test_expected_gradients_of_kl(term, is_the_gradient_of):
-    found = expected_kl_gradients()
-    assert found["KL(pi, ref)"].tolist() != near(*found["KL(ref, pi)"].tolist())
-    assert found[term].tolist() == near(*found[is_the_gradient_of].tolist())
-
-
-def test_k1_alone_has_no_expected_gradient():
-    assert expected_kl_gradients()["k1"].tolist() == near(0, 0, 0)
+    k3 = family_kl(logps, ref, torch.ones(3), FamilyLoss(kl_estimator="k3", use_bias_correction_kl=False))
+    expected, found = (
+        torch.autograd.grad(x, logits, retain_graph=True)[0]
+        for x in ((ref.exp() * (ref - logps)).sum(), (logps.detach().exp() * k3).sum())
+    )
+    assert found.tolist() == near(*expected.tolist())
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
