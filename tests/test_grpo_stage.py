@@ -35,18 +35,6 @@ def test_rewards_have_the_weights_of_the_recipe(stage, samples):
     assert {"rewards/letters/mean", "rewards/format/std", "reward_std"} <= run.step.metrics.keys()
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_reward_of_wrong_length_is_named(stage, script, name):
-    script([1.0])
-    with pytest.raises(ValueError, match=r"reward letters returned 1 values, not \d+"):
-        stage(name).go()
-
-
-def test_without_a_kl_there_is_no_reference(stage):
-    assert stage("grpo").algorithm.reference is None
-    assert stage("grpo", "--grpo.beta=0.1").algorithm.reference is not None
-
-
 def test_a_token_budget_divides_a_step_and_its_groups(stage, samples):
     """Each completion is in one micro-batch, with the prompt that it answers."""
     run = stage("grpo", f"--grpo.max_tokens_per_micro_batch={BUDGET}", "--grpo.beta=0.1", "--grpo.micro_batch_size=4")
