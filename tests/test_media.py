@@ -1,6 +1,5 @@
 """Images and videos of rows: sources, options, order, and that they reach the tensors."""
 
-import base64
 import json
 import weakref
 
@@ -114,18 +113,6 @@ def test_parts_with_and_without_a_source_go_together(folder):
     parts = [{"type": "image"}, {"type": "image", "image": "red.png"}, {"type": "image"}]
     row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": ["green.png", "blue.png"]})
     assert [image.getpixel((0, 0)) for image in row.images] == [COLORS[name] for name in ("green", "red", "blue")]
-
-
-def test_a_data_uri_is_an_image(folder):
-    uri = "data:image/png;base64," + base64.b64encode((folder / "red.png").read_bytes()).decode()
-    assert read(folder, {"image": uri, "problem": "a"}).images[0].getpixel((0, 0)) == COLORS["red"]
-
-
-def test_a_url_is_not_fetched_unasked(folder):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: .*data\.allow_urls"):
-        read(folder, {"image": "http://localhost:9/a.png", "problem": "a"})
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: cannot be downloaded"):
-        read(folder, {"image": "http://localhost:9/a.png", "problem": "a"}, allow_urls=True)
 
 
 def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
