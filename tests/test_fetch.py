@@ -117,12 +117,6 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
     assert same(fetch_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
 
 
-def test_a_data_uri_with_a_letter_too_many_is_refused():
-    """Lenient decoders skip it, and skip as well what a cut or garbled URI has in place of its content."""
-    with pytest.raises(ValueError, match="not base64"):
-        fetch_image(f"data:image/png;base64,*{base64.b64encode(PNG).decode()}")
-
-
 def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     exif = image.getexif()
@@ -137,6 +131,8 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     [
         ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
         ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
+        # lenient decoders skip a letter too many, and what a cut URI has in place of its content
+        (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
         ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
         (
             "data:image/png;base64," + "A" * 4000,
