@@ -43,6 +43,8 @@ def test_smart_resize_equals_qwen_vl_utils_except_for_thin_images():
 
 def test_aspect_ratio_200_is_the_last_that_passes():
     smart_resize(1, 200, 28, 3136, 12845056)
+    with pytest.raises(ValueError, match="9 x 2000 pixels: its aspect ratio"):
+        ImageProcessor()(noise("RGB", (30, 20)), resized_height=2000, resized_width=9)
     with pytest.raises(ValueError, match=r"201 x 1 pixels.*aspect ratio is over 200"):
         smart_resize(1, 201, 28, 3136, 12845056)
 
@@ -145,6 +147,8 @@ def test_an_image_without_pixels_is_refused(size):
         ({"max_pixels": 28 * 28}, (1, 2, 2)),
         ({"min_pixels": 112 * 168}, (1, 8, 12)),
         ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
+        ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
+        ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),  # the image's own do not
     ],
     ids=str,
 )
