@@ -5,6 +5,7 @@ A forked child has none of the threads of OpenMP's pool and waits for them forev
 
 import json
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; passed on to the processes of a test
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers ask for the network otherwise
@@ -50,6 +51,26 @@ def pytest_terminal_summary(terminalreporter):
     if SLOW_FILES:
         files = ", ".join(sorted(set(SLOW_FILES.values())))
         terminalreporter.write_line(f"not run: {len(SLOW_FILES)} slow tests in {files}; run them with: pytest -m slow")
+
+
+def library(name, reason):
+    """Make a fixture of a library that may be missing: tests that ask for it are skipped then."""
+    return pytest.fixture(scope="session", name=name)(lambda: pytest.importorskip(name, reason=reason))
+
+
+TRANSFORMERS = "oracle missing: pip install transformers==5.23.0"
+transformers, oracle = (library(name, TRANSFORMERS) for name in ("transformers", "oracle"))
+trl = library("trl", f"{TRANSFORMERS} trl==1.16.0")
+peft = library("peft", "oracle missing: pip install peft")
+math_verify = library("math_verify", "extra missing: pip install math-verify")
+scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("scipy", "av"))
+
+
+@pytest.fixture(scope="session")
+def published(trl):
+    """published("qwen2_5_vl"): the text of a chat template that TRL ships, a copy of the published one."""
+    templates = Path(trl.__file__).parent / "chat_templates"
+    return lambda name: (templates / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @pytest.fixture

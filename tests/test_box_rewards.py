@@ -142,14 +142,12 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
         ([], (0, 0, -1, 1)),
     ],
 )
-def test_several_true_boxes(said, expected):
-    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
+def test_several_true_boxes(said, expected, scipy):
     assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
 
 
-def test_giou_is_matched_by_giou():
+def test_giou_is_matched_by_giou(scipy):
     """Without any overlap a nearer pairing still earns more: crossed pairs would give less."""
-    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
     true = [[0, 0, 10, 10], [80, 80, 90, 90]]
     settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
     near = rewards(say([[70, 80, 80, 90], [10, 0, 20, 10]]), **settings)

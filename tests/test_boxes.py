@@ -164,8 +164,7 @@ def brute_force(table):
 
 @pytest.mark.parametrize("similarity", [iou, giou])
 @pytest.mark.parametrize(("n", "m"), itertools.product(range(1, 6), repeat=2))
-def test_match_against_brute_force(n, m, similarity):
-    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
+def test_match_against_brute_force(n, m, similarity, scipy):
     draw = random.Random(10 * n + m)
 
     def near():

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -50,12 +49,11 @@ CONVERSATIONS = {
 
 
 @pytest.fixture(scope="module")
-def template():
+def template(published):
     """The template file that TRL ships, compiled as transformers' apply_chat_template compiles it."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    text = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
+    text = published("qwen2_5_vl")
     # the chat_template of Qwen/Qwen2.5-VL-7B-Instruct/chat_template.json
     assert hashlib.sha256(text.encode()).hexdigest().startswith("a0bc6f6fc7a29a80") and len(text) == 1017
     return _compile_jinja_template(text)
@@ -188,15 +186,13 @@ def test_prompt_and_completion_are_the_conversation(template, prompt, name):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_is_trained_equals_trls_mask(name):
+def test_what_is_trained_equals_trls_mask(name, published):
     """TRL's {% generation %} also holds the newline after <|im_end|>, which no generation ever writes: not trained."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    file = Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl_training.jinja"
     messages = CONVERSATIONS["default system"]
     (rendered,), (spans,) = render_jinja_template(
-        [messages + ANSWERS[name]], chat_template=file.read_text(encoding="utf-8"), return_assistant_tokens_mask=True
+        [messages + ANSWERS[name]], chat_template=published("qwen2_5_vl_training"), return_assistant_tokens_mask=True
     )
     pieces = render_completion(ANSWERS[name])
     ours, start = [], len("".join(render(messages)))

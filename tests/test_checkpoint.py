@@ -94,14 +94,13 @@ def edit_weights(path, change):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("max_shard_size", [10**9, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, max_shard_size):
-    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
+def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
     model = tiny.model(tied, model_type=model_type)
-    save_model(tmp_path / "saved", model, processor, max_shard_size=max_shard_size)
-    assert (tmp_path / "saved" / INDEX).exists() == (max_shard_size == 40_000)
+    save_model(tmp_path / "saved", model, processor, max_shard_size=most)
+    assert (tmp_path / "saved" / INDEX).exists() == (most == 40_000)
     theirs, info = oracle.CLASSES[model_type].from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     generator = torch.Generator().manual_seed(0)
@@ -111,10 +110,8 @@ def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processo
     assert all(torch.equal(again.pop(name), p) for name, p in model.named_parameters()) and not again
 
 
-def test_a_saved_processor_and_model_go_together_in_transformers(folder):
+def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle):
     """From the picture and the words on: their tokenizer and image processor on what we saved."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "I see green squares, 12 of them"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_processor(folder).tokenizer.encode(text)
@@ -131,9 +128,8 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder):
             assert (logits(ours, [prompt]) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_transformers_has_a_chat_template_for_it(folder):
+def test_transformers_has_a_chat_template_for_it(folder, transformers):
     """In the file that its processor reads too; we ourselves go on with that of chat.py."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     expected = "".join(chat.render(messages))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

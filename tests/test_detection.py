@@ -54,8 +54,7 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
 
 
 @pytest.mark.parametrize(("said", "true", "expected"), ROWS)
-def test_by_hand(said, true, expected):
-    pytest.importorskip("scipy", reason="extra missing: pip install scipy")
+def test_by_hand(said, true, expected, scipy):
     assert earned(said, *true) == pytest.approx(expected, abs=1e-6)
 
 

@@ -20,8 +20,7 @@ def arithmetic(height, width):
     return PIL.Image.fromarray(((7 * y + 13 * x + 29 * c) % 256).astype(np.uint8))
 
 
-def test_smart_resize_equals_transformers():
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_smart_resize_equals_transformers(transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs
 
     cases = list(resize_cases())
@@ -50,8 +49,7 @@ def test_aspect_ratio_200_is_the_last_that_passes():
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "LA", "PA", "1", "CMYK"])
-def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode):
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     rng = random.Random(mode)
@@ -168,9 +166,8 @@ def test_bounds_that_no_image_has_are_refused(bounds):
         smart_resize(56, 56, 28, least, most)
 
 
-def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path):
+def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path, transformers):
     """docs/exact.md: it agrees on an image in hand, but not its load_image, and not on premultiplied alpha."""
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.image_transforms import convert_to_rgb
     from transformers.image_utils import load_image as theirs
 

@@ -20,9 +20,8 @@ def value_and_gradient(batch, **options):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_held_against_trl_in_three_lines(loss_type):
+def test_held_against_trl_in_three_lines(loss_type, trl):
     """Counts that are not given are the batch's own: TRL's, where one micro-batch on one process is the step."""
-    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
     from parity import trl_oracle
 
     batch = policy_batch(0)

@@ -9,16 +9,14 @@ from minivlmrl.reward_functions import math_answer
 from minivlmrl.reward_functions.math_answer import SECONDS, math
 
 
-def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch):
+def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):
     """An interval answers an inequality, but the other way round math-verify wants what is asked for: an interval."""
-    pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     monkeypatch.setattr(math_answer, "SECONDS", 600)  # on a busy machine two may pass
     assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
 
 
-def test_in_a_thread_too():
+def test_in_a_thread_too(math_verify):
     """math-verify's alarms need the main thread."""
-    pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     found = []
     thread = threading.Thread(target=lambda: found.extend(math(["0.5", "0.4"], ["1/2", "1/2"])))
     thread.start()
@@ -30,9 +28,8 @@ HUGE = ["9^9^9^9", "9^{9^{9^{9}}}", "9**9**9**9", "1000000!", "2^{9999999}"]
 LONG = ["((1000)!)!", "{" * 290, "\\sqrt" * 60, "1+" * 149]
 
 
-def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch):
+def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
     """Of what would fill the memory math-verify hears nothing, and all else that it reads has a limit."""
-    math_verify = pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     asked, parse = {}, math_verify.parse
 
     def spy(text, *rest, parsing_timeout, **options):
@@ -45,8 +42,7 @@ def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch):
     assert len(asked) == 1 + len(LONG) and set(asked.values()) == {SECONDS}
 
 
-def test_a_solution_that_cannot_be_read_is_named():
-    pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
+def test_a_solution_that_cannot_be_read_is_named(math_verify):
     with pytest.raises(
         ValueError, match=r"^reward math: solution '1\+1\+.* is no expression that math-verify can read$"
     ):

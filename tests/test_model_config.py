@@ -50,8 +50,7 @@ def test_mrope_section_counts_inside_rope_scaling_alone():
         ModelConfig.from_dict(tiny.RUN_MODEL | outside)
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes():
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
     text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
     for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
         values = text | {"model_type": model_type, "vision_config": vision}

@@ -63,9 +63,8 @@ def test_a_solution_that_is_no_number_is_named(solution):
         number(["3"], [solution])
 
 
-def test_against_math_verify():
+def test_against_math_verify(math_verify):
     """Where it can read both, it says the same, but for the rows that are listed."""
-    math_verify = pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
 
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:

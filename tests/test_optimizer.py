@@ -21,9 +21,8 @@ def test_schedules():
     assert schedule(lr_scheduler_type="constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal():
+def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(transformers):
     """docs/exact.md, what differs from TRL."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 8)
     rates = []

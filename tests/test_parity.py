@@ -88,9 +88,8 @@ def test_a_wrong_loss_is_named(wrong, says):
         check(loss, whole_step=True, **DAPO)
 
 
-def test_what_trl_says_of_ones_own_tensors():
+def test_what_trl_says_of_ones_own_tensors(trl):
     """Every kind: TRL's value and gradient are those that were recorded, and for KTO ours."""
-    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     from parity.trl_oracle import what_trl_says
 
     for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):

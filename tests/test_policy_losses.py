@@ -29,9 +29,8 @@ from policy_by_hand import OFF_POLICY, loss_of, policy
 NAN = float("nan")
 
 
-def test_options_have_the_names_and_defaults_of_trl():
+def test_options_have_the_names_and_defaults_of_trl(trl):
     """But for epsilon, which is epsilon_low here, and two options of the KL that TRL does not have."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
     ours = {field.name: field.default for field in fields(FamilyLoss)}

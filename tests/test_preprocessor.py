@@ -52,8 +52,7 @@ def test_pixel_bounds_of_a_folder(config, bounds):
 @pytest.mark.parametrize(
     "config", [{}, {"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, HUB_CONFIG]
 )
-def test_a_folders_settings_mean_what_they_mean_in_transformers(config):
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     image = noise("RGB", (1500, 900))
@@ -80,8 +79,7 @@ def test_settings_come_back_as_they_were_written(options, resize):
 
 
 @pytest.mark.parametrize("resize", ["pil", "torch"])
-def test_transformers_reads_what_we_write(tmp_path, resize):
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_transformers_reads_what_we_write(tmp_path, resize, transformers):
     processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor)))
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")

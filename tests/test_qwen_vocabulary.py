@@ -6,7 +6,6 @@ import importlib.metadata
 import itertools
 import json
 import random
-from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -88,9 +87,8 @@ def qwen(folder):
 
 
 @pytest.fixture(scope="session")
-def theirs(folder):
+def theirs(folder, transformers):
     """Put together by transformers from vocabulary and merges, with its own split, normalizer and decoder."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     merges = [tuple(line.split(" ")) for line in (folder / "merges.txt").read_text(encoding="utf-8").split("\n")]
     tokenizer = transformers.Qwen2Tokenizer(vocabulary, merges)
@@ -163,13 +161,6 @@ def test_500_texts_that_spell_control_tokens_are_text(qwen, theirs):
         assert not set(ids) & set(qwen.special_tokens.values())
         differ += ids != theirs(text)["input_ids"]
     assert differ > 200
-
-
-@pytest.fixture(scope="module")
-def published():
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    folder = Path(trl.__file__).parent / "chat_templates"
-    return lambda name: (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 ORDINARY = [{"role": "user", "content": "It's 42 日本 <think>\n\n"}, {"role": "assistant", "content": " No.  "}]

@@ -101,9 +101,8 @@ def test_the_tower_turns_by_row_and_column_of_a_patch():
     torch.testing.assert_close(found.double(), turned(x, torch.tensor(angles)), rtol=0, atol=1e-5)
 
 
-def test_positions_equal_transformers_of_today():
+def test_positions_equal_transformers_of_today(oracle):
     """Text and images: of videos its positions are wrong in 5.23, see rope.get_rope_index."""
-    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     config = tiny.config()
     theirs = oracle.CLASSES["qwen2_5_vl"](oracle.transformers.AutoConfig.for_model(**config.to_dict()))
     generator = torch.Generator().manual_seed(2)

@@ -2,7 +2,6 @@
 
 import json
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -65,10 +64,8 @@ CONVERSATIONS = {
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory):
+def oracle(tmp_path_factory, transformers, published):
     """transformers' processor with our tokenizer.json and the template that TRL ships."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -82,9 +79,8 @@ def oracle(tmp_path_factory):
     PROCESSOR.tokenizer.backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
     tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
     images = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384)
-    return TinyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=None, chat_template=template)
+    return TinyProcessor(images, tokenizer, None, chat_template=published("qwen2_5_vl"))
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -41,9 +41,8 @@ def test_ids_without_a_token_have_no_bytes(tokenizer):
 @pytest.mark.parametrize(
     "strings", [["e"], ["at"], ["</answer>"], ["t <", "é"], ["ca", "the cat"], ["<|im_end|>"], ["🐈", "好"],
                 [" t", "tt", "aa", "<<", "\n"]], ids=str)  # fmt: skip
-def test_completions_end_where_transformers_stops(tokenizer, strings):
+def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
     """Tokens that are pieces of the strings, in any order; the rule is asked after every token, to the last."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
     criteria = transformers.generation.stopping_criteria.StopStringCriteria(theirs, strings)
     known = {i: token_bytes(tokenizer, i) for i in range(len(tokenizer))}

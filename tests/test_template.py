@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from talk import assistant, renders_as_transformers
@@ -35,20 +34,14 @@ def user(*parts):
 
 
 @pytest.fixture(scope="module")
-def published():
-    """Templates that TRL ships, copies of published ones, by name."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-
-    def load(name):
-        path = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-        return ChatTemplate(path.read_text(encoding="utf-8"), path.name)
-
-    return load
+def load(published):
+    """load("qwen3"): a template that TRL ships."""
+    return lambda name: ChatTemplate(published(name), f"{name}.jinja")
 
 
 @pytest.fixture(scope="module")
-def qwen(published):
-    return published("qwen2_5_vl")
+def qwen(load):
+    return load("qwen2_5_vl")
 
 
 def kinds(pieces):
@@ -89,12 +82,12 @@ def test_qwens_template_gives_the_pieces_of_chat_py(qwen, messages, prompt, numb
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 @given(messages=st.lists(TURNS, min_size=1, max_size=2), turns=ANSWERS)
 @settings(max_examples=40, deadline=None)
-def test_completions_of_qwens_templates_are_those_of_chat_py(published, name, messages, turns):
+def test_completions_of_qwens_templates_are_those_of_chat_py(load, name, messages, turns):
     """Qwen3-VL's template begins with no default system message."""
     if name.startswith("qwen3"):  # it strips nothing but has its own opinion of tool turns and their wrapping
         turns = [turn for turn in turns if turn["role"] != "tool"]
         messages = [{**message, "role": "user"} for message in messages]
-    theirs, ours = published(name).render_completion(messages, turns), render_completion(turns)
+    theirs, ours = load(name).render_completion(messages, turns), render_completion(turns)
     assert theirs == ours and kinds(p for p, _ in theirs) == kinds(p for p, _ in ours)
 
 
@@ -103,10 +96,10 @@ TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"r
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507", "qwen3_8"])
-def test_templates_with_tool_calls_render_as_in_transformers(published, name):
-    renders_as_transformers(published(name), HI)
-    renders_as_transformers(published(name), TOOL_TALK)
-    renders_as_transformers(published(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
+def test_templates_with_tool_calls_render_as_in_transformers(load, name):
+    renders_as_transformers(load(name), HI)
+    renders_as_transformers(load(name), TOOL_TALK)
+    renders_as_transformers(load(name), [{"role": "system", "content": "Be <b>brief</b>."}, *HI])
 
 
 ATTACKS = {
@@ -191,13 +184,13 @@ def test_generation_blocks_are_refused_not_ignored():
         ChatTemplate(HEAD + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}" + TAIL + PROMPT, "t")
 
 
-def test_a_template_that_rewrites_the_past_is_refused(published):
+def test_a_template_that_rewrites_the_past_is_refused(load):
     """Qwen3's takes the thoughts out of all turns but the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
     with pytest.raises(
         ValueError, match=r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only ever appends"
     ):
-        published("qwen3").render_completion(HI, [thought, question, assistant("six")])
+        load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 
 
 def test_a_template_without_a_closing_token_is_refused():
@@ -239,12 +232,11 @@ FOLDERS = {
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_training"])
 def test_what_qwen_publishes_is_chat_render(published, tmp_path, file, name):
     """Texts with a changed sign are foreign ones."""
-    path = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{name}.jinja"
-    text = path.read_text(encoding="utf-8")
+    text = published(name)
     for known in (text, text + "\n", DEFAULT):
         write(tmp_path, {file: known if file.endswith(".jinja") else {"chat_template": known}})
         assert ChatTemplate.from_folder(tmp_path) is None
-    foreign = published("qwen2_5_vl").text.replace("Picture", "Image")
+    foreign = published("qwen2_5_vl").replace("Picture", "Image")
     write(tmp_path, {file: foreign if file.endswith(".jinja") else {"chat_template": foreign}})
     assert ChatTemplate.from_folder(tmp_path).text == foreign
 
@@ -263,9 +255,8 @@ def test_which_template_of_a_folder_is_taken(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if "tokenizer's" not in name and name != "one of several"])
-def test_transformers_processor_takes_the_same(tmp_path, name):
+def test_transformers_processor_takes_the_same(tmp_path, name, transformers):
     """Without one of its own it has none, though its tokenizer may have."""
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     files, text = FOLDERS[name]
     config, _ = transformers.ProcessorMixin.get_processor_dict(write(tmp_path, files))
     assert config.get("chat_template") == text
@@ -311,8 +302,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
         "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
     ],
 )
-def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text):
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text, transformers):
     template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
     renders_as_transformers(template, [{"role": "user", "content": "<think>é</think> hi & ho "}, *HI])
 

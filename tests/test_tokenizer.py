@@ -64,8 +64,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
-def test_equals_transformers(tmp_path, kind):
-    transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+def test_equals_transformers(tmp_path, kind, transformers):
     TINY.backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     theirs = getattr(transformers, kind).from_pretrained(tmp_path)

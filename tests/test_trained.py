@@ -148,10 +148,8 @@ def test_a_value_model_has_its_own_adapters_on_the_same_base():
 # whole runs
 
 
-def test_peft_loads_what_a_run_saves(run, plain, checkpoint, monkeypatch, capsys):
+def test_peft_loads_what_a_run_saves(run, plain, checkpoint, monkeypatch, capsys, peft, oracle):
     """Its merged folder and base plus adapter have equal logits; the base that it began with has others."""
-    peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
-    oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     adapter = ["--adapter.r=4", "--adapter.dora=true", f"--adapter.target={ALL}"]
     folder = run(
         "--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter, "--model.freeze=vision"

@@ -121,9 +121,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_patches_of_each_frame_equal_transformers_image_processor(count):
+def test_patches_of_each_frame_equal_transformers_image_processor(count, transformers):
     """Its images of one frame in time, put together two by two, the last one repeated."""
-    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     bounds = {"min_pixels": 3136, "max_pixels": 40_000}
@@ -262,9 +261,8 @@ def test_a_video_that_is_turned_by_odd_degrees_is_refused():
         load_video(encoded(moving(4), "mp4", "libx264rgb", "rgb24", rotation=30))
 
 
-def test_colours_follow_the_matrix_that_the_file_names():
+def test_colours_follow_the_matrix_that_the_file_names(av):
     """A green of BT.709 is another YUV than that of BT.601; either comes back as it was."""
-    av = pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
     green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
     for matrix in ("ITU709", "ITU601"):
         buffer = io.BytesIO()
@@ -293,8 +291,7 @@ def test_a_playlist_opens_no_other_file(tmp_path):
             load_video(tmp_path / name)
 
 
-def test_a_file_without_pictures_is_named(tmp_path):
-    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+def test_a_file_without_pictures_is_named(tmp_path, av):
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(bytes(16_000))
@@ -303,8 +300,7 @@ def test_a_file_without_pictures_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x1aE\xdf\xa3", b"RIFF\0\0\0\0AVI ", b"\0\0\0\x20ftypisom"])
-def test_a_file_that_is_no_video_is_named(tmp_path, content):
-    pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
+def test_a_file_that_is_no_video_is_named(tmp_path, content, av):
     (tmp_path / "notes.mp4").write_bytes(content)
     with pytest.raises(ValueError, match=r"notes\.mp4: cannot be read as a video"):
         load_video(tmp_path / "notes.mp4")
@@ -368,9 +364,8 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
         load_video(content)
 
 
-def test_frames_that_cannot_be_shown_are_not_counted():
+def test_frames_that_cannot_be_shown_are_not_counted(av):
     """A stream that begins in the middle shows nothing until its first key frame: 28 frames from 39 packets."""
-    av = pytest.importorskip("av", reason="pip install -c constraints.txt -e '.[video]'")
     whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
     with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
         copy = target.add_stream_from_template(source.streams.video[0])
