@@ -1,8 +1,6 @@
 """Recipes of the repository in small runs: localisation, and referring expressions on real photographs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import PIL.Image
@@ -10,6 +8,7 @@ import pytest
 import torch
 from runs import metrics, summary
 
+from benchmarks.digits import write_digits
 from minivlmrl import train
 from minivlmrl.generate import Completion
 from minivlmrl.run.config import load_config
@@ -154,7 +153,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "digits.py", "digits"], check=True)
+    write_digits("digits")
     files = {name: (tmp_path / "digits" / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "train")}
     assert (len(files["eval"]), len(files["train"])) == (297, 1500) and not set(files["eval"]) & set(files["train"])
     lines = (tmp_path / "digits" / "demonstrations.jsonl").read_text().splitlines()
