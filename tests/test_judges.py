@@ -1,4 +1,4 @@
-"""Choices, yes and no, classes: the rows of reward_table.py, and solutions that are none."""
+"""Choices, yes and no, classes: the rows of reward_table.yaml, and solutions that are none."""
 
 import pytest
 from reward_table import CLASSES, ROWS

@@ -1,4 +1,4 @@
-"""The reward `math`, judged by math-verify; its rows are in reward_table.py."""
+"""The reward `math`, judged by math-verify; its rows are in reward_table.yaml."""
 
 import builtins
 import threading

@@ -1,4 +1,4 @@
-"""The reward `number`: tolerance, units, what math-verify says about the rows of reward_table.py."""
+"""The reward `number`: tolerance, units, what math-verify says about the rows of reward_table.yaml."""
 
 from fractions import Fraction
 
@@ -65,7 +65,6 @@ def test_a_solution_that_is_no_number_is_named(solution):
 
 def test_against_math_verify(math_verify):
     """Where it can read both, it says the same, but for the rows that are listed."""
-
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:
         slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer
