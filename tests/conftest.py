@@ -18,7 +18,7 @@ from fused import fused_linspace  # noqa: F401 (fixtures)
 from runs import checkpoint, home, own, plain, rows, run  # noqa: F401 (fixtures)
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
-from stages import folder, lively, samples, script, stage  # noqa: F401 (fixtures)
+from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (fixtures)
 
 SLOW_FILES = {}  # of slow tests that are left out: {"tests/test_bias.py::test_x": "test_bias.py"}
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_sharding import alone, sharded_model  # noqa: F401 (a fixture)
+from test_sharding import sharded_model
 
 from minivlmrl.generate import Decode, Sampler, draw_by
 from minivlmrl.hub.qwen3_vl import Qwen3VisionTransformer

@@ -131,15 +131,6 @@ def test_all_ranks_know_that_saving_failed(loaded):
 # one process
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def batch(config=None):
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 8, 4)])]

@@ -81,23 +81,19 @@ def test_a_new_head_says_zero_everywhere(groups):
     assert not model(pack(prompts, completions, model.backbone.config)).any()
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
 @torch.no_grad()
 def test_values_of_a_bfloat16_model_are_float32(groups, way):
     """Neither the head's weights nor its result are rounded: a value near 20 would step by .125."""
     prompts, completions = groups
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        if way == "bfloat16 compute":
-            Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
-        model = copy_as_value_model(policy)
-        model.score.weight.fill_(1 + 2**-12)
-        batch = pack(prompts, completions, policy.config)
-        values, states = model(batch), completion_states(model.backbone, batch)
-    finally:
-        torch.distributed.destroy_process_group()
+    if way == "bfloat16 compute":
+        Sharding(ShardingSection(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
+    model = copy_as_value_model(policy)
+    model.score.weight.fill_(1 + 2**-12)
+    batch = pack(prompts, completions, policy.config)
+    values, states = model(batch), completion_states(model.backbone, batch)
     assert states.dtype == torch.bfloat16 and values.dtype == torch.float32
     torch.testing.assert_close(values.double(), (1 + 2**-12) * states.double().sum(1), rtol=1e-6, atol=1e-5)
 

@@ -188,6 +188,15 @@ class Second(World):
 SECOND = Second(1, 2, torch.device("cpu"))
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 class Rows(list):
     """A dataset of rows that are given."""
 
