@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from pretend_cuda import CUDA, PretendCuda
@@ -39,11 +38,11 @@ NEEDED = {
 def functions_that_run():
     """{chapter: names of its functions that were called}."""
     ran = {name: set() for name in house.READING_ORDER}
+    files = {str(house.PACKAGE / f"{name}.py"): found for name, found in ran.items()}
 
     def note(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.parent == house.PACKAGE and path.stem in ran:
-            ran[path.stem].add(frame.f_code.co_qualname)
+        if event == "call" and (found := files.get(frame.f_code.co_filename)) is not None:
+            found.add(frame.f_code.co_qualname)
 
     for profile in (sys.setprofile, threading.setprofile):  # threads make prompts ahead
         profile(note)
