@@ -1,6 +1,6 @@
 """Stages on several processes of this machine: what each makes of the same rows on 1, 2 and 4 ranks, see test_ranks.py.
 
-All cases of a world size run in one launch. Processes are forked from a server that has imported torch once.
+All cases of a world size run in one launch. Its processes are forked from that of the tests, which has one thread.
 """
 
 import contextlib
@@ -159,8 +159,7 @@ def wait(processes: list):
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
     """Run cases on `size` ranks; what each rank made of each."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["on_ranks"])
+    context = multiprocessing.get_context("fork")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
