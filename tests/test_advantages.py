@@ -40,15 +40,12 @@ def test_equal_rewards_teach_nothing_and_are_counted():
     assert (group_std(rewards, 2) == 0).tolist() == [True, False]
 
 
-@pytest.mark.parametrize(
-    "rewards, size, scale, says",
-    [
-        ([1.0, 0.0], 1, "group", "num_generations is 1"),
-        ([1.0, 0.0], 1, "batch", "num_generations is 1"),
-        ([1.0, 0.0, 1.0], 2, "group", "3 rewards are no groups of 2"),
-        ([1.0, 0.0], 2, "rows", "rows"),  # a recipe says what there is
-    ],
-)
+@pytest.mark.parametrize("rewards, size, scale, says", [
+    ([1.0, 0.0], 1, "group", "num_generations is 1"),
+    ([1.0, 0.0], 1, "batch", "num_generations is 1"),
+    ([1.0, 0.0, 1.0], 2, "group", "3 rewards are no groups of 2"),
+    ([1.0, 0.0], 2, "rows", "rows"),  # a recipe says what there is
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
     with pytest.raises((ValueError, KeyError), match=says):
         group_advantages(torch.tensor(rewards), size, scale)

@@ -76,16 +76,13 @@ def test_fifteen_completions():
     assert [f"{x:.2f}" for x in (ratio.min(), ratio.max())] == ["0.75", "1.33"]
 
 
-@pytest.mark.parametrize(
-    ("options", "G", "length"),
-    [
-        (FamilyLoss(loss_type="rloo"), 2, 1),
-        (FamilyLoss(loss_type="rloo"), 4, 1),
-        (FamilyLoss(loss_type="dr_grpo"), 2, 1 / 2 / 3),
-        (FamilyLoss(loss_type="dr_grpo"), 4, 3 / 4 / 3),
-        (FamilyLoss(loss_type="luspo", importance_sampling_level="sequence"), 3, 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("options", "G", "length"), [
+    (FamilyLoss(loss_type="rloo"), 2, 1),
+    (FamilyLoss(loss_type="rloo"), 4, 1),
+    (FamilyLoss(loss_type="dr_grpo"), 2, 1 / 2 / 3),
+    (FamilyLoss(loss_type="dr_grpo"), 4, 3 / 4 / 3),
+    (FamilyLoss(loss_type="luspo", importance_sampling_level="sequence"), 3, 2 / 3),
+])  # fmt: skip
 def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
     found = bias.gradient(bias.expected_policy_loss, bias.POLICY, bias.GRADED, options, "none", G, True)
     close(-found, length * bias.reward_gradient(bias.POLICY, bias.GRADED))

@@ -126,22 +126,19 @@ TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
 FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ([FIRST, OTHER], (1, 1, 1, 1)),
-        ([OTHER, FIRST], (1, 1, 1, 1)),
-        ([FIRST], (0.5, 0.5, 0, 1)),
-        ([OTHER], (0.5, 0.5, 0, 1)),
-        ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
-        ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
-        (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
-        (["20 10 40 19.99", OTHER], (0.74975, 0.5, 0.74975, 1)),
-        (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
-        (["40 30 20 10", OTHER], (0.5, 0.5, 0, 0)),
-        ([], (0, 0, -1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("said", "expected"), [
+    ([FIRST, OTHER], (1, 1, 1, 1)),
+    ([OTHER, FIRST], (1, 1, 1, 1)),
+    ([FIRST], (0.5, 0.5, 0, 1)),
+    ([OTHER], (0.5, 0.5, 0, 1)),
+    ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
+    ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
+    (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
+    (["20 10 40 19.99", OTHER], (0.74975, 0.5, 0.74975, 1)),
+    (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
+    (["40 30 20 10", OTHER], (0.5, 0.5, 0, 0)),
+    ([], (0, 0, -1, 1)),
+])  # fmt: skip
 def test_several_true_boxes(said, expected, scipy):
     assert rewards(say(js(*said)), solution=TWO) == approx(*expected)
 
@@ -154,29 +151,22 @@ def test_giou_is_matched_by_giou(scipy):
     assert near == approx(0, 0, 0, 1)  # touching along a side: nothing empty around
 
 
-@pytest.mark.parametrize(
-    "solution",
-    [
-        [40, 20, 80, 60], [40.0, 20, 80, 60.0], (40, 20, 80, 60), [[40, 20, 80, 60]], "[40, 20, 80, 60]",
-        "[[40, 20, 80, 60]]", "40 20 80 60", '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}',
-        {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
-        "<think>a</think><answer>[40, 20, 80, 60]</answer>",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("solution", [
+    [40, 20, 80, 60], [40.0, 20, 80, 60.0], (40, 20, 80, 60), [[40, 20, 80, 60]], "[40, 20, 80, 60]",
+    "[[40, 20, 80, 60]]", "40 20 80 60", '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}',
+    {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
+    "<think>a</think><answer>[40, 20, 80, 60]</answer>",
+])  # fmt: skip
 def test_solutions_in_every_form(solution):
     assert rewards(say(RIGHT), solution=solution) == ALL
 
 
-@pytest.mark.parametrize(
-    "solution",
-    [
-        "cat", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {},
-        [40, 20, 80], [40, 20, 80, 60, 1], [80, 20, 40, 60], [40, 60, 80, 20], [40, 20, 40, 60], [40, 20, 80, 20],
-        [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60], [40, 20, math.inf, 60], ["40", "20", "80", "60"],
-        [None, 20, 80, 60], [True, 20, 80, 60], 7, 1.5, True, {40, 20, 80, 60}, torch.tensor([40, 20, 80, 60]),
-    ],
-    ids=repr,
-)  # fmt: skip
+@pytest.mark.parametrize("solution", [
+    "cat", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {},
+    [40, 20, 80], [40, 20, 80, 60, 1], [80, 20, 40, 60], [40, 60, 80, 20], [40, 20, 40, 60], [40, 20, 80, 20],
+    [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60], [40, 20, math.inf, 60], ["40", "20", "80", "60"],
+    [None, 20, 80, 60], [True, 20, 80, 60], 7, 1.5, True, {40, 20, 80, 60}, torch.tensor([40, 20, 80, 60]),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("name", ["iou", "acc_0_5", "giou"])
 def test_a_wrong_solution_is_named(name, solution):
     with pytest.raises(ValueError) as raised:
@@ -215,16 +205,13 @@ def test_each_completion_is_judged_by_its_own_row():
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
 
 
-@pytest.mark.parametrize(
-    ("extent", "said"),
-    [
-        ((200, 100), "40 20 80 60"),
-        ((1000, 1000), "200 200 400 600"),
-        ((1, 1), "0.2 0.2 0.4 0.6"),
-        ((8, 8), "1.6 1.6 3.2 4.8"),
-        ([100, 50], "20 10 40 30"),
-    ],
-)
+@pytest.mark.parametrize(("extent", "said"), [
+    ((200, 100), "40 20 80 60"),
+    ((1000, 1000), "200 200 400 600"),
+    ((1, 1), "0.2 0.2 0.4 0.6"),
+    ((8, 8), "1.6 1.6 3.2 4.8"),
+    ([100, 50], "20 10 40 30"),
+])  # fmt: skip
 def test_an_answer_counts_in_its_own_space(extent, said):
     assert rewards(say(said), extent=extent) == approx(*ALL)
     assert rewards(say(said), size=list(SIZE), extent=extent) == approx(*ALL)

@@ -76,19 +76,15 @@ SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 ANSWER = "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    "messages, rendered",
-    [
-        ([{"role": "user", "content": "hi"}], SYSTEM + "<|im_start|>user\nhi<|im_end|>\n" + ANSWER),
-        ([{"role": "system", "content": ""}], "<|im_start|>system\n<|im_end|>\n" + ANSWER),
-        ([{"role": "tool", "content": "42"}], SYSTEM + "<|im_start|>tool\n42<|im_end|>\n" + ANSWER),
-        (
-            [{"role": "user", "content": [VIDEO_PART, {"text": "?"}]}],
-            SYSTEM + "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n" + ANSWER,
-        ),
-    ],
-    ids=["default system", "empty system", "tool", "video"],
-)
+@pytest.mark.parametrize("messages, rendered", [
+    ([{"role": "user", "content": "hi"}], SYSTEM + "<|im_start|>user\nhi<|im_end|>\n" + ANSWER),
+    ([{"role": "system", "content": ""}], "<|im_start|>system\n<|im_end|>\n" + ANSWER),
+    ([{"role": "tool", "content": "42"}], SYSTEM + "<|im_start|>tool\n42<|im_end|>\n" + ANSWER),
+    (
+        [{"role": "user", "content": [VIDEO_PART, {"text": "?"}]}],
+        SYSTEM + "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n" + ANSWER,
+    ),
+], ids=["default system", "empty system", "tool", "video"])  # fmt: skip
 def test_known_strings(messages, rendered):
     """This does not depend on an installed oracle."""
     assert "".join(render(messages)) == rendered

@@ -136,18 +136,15 @@ def test_the_help_of_a_field_is_the_comment_before_or_after_it():
     assert list(found)[:3] == ["steps", "rate", "share"]
 
 
-@pytest.mark.parametrize(
-    ("hint", "text"),
-    [
-        (Annotated[int, ">= 1"] | None, "int, 1 or more or null"),
-        (Literal["a", "b", "c"], "'a', 'b' or 'c'"),
-        (tuple[int, ...], "tuple[int, ...]"),
-        (dict[str, float], "dict[str, float]"),
-        (bool, "bool"),
-        (list[Literal["a", "b"]], "list['a' or 'b']"),
-        (list[Annotated[float, ">= 0"]], "list[float, 0 or more]"),
-    ],
-)
+@pytest.mark.parametrize(("hint", "text"), [
+    (Annotated[int, ">= 1"] | None, "int, 1 or more or null"),
+    (Literal["a", "b", "c"], "'a', 'b' or 'c'"),
+    (tuple[int, ...], "tuple[int, ...]"),
+    (dict[str, float], "dict[str, float]"),
+    (bool, "bool"),
+    (list[Literal["a", "b"]], "list['a' or 'b']"),
+    (list[Annotated[float, ">= 0"]], "list[float, 0 or more]"),
+])  # fmt: skip
 def test_types_as_a_person_reads_them(hint, text):
     assert type_text(hint) == text
 

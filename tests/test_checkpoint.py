@@ -355,34 +355,27 @@ def test_pickled_weights_are_refused(copy):
 NORM = "visual.merger.ln_q.weight"
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (lambda w: w.pop(NORM), f"1 tensor.* missing.*{NORM}"),
-        (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
-        (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
-        (lambda w: w.update({NORM: torch.ones(())}), rf"{NORM} has shape \(\)"),
-        (lambda w: w.update({NORM: torch.ones(1, len(w[NORM]))}), rf"{NORM} has shape \(1, "),
-        (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
-        (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), f"{NORM} is torch.float8_e4m3fn; quantised"),
-    ],
-    ids=["missing", "unexpected", "shape", "0-dim", "more dimensions", "integers", "float8"],
-)
+@pytest.mark.parametrize("change, says", [
+    (lambda w: w.pop(NORM), f"1 tensor.* missing.*{NORM}"),
+    (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
+    (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
+    (lambda w: w.update({NORM: torch.ones(())}), rf"{NORM} has shape \(\)"),
+    (lambda w: w.update({NORM: torch.ones(1, len(w[NORM]))}), rf"{NORM} has shape \(1, "),
+    (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
+    (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), f"{NORM} is torch.float8_e4m3fn; quantised"),
+], ids=["missing", "unexpected", "shape", "0-dim", "more dimensions", "integers", "float8"])  # fmt: skip
 def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):
         load_model(copy)
 
 
-@pytest.mark.parametrize(
-    "file, content, says",
-    [
-        ("config.json", None, "config.json: no such file"),
-        ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
-        ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
-        ("model.safetensors", None, "model.safetensors: no such file"),
-    ],
-)
+@pytest.mark.parametrize("file, content, says", [
+    ("config.json", None, "config.json: no such file"),
+    ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
+    ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
+    ("model.safetensors", None, "model.safetensors: no such file"),
+])  # fmt: skip
 def test_a_broken_file_is_named(copy, file, content, says):
     (copy / file).unlink()
     if content is not None:
@@ -391,15 +384,11 @@ def test_a_broken_file_is_named(copy, file, content, says):
         load_model(copy)
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
-        ({"vocab_size": 10**18}, "there is no model of these sizes"),
-        ({"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes, says", [
+    ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
+    ({"vocab_size": 10**18}, "there is no model of these sizes"),
+    ({"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
+], ids=str)  # fmt: skip
 def test_sizes_that_no_model_has_are_refused_at_once(copy, changes, says):
     edit_json(copy / "config.json", **changes)
     with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):

@@ -46,24 +46,21 @@ def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "value"),
-    [
-        ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
-        ("--sft.learning_rate=1", "sft.learning_rate", 1.0),
-        ("--grpo.delta=null", "grpo.delta", None),
-        ("--grpo.shuffle_rewards=true", "grpo.shuffle_rewards", True),
-        ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
-        ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
-        ("--stages=[]", "stages", []),
-        ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
-        ("--dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_type", ["sigmoid", "bco_pair", "sft"]),
-        ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
-        ("--grpo={loss_type: rloo, reward_clip_range: [-1, 1]}", "grpo.reward_clip_range", [-1.0, 1.0]),
-        ("--data.system_prompt=Be brief.", "data.system_prompt", "Be brief."),
-        ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
-    ],
-)
+@pytest.mark.parametrize(("override", "path", "value"), [
+    ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML itself reads this as text
+    ("--sft.learning_rate=1", "sft.learning_rate", 1.0),
+    ("--grpo.delta=null", "grpo.delta", None),
+    ("--grpo.shuffle_rewards=true", "grpo.shuffle_rewards", True),
+    ("--output_dir=runs/a=b", "output_dir", "runs/a=b"),
+    ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
+    ("--stages=[]", "stages", []),
+    ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
+    ("--dpo.loss_type=[sigmoid, bco_pair, sft]", "dpo.loss_type", ["sigmoid", "bco_pair", "sft"]),
+    ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
+    ("--grpo={loss_type: rloo, reward_clip_range: [-1, 1]}", "grpo.reward_clip_range", [-1.0, 1.0]),
+    ("--data.system_prompt=Be brief.", "data.system_prompt", "Be brief."),
+    ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
+])  # fmt: skip
 def test_values_of_overrides(recipe, override, path, value):
     found = load_config(recipe, [override])
     for name in path.split("."):
@@ -94,18 +91,15 @@ def test_a_flag_needs_no_value(recipe):
         load_config(recipe, ["--seed"])
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta? valid keys: adam_beta2, "),
-        ("--nonsense=1", "command line: unknown key nonsense"),
-        ("--seed.x=1", "command line: seed is"),
-        ("--grpo=1", "grpo is 1, it must be an object with names and values"),
-        ("seed=1", "'seed=1': an override has the form --section.name=value"),
-        ("--seed", "'--seed': an override has the form"),
-        ("other.yaml", "'other.yaml': an override has the form"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta? valid keys: adam_beta2, "),
+    ("--nonsense=1", "command line: unknown key nonsense"),
+    ("--seed.x=1", "command line: seed is"),
+    ("--grpo=1", "grpo is 1, it must be an object with names and values"),
+    ("seed=1", "'seed=1': an override has the form --section.name=value"),
+    ("--seed", "'--seed': an override has the form"),
+    ("other.yaml", "'other.yaml': an override has the form"),
+])  # fmt: skip
 def test_a_bad_override_is_named(recipe, override, message):
     with pytest.raises(ValueError) as error:
         load_config(recipe, [override])

@@ -117,14 +117,11 @@ def test_no_reference_is_kept_where_none_is_asked(stage, options):
     assert run.algorithm.reference is None
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ([PRECOMPUTE, "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs .*which dpo leaves"),
-        (["--dpo.reference_free=true", "--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs"),
-        ([PRECOMPUTE, "--dpo.reference_free=true"], "reference_free has none to score"),
-    ],
-)
+@pytest.mark.parametrize("options, says", [
+    ([PRECOMPUTE, "--reference.sync_ref_model=true"], r"reference\.sync_ref_model needs .*which dpo leaves"),
+    (["--dpo.reference_free=true", "--reference.num_shared_layers=1"], r"reference\.num_shared_layers needs"),
+    ([PRECOMPUTE, "--dpo.reference_free=true"], "reference_free has none to score"),
+])  # fmt: skip
 def test_a_recipe_that_cannot_be_is_refused(stage, options, says):
     with pytest.raises(ValueError, match=says):
         stage("dpo", *options)

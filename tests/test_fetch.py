@@ -127,30 +127,21 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     assert loaded.getcolors() == [(6, (255, 255, 255))]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
-        ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
-        # lenient decoders skip a letter too many, and what a cut URI has in place of its content
-        (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
-        ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
-        (
-            "data:image/png;base64," + "A" * 4000,
-            r"^data:image/png;base64,A{38}\.\.\. \(4022 characters\): cannot be read",
-        ),
-        ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
-        ("a\0b.png", "cannot be read as an image"),
-        ("", r"^\.: cannot be read as an image \(Is a directory\)$"),
-        (
-            "http://example.com/a.png",
-            r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$",
-        ),
-        (None, "a path, URL, data URI or bytes is needed, not NoneType"),
-        (7, "not int"),
-        (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
+    ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
+    # lenient decoders skip a letter too many, and what a cut URI has in place of its content
+    (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
+    ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
+    ("data:image/png;base64," + "A" * 4000, r"^data:image/png;base64,A{38}\.\.\. \(4022 characters\): cannot be read"),
+    ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
+    ("a\0b.png", "cannot be read as an image"),
+    ("", r"^\.: cannot be read as an image \(Is a directory\)$"),
+    ("http://example.com/a.png", r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$"),
+    (None, "a path, URL, data URI or bytes is needed, not NoneType"),
+    (7, "not int"),
+    (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
+])  # fmt: skip
 def test_a_source_that_gives_no_image_is_named(source, message):
     with pytest.raises(ValueError, match=message):
         fetch_image(source)
@@ -198,16 +189,13 @@ def test_a_url_is_downloaded_when_allowed(server):
     assert same(fetch_image(f"{server}/a.png", allow_url="private"))
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("missing.png", r"missing\.png: cannot be downloaded \(HTTP Error 404"),
-        ("cut.png", r"cut\.png: cannot be downloaded \(the connection ended 1 bytes early"),
-        ("text.png", r"text\.png: cannot be read as an image"),
-        ("to/file:///etc/hostname", r"hostname: cannot be downloaded \(.*not allowed"),
-        ("to/ftp://127.0.0.1:9/a.png", r"a\.png: cannot be downloaded \(it leads to ftp://127\.0\.0\.1:9/a\.png\)$"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("missing.png", r"missing\.png: cannot be downloaded \(HTTP Error 404"),
+    ("cut.png", r"cut\.png: cannot be downloaded \(the connection ended 1 bytes early"),
+    ("text.png", r"text\.png: cannot be read as an image"),
+    ("to/file:///etc/hostname", r"hostname: cannot be downloaded \(.*not allowed"),
+    ("to/ftp://127.0.0.1:9/a.png", r"a\.png: cannot be downloaded \(it leads to ftp://127\.0\.0\.1:9/a\.png\)$"),
+])  # fmt: skip
 def test_a_url_without_an_image_is_named(server, path, message):
     with pytest.raises(ValueError, match=message):
         fetch_image(f"{server}/{path}", allow_url="private")

@@ -19,18 +19,15 @@ def test_rows_need_not_have_the_same_columns(write_rows):
     assert rows[1].columns == {"problem": "b", "level": None, "hint": "c"}
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "no such file"),
-        (b"\n  \n", "has no rows"),
-        (b'{"problem": "caf\xe9"}\n', ".*utf-8"),
-        (b'{"problem": "a\\ud83d"}\n', r"1: not JSON \(.*surrogates not allowed"),  # JSON may spell half a character
-        (b'{"problem": "a"}\n\n  \noops\n', "4: not JSON"),  # blank lines are skipped but counted
-        (b"[1, 2]\n", "1: a row is .*, it must be an object"),
-        (b"null\n", "1: a row is .*, it must be an object"),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), [
+    (None, "no such file"),
+    (b"\n  \n", "has no rows"),
+    (b'{"problem": "caf\xe9"}\n', ".*utf-8"),
+    (b'{"problem": "a\\ud83d"}\n', r"1: not JSON \(.*surrogates not allowed"),  # JSON may spell half a character
+    (b'{"problem": "a"}\n\n  \noops\n', "4: not JSON"),  # blank lines are skipped but counted
+    (b"[1, 2]\n", "1: a row is .*, it must be an object"),
+    (b"null\n", "1: a row is .*, it must be an object"),
+])  # fmt: skip
 def test_a_file_that_has_no_rows_is_named(tmp_path, content, says):
     if content is not None:
         (tmp_path / "rows.jsonl").write_bytes(content)
@@ -54,27 +51,20 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
         FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (
-            '{"problem": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
-            "not JSON that can be read: it is nested too deep",
-        ),
-        ('{"problem": "a", "margin": 1e999}', "column 'margin' is inf, it must be a number"),
-        ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is \[0, 0\], it must be \[width"),
-        ({"problem": "a", "answer_extent": "10 x 10"}, "column 'answer_extent' is '10 x 10'"),
-        ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),
-        ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
-        ({"prompt": [{"role": "user", "content": [{"text": "<" * 10**6}] * 2}]}, "column 'prompt': message 0 has over"),
-        (
-            {"problem": "a", "images": ["red.png"] * 10**5},
-            "column 'problem': 100000 images and videos are over 1000; split the row",
-        ),
-        ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("row", "says"), [
+    ('{"problem": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}", "not JSON that can be read: it is nested too deep"),
+    ('{"problem": "a", "margin": 1e999}', "column 'margin' is inf, it must be a number"),
+    ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is \[0, 0\], it must be \[width"),
+    ({"problem": "a", "answer_extent": "10 x 10"}, "column 'answer_extent' is '10 x 10'"),
+    ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),
+    ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
+    ({"prompt": [{"role": "user", "content": [{"text": "<" * 10**6}] * 2}]}, "column 'prompt': message 0 has over"),
+    (
+        {"problem": "a", "images": ["red.png"] * 10**5},
+        "column 'problem': 100000 images and videos are over 1000; split the row",
+    ),
+    ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
     """Was a RecursionError, nothing, ZeroDivisionError, minutes in a regular expression, a panic of tokenizers, ..."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels 178000000 is over 33554432'}"):

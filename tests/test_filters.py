@@ -80,15 +80,11 @@ def test_min_new_tokens_holds_stop_tokens_back():
     assert min(lengths) == 7 and lengths.count(7) > 5
 
 
-@pytest.mark.parametrize(
-    "bad, says",
-    [
-        (dict(min_new_tokens=9, max_new_tokens=8), r"from 0 to max_new_tokens \(8\)"),
-        (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "without an empty text"),
-        (dict(temperature=float("nan")), "0 or more"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("bad, says", [
+    (dict(min_new_tokens=9, max_new_tokens=8), r"from 0 to max_new_tokens \(8\)"),
+    (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "without an empty text"),
+    (dict(temperature=float("nan")), "0 or more"),
+], ids=str)  # fmt: skip
 def test_settings_out_of_bounds_are_refused(bad, says):
     with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must be .*{says}"):
         build(SamplingOptions, bad, "recipe.yaml", "sampling.")

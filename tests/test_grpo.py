@@ -148,14 +148,10 @@ TEACHING = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--grpo.loss_type=grpo"], ["--grpo.loss_type=dapo"], ["--grpo.loss_type=dr_grpo"],
-        ["--grpo.importance_sampling_level=sequence"], ["--grpo.num_iterations=2"],
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    ["--grpo.loss_type=grpo"], ["--grpo.loss_type=dapo"], ["--grpo.loss_type=dr_grpo"],
+    ["--grpo.importance_sampling_level=sequence"], ["--grpo.num_iterations=2"],
+], ids=str)  # fmt: skip
 def test_the_gradient_is_that_of_all_completions(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
     assert some.completion_index.tolist() == TEACHING and len(some.group.prompts) == 2

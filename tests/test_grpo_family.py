@@ -259,14 +259,11 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
     assert thresholds[0] != thresholds[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--grpo.soft_punish_cache=4"],
-        ["--grpo.loss_type=rloo", "--grpo.beta=0.1"],
-        ["--grpo.multi_objective_aggregation=normalize_then_sum"],
-    ],
-)
+@pytest.mark.parametrize("options", [
+    ["--grpo.soft_punish_cache=4"],
+    ["--grpo.loss_type=rloo", "--grpo.beta=0.1"],
+    ["--grpo.multi_objective_aggregation=normalize_then_sum"],
+])  # fmt: skip
 def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, options):
     """With groups of their own, what the first rank's 9s say changes no sign here; test_ranks.py has numbers."""
     run = stage("grpo", *options, "--grpo.prompts_per_step=8", world=SECOND)
@@ -280,14 +277,10 @@ def test_a_rank_gives_its_completions_their_own_advantages(stage, samples, optio
 # completions that have no gradient are left out: test_grpo.py has the book's losses
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "cispo", "sapo", "vespo")),
-        ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "cispo", "sapo", "vespo")),
+    ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
+], ids=str)  # fmt: skip
 def test_the_gradient_is_that_of_all_completions(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
     assert some.completion_index.tolist() == TEACHING and some.counts == all_rows.counts

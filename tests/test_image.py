@@ -138,18 +138,14 @@ def test_an_image_without_pixels_is_refused(size):
         ImageProcessor()(PIL.Image.new("RGB", size))
 
 
-@pytest.mark.parametrize(
-    ("options", "grid"),
-    [
-        ({}, (1, 4, 6)),
-        ({"max_pixels": 28 * 28}, (1, 2, 2)),
-        ({"min_pixels": 112 * 168}, (1, 8, 12)),
-        ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
-        ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
-        ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),  # the image's own do not
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "grid"), [
+    ({}, (1, 4, 6)),
+    ({"max_pixels": 28 * 28}, (1, 2, 2)),
+    ({"min_pixels": 112 * 168}, (1, 8, 12)),
+    ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
+    ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
+    ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),  # the image's own do not
+], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):
     """56 x 84 pixels: 2 x 3 tokens unless it has other bounds, or a size, which becomes multiples of 28."""
     processor = ImageProcessor(min_pixels=28 * 28)

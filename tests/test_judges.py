@@ -32,14 +32,11 @@ def test_without_solution_or_answer(reward):
     assert found[:3].isnan().all() and found[3:].tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "judge, solution, error",
-    [
-        (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
-        (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no$"),
-        (class_name, "spiky", "^reward class: solution 'spiky' is no class of 2$"),
-    ],
-)
+@pytest.mark.parametrize("judge, solution, error", [
+    (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
+    (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no$"),
+    (class_name, "spiky", "^reward class: solution 'spiky' is no class of 2$"),
+])  # fmt: skip
 def test_a_solution_that_is_none_is_named(judge, solution, error):
     options = {"classes": ["frilly", "dotted"]} if judge is class_name else {}
     with pytest.raises(ValueError, match=error):

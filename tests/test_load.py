@@ -17,13 +17,10 @@ def test_a_module_and_a_file(tmp_path):
     assert load_name(f"{file}:double") is load_name(f"{file}:double")
 
 
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [
-        ("json:dumpz", AttributeError), ("jsonn:dumps", ModuleNotFoundError), ("gone.py:f", FileNotFoundError),
-        ("FILE:other", KeyError),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "error"), [
+    ("json:dumpz", AttributeError), ("jsonn:dumps", ModuleNotFoundError), ("gone.py:f", FileNotFoundError),
+    ("FILE:other", KeyError),
+])  # fmt: skip
 def test_what_is_not_there_is_an_error(tmp_path, target, error):
     (tmp_path / "own.py").write_text("")
     with pytest.raises(error):

@@ -68,14 +68,11 @@ def kl(estimator, weighted=False):
     return value.item(), torch.autograd.grad(value.sum(), logps)[0].item()
 
 
-@pytest.mark.parametrize(
-    "estimator, value, gradient",
-    [
-        ("k1", log(2), 1.0),  # 0.6931
-        ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref
-        ("k3", 0.5 + log(2) - 1, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
-    ],
-)
+@pytest.mark.parametrize("estimator, value, gradient", [
+    ("k1", log(2), 1.0),  # 0.6931
+    ("k2", log(2) ** 2 / 2, log(2)),  # 0.2402; its gradient is log pi / pi_ref
+    ("k3", 0.5 + log(2) - 1, 1 - 0.5),  # 0.1931; 1 - pi_ref / pi
+])  # fmt: skip
 def test_kl_estimators(estimator, value, gradient):
     assert kl(estimator) == (near(value), near(gradient))
 
@@ -106,13 +103,10 @@ def test_a_truncated_row_teaches_nothing_but_counts_as_a_row(loss_type, expected
     assert loss.item() == near(expected)
 
 
-@pytest.mark.parametrize(
-    "loss_type, expected",
-    [
-        ("grpo", 5 / 8), ("sapo", 5 / 8), ("rloo", 5 / 8), ("luspo", 11 / 8), ("dr_grpo", 11 / (8 * 10)),
-        ("dapo", 11 / 20), ("cispo", 11 / 20), ("vespo", 11 / 20), ("bnpo", 11 / 4 * 2 / 8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("loss_type, expected", [
+    ("grpo", 5 / 8), ("sapo", 5 / 8), ("rloo", 5 / 8), ("luspo", 11 / 8), ("dr_grpo", 11 / (8 * 10)),
+    ("dapo", 11 / 20), ("cispo", 11 / 20), ("vespo", 11 / 20), ("bnpo", 11 / 4 * 2 / 8),
+])  # fmt: skip
 def test_divisors(loss_type, expected):
     """Terms 2 | 1, 1, 7 (means 2 and 3, sum 11) are two rows of a step of 8 rows and 20 tokens."""
     terms, mask = tensor([2.0, 5.0, 5.0], [1.0, 1.0, 7.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
@@ -184,15 +178,12 @@ def test_mistakes_are_refused():
         grpo_loss(one, one[0], one, PolicyLoss("dr_grpo"))
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo"),
-        ({"loss_type": "sapo"}, "loss_type is 'sapo'; known are grpo, dapo, dr_grpo"),
-        ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence"),
-        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2, k3"),
-    ],
-)
+@pytest.mark.parametrize("options, says", [
+    ({"loss_type": "gspo"}, "loss_type is 'gspo'; known are grpo, dapo, dr_grpo"),
+    ({"loss_type": "sapo"}, "loss_type is 'sapo'; known are grpo, dapo, dr_grpo"),
+    ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; known are token, sequence"),
+    ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; known are k1, k2, k3"),
+])  # fmt: skip
 def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
     with pytest.raises(ValueError, match=f"^{says}$"):
         PolicyLoss(**options)

@@ -187,17 +187,13 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
 
 
-@pytest.mark.parametrize(
-    ("columns", "name"),
-    [
-        ({"img": "red.png"}, "img"),
-        ({"image_path": ["red.png"]}, "image_path"),
-        ({"where": "folder/red.JPEG"}, "where"),
-        ({"shot": "data:image/png;base64,AAAA"}, "shot"),
-        ({"video_path": "clip.mkv"}, "video_path"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("columns", "name"), [
+    ({"img": "red.png"}, "img"),
+    ({"image_path": ["red.png"]}, "image_path"),
+    ({"where": "folder/red.JPEG"}, "where"),
+    ({"shot": "data:image/png;base64,AAAA"}, "shot"),
+    ({"video_path": "clip.mkv"}, "video_path"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("problem", ["What?", "<image>What?"])
 def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
     meant = "video" if "video" in name else "image"

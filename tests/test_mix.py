@@ -90,15 +90,12 @@ def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
     assert problems(rows) == ["a2", "a3", "a0", "a1", "a2", "a3"]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({}, "datasets is missing"),
-        ({"datasets": [{"path": "a"}]}, r"unknown key datasets\.path"),
-        ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
-        ("{", "not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), [
+    ({}, "datasets is missing"),
+    ({"datasets": [{"path": "a"}]}, r"unknown key datasets\.path"),
+    ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
+    ("{", "not YAML"),
+])  # fmt: skip
 def test_a_wrong_yaml_is_named(tmp_path, content, says):
     (tmp_path / "mix.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(ValueError, match=rf"mix\.yaml: {says}"):

@@ -89,28 +89,25 @@ def changed(path: str, value) -> dict:
     return config
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "says"),
-    [
-        ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl and qwen3_vl"),
-        ("hidden_size", ..., "hidden_size is missing"),
-        ("hidden_size", 0, "hidden_size is 0, it must be 1 or more"),
-        ("hidden_size", 66, "hidden_size is 66, it must be a multiple of its 4 heads"),
-        ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
-        ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),
-        ("rope_scaling", [], "mrope_section is [16, 24, 24], it must be three numbers whose sum is half of"),
-        ("rope_scaling", "mrope", "rope_scaling is 'mrope', it must be an object"),
-        ("rope_scaling.mrope_section", [2, 6], "mrope_section is [2, 6], it must be a list of 3 values"),
-        ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], it must be three numbers whose sum"),
-        ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', it must be 'mrope'; no other is supported"),
-        ("hidden_act", "gelu", "hidden_act is 'gelu', it must be 'silu'"),
-        ("use_sliding_window", True, "use_sliding_window is True, it must be False"),
-        ("vision_config.fullatt_block_indexes", [-1], "vision_config.fullatt_block_indexes is -1, it must be"),
-        ("vision_config.hidden_act", "gelu", "vision_config.hidden_act is 'gelu', it must be 'silu'"),
-        ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
-        ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be a multiple of 4 x num_heads"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "value", "says"), [
+    ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl and qwen3_vl"),
+    ("hidden_size", ..., "hidden_size is missing"),
+    ("hidden_size", 0, "hidden_size is 0, it must be 1 or more"),
+    ("hidden_size", 66, "hidden_size is 66, it must be a multiple of its 4 heads"),
+    ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
+    ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),
+    ("rope_scaling", [], "mrope_section is [16, 24, 24], it must be three numbers whose sum is half of"),
+    ("rope_scaling", "mrope", "rope_scaling is 'mrope', it must be an object"),
+    ("rope_scaling.mrope_section", [2, 6], "mrope_section is [2, 6], it must be a list of 3 values"),
+    ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], it must be three numbers whose sum"),
+    ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', it must be 'mrope'; no other is supported"),
+    ("hidden_act", "gelu", "hidden_act is 'gelu', it must be 'silu'"),
+    ("use_sliding_window", True, "use_sliding_window is True, it must be False"),
+    ("vision_config.fullatt_block_indexes", [-1], "vision_config.fullatt_block_indexes is -1, it must be"),
+    ("vision_config.hidden_act", "gelu", "vision_config.hidden_act is 'gelu', it must be 'silu'"),
+    ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
+    ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be a multiple of 4 x num_heads"),
+])  # fmt: skip
 def test_what_no_model_of_ours_computes_is_named(path, value, says):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")

@@ -17,41 +17,32 @@ def test_read_number(text, value, unit):
     assert read_number(text) == (value, unit)
 
 
-@pytest.mark.parametrize(
-    "unit, spellings",
-    [
-        ("mm", "mm millimeter millimeters millimetre millimetres"),
-        ("cm", "cm centimeter centimeters centimetre centimetres"), ("m", "m meter meters metre metres"),
-        ("km", "km kilometer kilometers kilometre kilometres"), ("in", "in inch inches"), ("ft", "ft foot feet"),
-        ("mg", "mg milligram milligrams"), ("g", "g gram grams"), ("kg", "kg kilogram kilograms"),
-        ("s", "s sec secs second seconds"), ("min", "min minute minutes"), ("h", "h hr hrs hour hours"),
-        ("%", "% percent"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("unit, spellings", [
+    ("mm", "mm millimeter millimeters millimetre millimetres"),
+    ("cm", "cm centimeter centimeters centimetre centimetres"), ("m", "m meter meters metre metres"),
+    ("km", "km kilometer kilometers kilometre kilometres"), ("in", "in inch inches"), ("ft", "ft foot feet"),
+    ("mg", "mg milligram milligrams"), ("g", "g gram grams"), ("kg", "kg kilogram kilograms"),
+    ("s", "s sec secs second seconds"), ("min", "min minute minutes"), ("h", "h hr hrs hour hours"),
+    ("%", "% percent"),
+])  # fmt: skip
 def test_spellings_of_units(unit, spellings):
     assert {word: read_number(f"3 {word}") for word in spellings.split()} == dict.fromkeys(spellings.split(), (3, unit))
 
 
-@pytest.mark.parametrize(
-    "answer, solution",
-    [
-        ("2 km", "2000 m"), ("2000 mm", "2 m"), ("200 cm", "2 m"), ("100 in", "2.54 m"), ("10 ft", "3.048 m"),
-        ("2 kg", "2000 g"), ("2000 mg", "2 g"), ("2 min", "120 s"), ("2 h", "7200 s"), ("2 dozen", "24"),
-        ("2 hundred", "200"), ("2 thousand", "2000"), ("2 million", "2,000,000"), ("2 billion", "2,000,000,000"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("answer, solution", [
+    ("2 km", "2000 m"), ("2000 mm", "2 m"), ("200 cm", "2 m"), ("100 in", "2.54 m"), ("10 ft", "3.048 m"),
+    ("2 kg", "2000 g"), ("2000 mg", "2 g"), ("2 min", "120 s"), ("2 h", "7200 s"), ("2 dozen", "24"),
+    ("2 hundred", "200"), ("2 thousand", "2000"), ("2 million", "2,000,000"), ("2 billion", "2,000,000,000"),
+])  # fmt: skip
 def test_sizes_of_units_and_words(answer, solution):
     assert number([answer, solution], [solution, answer]) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "answer, solution, tolerance, earned",
-    [
-        ("95", "100", 0.05, 1), ("105", "100", 0.05, 1), ("94.99", "100", 0.05, 0), ("105.01", "100", 0.05, 0),
-        ("0", "0", 0.05, 1), ("0.001", "0", 0.05, 0), ("-95", "-100", 0.05, 1), ("0.333", "1/3", 0.001, 1),
-        ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("answer, solution, tolerance, earned", [
+    ("95", "100", 0.05, 1), ("105", "100", 0.05, 1), ("94.99", "100", 0.05, 0), ("105.01", "100", 0.05, 0),
+    ("0", "0", 0.05, 1), ("0.001", "0", 0.05, 0), ("-95", "-100", 0.05, 1), ("0.333", "1/3", 0.001, 1),
+    ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
+])  # fmt: skip
 def test_tolerance(answer, solution, tolerance, earned):
     """A share of the solution, as in ChartQA; the bounds are inside, exactly."""
     assert number([answer], [solution], tolerance=tolerance) == [earned]

@@ -52,15 +52,12 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
 
 
-@pytest.mark.parametrize(
-    "only, known",
-    [
-        ({"kind": "ppo"}, "'kind': ['grpo', 'dpo', 'sft']"),
-        ({"loss_type": "gspo"}, "'loss_type': ['grpo', 'bnpo', 'dr_grpo', "),
-        ({"beta": 3}, "'beta': ['0.0', '0.1']"),
-        ({"colour": 1}, "'colour': ['None']"),
-    ],
-)
+@pytest.mark.parametrize("only, known", [
+    ({"kind": "ppo"}, "'kind': ['grpo', 'dpo', 'sft']"),
+    ({"loss_type": "gspo"}, "'loss_type': ['grpo', 'bnpo', 'dr_grpo', "),
+    ({"beta": 3}, "'beta': ['0.0', '0.1']"),
+    ({"colour": 1}, "'colour': ['None']"),
+])  # fmt: skip
 def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only, known):
     with pytest.raises(ValueError, match="no recorded case has .*; there are .*" + re.escape(known)):
         check(my_loss, **only)
@@ -70,16 +67,13 @@ def test_the_usual_loss_passes_where_the_batch_is_the_step():
     assert check(usual, whole_step=True, **DAPO) == 2
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
-        ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
-        ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
-        ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL is subtracted"),
-        ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
-    ],
-)
+@pytest.mark.parametrize("wrong, says", [
+    ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
+    ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
+    ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
+    ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL is subtracted"),
+    ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
+])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says):
     def loss(batch, options):
         return usual(batch, options, **wrong)

@@ -97,16 +97,13 @@ def saved(tmp_path):
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"use_qalora": True}, "use_qalora is True: merge it with PEFT"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"lora_alpha": 0}, "lora_alpha is 0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    ({"use_qalora": True}, "use_qalora is True: merge it with PEFT"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+    ({"lora_alpha": 0}, "lora_alpha is 0"),
+])  # fmt: skip
 def test_options_that_would_change_the_result_are_refused(saved, change, says):
     file = saved / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -117,16 +114,13 @@ def test_options_that_would_change_the_result_are_refused(saved, change, says):
 A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
-        (lambda t: t.update({A: t[A][:, :5].contiguous()}), "take the one of this base"),
-        (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
-        (lambda t: t.update({"x": t[A] + 0}), "unexpected tensor x"),
-        (lambda t: t.clear(), "no adapter in it"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
+    (lambda t: t.update({A: t[A][:, :5].contiguous()}), "take the one of this base"),
+    (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
+    (lambda t: t.update({"x": t[A] + 0}), "unexpected tensor x"),
+    (lambda t: t.clear(), "no adapter in it"),
+])  # fmt: skip
 def test_a_wrong_tensor_is_named(saved, change, says):
     tensors = load_file(saved / "adapter_model.safetensors")
     change(tensors)

@@ -232,15 +232,12 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
     assert bonus(first, num_entropy_tokens=4) + bonus(second, num_entropy_tokens=4) == 1 / 4
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
-        ({"entropy_coef": 0.1}, "need entropies"),
-        ({"top_entropy_quantile": 0.2}, "need entropies"),
-        ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),
-    ],
-)
+@pytest.mark.parametrize("options, says", [
+    ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
+    ({"entropy_coef": 0.1}, "need entropies"),
+    ({"top_entropy_quantile": 0.2}, "need entropies"),
+    ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),
+])  # fmt: skip
 def test_a_loss_that_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         policy([[1.0]], [1.0], delta=2.0, **options)

@@ -128,15 +128,12 @@ def test_kto_kl():
     assert kl.item() == 0.75 and not kl.requires_grad
 
 
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, (softplus(-1.0) + softplus(0.5)) / 2),
-        ({"margin": tensor(0.5, -1.0)}, (softplus(-0.5) + softplus(-0.5)) / 2),
-        ({"options": losses.RewardLoss(0.1)}, (softplus(-1.0) + softplus(0.5)) / 2 + 0.1 * (3**2 + 0.5**2) / 2),
-        ({"counts": SimpleNamespace(sequences=16)}, (softplus(-1.0) + softplus(0.5)) / 8),
-    ],
-)
+@pytest.mark.parametrize("options, expected", [
+    ({}, (softplus(-1.0) + softplus(0.5)) / 2),
+    ({"margin": tensor(0.5, -1.0)}, (softplus(-0.5) + softplus(-0.5)) / 2),
+    ({"options": losses.RewardLoss(0.1)}, (softplus(-1.0) + softplus(0.5)) / 2 + 0.1 * (3**2 + 0.5**2) / 2),
+    ({"counts": SimpleNamespace(sequences=16)}, (softplus(-1.0) + softplus(0.5)) / 8),
+])  # fmt: skip
 def test_reward_loss(options, expected):
     """Rewards 2 over 1 and 0 over 0.5: differences 1 and -0.5, less the margins 0.5 and 0.5; sums 3 and 0.5."""
     loss, metrics = reward_loss(tensor(2.0, 0.0), tensor(1.0, 0.5), **options)
@@ -154,24 +151,21 @@ def test_docstring_examples():
     assert reward_loss(tensor(2.0), tensor(1.0))[0].item() == pytest.approx(0.313, abs=5e-4)
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
-        ({"loss_type": []}, "give one for each"),
-        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one for each"),
-        ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0"),
-        ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
-        ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
-        (
-            {"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
-            "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.ANY_DIVERGENCE),
-        ),
-        ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
-        ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
-        ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
-    ],
-)
+@pytest.mark.parametrize("options, says", [
+    ({"loss_type": "dpo"}, "loss_type is 'dpo'; known are " + ", ".join(DPO_LOSSES)),
+    ({"loss_type": []}, "give one for each"),
+    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one for each"),
+    ({"loss_type": "exo_pair"}, r"takes log\(label_smoothing\): give one over 0"),
+    ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
+    ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
+    (
+        {"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
+        "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.ANY_DIVERGENCE),
+    ),
+    ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
+    ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
+    ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
+])  # fmt: skip
 def test_a_preference_loss_that_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         pair_loss(**{"loss_type": "sigmoid", **options})

@@ -32,18 +32,15 @@ def test_the_hubs_settings_are_the_defaults():
     assert read(HUB_CONFIG) == ImageProcessor()
 
 
-@pytest.mark.parametrize(
-    ("config", "bounds"),
-    [
-        ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
-        ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
-        ({"size": {"min_pixels": 784, "max_pixels": 5000}}, (784, 5000)),  # Qwen2-VL's files
-        ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
-        ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "min_pixels": 1000}, (1000, 5000)),
-        ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
-        ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
-    ],
-)
+@pytest.mark.parametrize(("config", "bounds"), [
+    ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
+    ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
+    ({"size": {"min_pixels": 784, "max_pixels": 5000}}, (784, 5000)),  # Qwen2-VL's files
+    ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
+    ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "min_pixels": 1000}, (1000, 5000)),
+    ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
+    ({"size": {"shortest_edge": 784, "longest_edge": None, "height": None}}, (784, 1003520)),
+])  # fmt: skip
 def test_pixel_bounds_of_a_folder(config, bounds):
     processor = read(config)
     assert (processor.min_pixels, processor.max_pixels) == bounds
@@ -91,22 +88,19 @@ def test_the_fast_processor_of_a_folder_resizes_with_torch():
     assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
-        *[(name, True) for name in ("do_center_crop", "do_pad")],
-        ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
-        ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]), ("image_processor_type", 3),
-        ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("size", "big"),
-        ("min_pixels", "3136"), ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", [1]), ("max_pixels", True),
-        ("patch_size", 0), ("patch_size", "14"), ("patch_size", 14.0), ("patch_size", 10**9), ("merge_size", {}),
-        ("temporal_patch_size", -2), ("image_mean", 0.5), ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]),
-        ("image_mean", [0.5, 0.5, float("nan")]), ("image_std", [0.5, 0, 0.5]), ("image_std", [-1, 1, 1]),
-        ("image_std", [True, 1, 1]), ("image_std", "abc"), ("image_std", [1, 1, 10**400]),
-        ("image_std", [1, 1, 1e-300]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
+    *[(name, True) for name in ("do_center_crop", "do_pad")],
+    ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
+    ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]), ("image_processor_type", 3),
+    ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("size", "big"),
+    ("min_pixels", "3136"), ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", [1]), ("max_pixels", True),
+    ("patch_size", 0), ("patch_size", "14"), ("patch_size", 14.0), ("patch_size", 10**9), ("merge_size", {}),
+    ("temporal_patch_size", -2), ("image_mean", 0.5), ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]),
+    ("image_mean", [0.5, 0.5, float("nan")]), ("image_std", [0.5, 0, 0.5]), ("image_std", [-1, 1, 1]),
+    ("image_std", [True, 1, 1]), ("image_std", "abc"), ("image_std", [1, 1, 10**400]),
+    ("image_std", [1, 1, 1e-300]),
+])  # fmt: skip
 def test_a_setting_that_is_not_supported_is_named(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
         read({**HUB_CONFIG, field: value})

@@ -277,14 +277,11 @@ def test_each_rank_has_a_gpu_of_its_own(gpus):
         find_device(2)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        "Found no NVIDIA driver on your system. Please",
-        "No CUDA GPUs are available",
-        "Cannot re-initialize CUDA in forked subprocess. To",
-    ],
-)
+@pytest.mark.parametrize("error", [
+    "Found no NVIDIA driver on your system. Please",
+    "No CUDA GPUs are available",
+    "Cannot re-initialize CUDA in forked subprocess. To",
+])  # fmt: skip
 def test_without_a_gpu_the_cpu_trains(gpus, error):
     gpus(0, error)
     assert str(find_device()) == "cpu"

@@ -29,51 +29,42 @@ def own(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        GOOD,
-        "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>",
-        "<think>a</think> \t <answer>b</answer>",
-        f"\n {GOOD} \n",  # white space around is not text
-        "<think>1 < 2 > 0 <b></think><answer><i></answer>",
-    ],
-)
+@pytest.mark.parametrize("completion", [
+    GOOD,
+    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>",
+    "<think>a</think> \t <answer>b</answer>",
+    f"\n {GOOD} \n",  # white space around is not text
+    "<think>1 < 2 > 0 <b></think><answer><i></answer>",
+])  # fmt: skip
 def test_format_is_earned(completion):
     assert format([completion]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "<think>a<answer>b</answer></think>",
-        f"Sure! {GOOD}",
-        f"{GOOD} Done.",
-        f"{GOOD}\x00",
-        "<think>a</think><answer>b</answer><answer>c</answer>",
-        "<think>a</think><answer><answer>b</answer></answer>",
-        "<think></think><answer>b</answer>",
-        "<think> \n</think><answer>b</answer>",
-        "<THINK>a</THINK><ANSWER>b</ANSWER>",
-    ],
-)
+@pytest.mark.parametrize("completion", [
+    "",
+    "<think>a<answer>b</answer></think>",
+    f"Sure! {GOOD}",
+    f"{GOOD} Done.",
+    f"{GOOD}\x00",
+    "<think>a</think><answer>b</answer><answer>c</answer>",
+    "<think>a</think><answer><answer>b</answer></answer>",
+    "<think></think><answer>b</answer>",
+    "<think> \n</think><answer>b</answer>",
+    "<THINK>a</THINK><ANSWER>b</ANSWER>",
+])  # fmt: skip
 def test_format_is_not_earned(completion):
     assert format([completion]) == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("completion", "solution"),
-    [
-        (GOOD, "green square"),
-        ("<answer>green square</answer>", "green square"),
-        ("<answer> Green \n SQUARE. </answer>", "green square"),
-        ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
-        ("<answer>STRASSE</answer>", "straße"),
-        ("<answer>red</answer> no: <answer>green square</answer> yes", "green square"),
-        ("<answer>3.</answer>", "3"),
-    ],
-)
+@pytest.mark.parametrize(("completion", "solution"), [
+    (GOOD, "green square"),
+    ("<answer>green square</answer>", "green square"),
+    ("<answer> Green \n SQUARE. </answer>", "green square"),
+    ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
+    ("<answer>STRASSE</answer>", "straße"),
+    ("<answer>red</answer> no: <answer>green square</answer> yes", "green square"),
+    ("<answer>3.</answer>", "3"),
+])  # fmt: skip
 def test_accuracy_is_earned(completion, solution):
     assert earnings(["accuracy"], [completion], {"solution": [solution]}).item() == 1
 
@@ -224,15 +215,12 @@ def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
     assert get_reward(name) is get_reward(name) and earnings([name], [GOOD, ""], {}).tolist() == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("nowhere.py:brevity", "FileNotFoundError"),
-        ("no_such_package.rewards:brevity", "ModuleNotFoundError"),
-        ("minivlmrl.rewards:brevity", "AttributeError"),
-        (f"{__file__}:brevity", "KeyError"),
-    ],
-)
+@pytest.mark.parametrize("name, why", [
+    ("nowhere.py:brevity", "FileNotFoundError"),
+    ("no_such_package.rewards:brevity", "ModuleNotFoundError"),
+    ("minivlmrl.rewards:brevity", "AttributeError"),
+    (f"{__file__}:brevity", "KeyError"),
+])  # fmt: skip
 def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
     with pytest.raises(ValueError, match=rf"^reward .*:brevity: there is no such function \({why}\(.*\)$"):
         required_columns([name])

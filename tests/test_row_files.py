@@ -156,18 +156,15 @@ def test_nan_of_a_table_is_missing(tmp_path):
         FileDataset(tmp_path / "rows.parquet", required=("problem", "solution"))
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename is '../rows.arrow', it must be a file beside it"),
-        ({"_data_files": [{"filename": "/etc/passwd"}]}, "filename is '/etc/passwd', it must be a file beside it"),
-        ({"_data_files": [{}]}, "state.json: _data_files.filename is missing"),
-        ({"_data_files": [7]}, "state.json: _data_files is 7, it must be an object"),
-        ({}, "state.json: _data_files is missing"),
-        ([], r"state.json: it must hold a JSON object, not \[\]"),
-        ("{", "state.json: not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("state", "message"), [
+    ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename is '../rows.arrow', it must be a file beside it"),
+    ({"_data_files": [{"filename": "/etc/passwd"}]}, "filename is '/etc/passwd', it must be a file beside it"),
+    ({"_data_files": [{}]}, "state.json: _data_files.filename is missing"),
+    ({"_data_files": [7]}, "state.json: _data_files is 7, it must be an object"),
+    ({}, "state.json: _data_files is missing"),
+    ([], r"state.json: it must hold a JSON object, not \[\]"),
+    ("{", "state.json: not JSON"),
+])  # fmt: skip
 def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
     folder = tmp_path / "saved"
     folder.mkdir()

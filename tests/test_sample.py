@@ -46,16 +46,12 @@ def test_without_further_options_it_draws_what_the_books_draws(sampler):
     assert len({len(ids) for ids in drawn(own)}) > 1
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"max_tokens_at_once": 60},
-        {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
-        {"graph": "always"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("values", [
+    {},
+    {"max_tokens_at_once": 60},
+    {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
+    {"graph": "always"},
+], ids=str)  # fmt: skip
 def test_keys_alone_decide(sampler, values):
     """Not the order of the prompts, nor how many there are, nor how many are computed together."""
     own = sampler(tiny.model(dtype=torch.float64), **values)
@@ -184,15 +180,11 @@ def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("grpo", ["--model.freeze=[vision]"]),
-        ("grpo", [FROZEN, "--sampling.max_tokens_at_once=120"]),
-        ("ppo", [FROZEN, "--ppo.critic=separate"]),
-    ],
-    ids=["merger trained", "pieces", "critic"],
-)
+@pytest.mark.parametrize(("name", "choices"), [
+    ("grpo", ["--model.freeze=[vision]"]),
+    ("grpo", [FROZEN, "--sampling.max_tokens_at_once=120"]),
+    ("ppo", [FROZEN, "--ppo.critic=separate"]),
+], ids=["merger trained", "pieces", "critic"])  # fmt: skip
 def test_nothing_is_kept_of_other_towers_and_in_pieces(stage, samples, name, choices):
     stage(name, *choices).go()
     assert all(prompt.vision_embeds is None for rollout in samples for prompt in rollout.prompts)

@@ -272,17 +272,14 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     assert template.source == tmp_path / "chat_template.jinja"
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("chat_template.json", b"{"),
-        ("chat_template.json", b"[" * 100_000),
-        ("chat_template.json", b'{"chat_template": "{% if %}"}'),
-        ("chat_template.jinja", b"\xff"),
-        ("tokenizer_config.json", b"null"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
-    ],
-)
+@pytest.mark.parametrize("name, content", [
+    ("chat_template.json", b"{"),
+    ("chat_template.json", b"[" * 100_000),
+    ("chat_template.json", b'{"chat_template": "{% if %}"}'),
+    ("chat_template.jinja", b"\xff"),
+    ("tokenizer_config.json", b"null"),
+    ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
+])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}: "):
@@ -292,16 +289,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
 # ---- the sandbox
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
-        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
-        "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}",
-        "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
-        "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend\n",
+    "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson(indent=2) }}{% endfor %}",
+    "{{ messages | tojson }}{{ tools | tojson }}{{ documents is none }}{{ missing }}{{ eos_token }}",
+    "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
+    "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
+])  # fmt: skip
 def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text, transformers):
     template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
     renders_as_transformers(template, [{"role": "user", "content": "<think>é</think> hi & ho "}, *HI])

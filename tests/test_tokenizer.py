@@ -166,18 +166,14 @@ def with_one_id_twice():
     return SAVED | {"model": SAVED["model"] | {"vocab": vocabulary}}
 
 
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (with_one_id_twice(), "two of its tokens have the same id"),
-        (without_a_byte(), "1 of the 256 bytes are no tokens of it"),
-        (SAVED | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "255 of the 256 bytes"),
-        (SAVED | {"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
-        (SAVED | {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "it turns .Hello world"),
-        (SAVED | {"decoder": None}, "it turns .Hello world"),
-    ],
-    ids=["one id twice", "byte missing", "words", "lower case", "no bytes", "no decoder"],
-)
+@pytest.mark.parametrize("content, reason", [
+    (with_one_id_twice(), "two of its tokens have the same id"),
+    (without_a_byte(), "1 of the 256 bytes are no tokens of it"),
+    (SAVED | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "255 of the 256 bytes"),
+    (SAVED | {"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
+    (SAVED | {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "it turns .Hello world"),
+    (SAVED | {"decoder": None}, "it turns .Hello world"),
+], ids=["one id twice", "byte missing", "words", "lower case", "no bytes", "no decoder"])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, content, reason):
     with pytest.raises(ValueError, match=rf"tokenizer\.json: not a readable .*{reason}"):
         load(tmp_path, content)

@@ -28,15 +28,12 @@ ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("freeze", "trained"),
-    [
-        (["vision"], {"merger", "language", "embeddings"}),
-        (["vision", "merger"], {"language", "embeddings"}),
-        (["language", "embeddings"], {"vision", "merger"}),
-        (["embeddings"], {"vision", "merger", "language"}),
-    ],
-)
+@pytest.mark.parametrize(("freeze", "trained"), [
+    (["vision"], {"merger", "language", "embeddings"}),
+    (["vision", "merger"], {"language", "embeddings"}),
+    (["language", "embeddings"], {"vision", "merger"}),
+    (["embeddings"], {"vision", "merger", "language"}),
+])  # fmt: skip
 def test_frozen_parts(tied, freeze, trained):
     model = tiny.model(tied)
     select_trained(model, freeze)
@@ -61,14 +58,11 @@ def test_the_table_of_parts():
     assert first.startswith("trained: 24,800 parameters") and line.split()[:3] == ["merger", "3", "24,800"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
-        (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
-        (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
+    (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
+    (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),
+])  # fmt: skip
 def test_what_is_refused(folder, options, says):
     with pytest.raises(ValueError, match=says):
         load_config(folder / "recipe.yaml", options)
@@ -221,15 +215,12 @@ def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ("r=2", r"has r 4, scaling 8, dora False on model\.\S+, the recipe says r 2, scaling 16, dora False: change"),
-        ("alpha=5", "has r 4, scaling 8, .* the recipe says r 4, scaling 1.25,"),
-        ("dora=true", "has r 4, .* dora False on .* dora True"),
-        ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
-    ],
-)
+@pytest.mark.parametrize(("option", "says"), [
+    ("r=2", r"has r 4, scaling 8, dora False on model\.\S+, the recipe says r 2, scaling 16, dora False: change"),
+    ("alpha=5", "has r 4, scaling 8, .* the recipe says r 4, scaling 1.25,"),
+    ("dora=true", "has r 4, .* dora False on .* dora True"),
+    ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
+])  # fmt: skip
 def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
     model = load_model(checkpoint)
     config = LoRAConfig(r=4)

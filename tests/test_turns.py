@@ -32,15 +32,12 @@ def test_tool_calls_are_refused_instead_of_left_out():
         check_messages([*messages, {"role": "assistant", "tool_calls": [{"function": {}}]}])
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        [],
-        [{"role": "user", "content": "hi"}],
-        [{"role": "user", "content": "hi"}, assistant("ho")],
-        [assistant("ho"), {"role": "user", "content": "hi"}],
-    ],
-)
+@pytest.mark.parametrize("turns", [
+    [],
+    [{"role": "user", "content": "hi"}],
+    [{"role": "user", "content": "hi"}, assistant("ho")],
+    [assistant("ho"), {"role": "user", "content": "hi"}],
+])  # fmt: skip
 def test_a_completion_begins_and_ends_with_the_assistant(turns):
     with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles"):
         render_completion(turns)

@@ -31,30 +31,24 @@ def moving(count, height=24, width=32):
 # ---- which frames
 
 
-@pytest.mark.parametrize(
-    ("total", "options", "message"),
-    [
-        (100, {"nframes": 1}, "0 frames would be taken of a video of 100"),
-        (99, {"nframes": 100}, "100 frames would be taken of a video of 99"),
-        (100, {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
-        (100, {"fps": 0}, "fps 0: need a number above 0"),
-        (100, {"nframes": 4.5}, r"nframes 4\.5: need a whole number"),
-        (100, {"fps": 10**400}, "fps 1000"),
-    ],
-)
+@pytest.mark.parametrize(("total", "options", "message"), [
+    (100, {"nframes": 1}, "0 frames would be taken of a video of 100"),
+    (99, {"nframes": 100}, "100 frames would be taken of a video of 99"),
+    (100, {"fps": 1, "nframes": 4}, "nframes fixes the number of frames"),
+    (100, {"fps": 0}, "fps 0: need a number above 0"),
+    (100, {"nframes": 4.5}, r"nframes 4\.5: need a whole number"),
+    (100, {"fps": 10**400}, "fps 1000"),
+])  # fmt: skip
 def test_a_wrong_number_of_frames_is_refused(total, options, message):
     with pytest.raises(ValueError, match=message):
         smart_nframes(total, 30, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
-        ({"video_start": 50}, "no two frames lie between video_start 50 and video_end None"),
-        ({"video_start": -1}, "video_start -1: need a number from 0 on"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
+    ({"video_start": 50}, "no two frames lie between video_start 50 and video_end None"),
+    ({"video_start": -1}, "video_start -1: need a number from 0 on"),
+])  # fmt: skip
 def test_a_wrong_stretch_of_time_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         frame_range(100, 30, **options)
@@ -92,16 +86,13 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     assert zeros < 10
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pixels": 2}, "option 'pixels' is not one of min_pixels, max_pixels, .*, total_pixels"),
-        ({"total_pixels": 1.5}, "total_pixels 1.5: need a whole number"),
-        ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
-        ({"min_pixels": 170_000_000}, "min_pixels 170000000 is over 33554432"),
-        ({"resized_width": 100}, "resized_height and resized_width belong together"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"pixels": 2}, "option 'pixels' is not one of min_pixels, max_pixels, .*, total_pixels"),
+    ({"total_pixels": 1.5}, "total_pixels 1.5: need a whole number"),
+    ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
+    ({"min_pixels": 170_000_000}, "min_pixels 170000000 is over 33554432"),
+    ({"resized_width": 100}, "resized_height and resized_width belong together"),
+])  # fmt: skip
 def test_a_wrong_size_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         Video(moving(26), 2.0).patches(PROCESSOR, **options)
@@ -144,16 +135,13 @@ def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
     assert Video(moving(4), fps).patches(processor)[2] == expected
 
 
-@pytest.mark.parametrize(
-    ("frames", "fps", "message"),
-    [
-        ([], 2.0, "a video without frames or pixels has nothing to show"),
-        (np.zeros((0, 4, 4, 3), np.uint8), 2.0, r"frames of a video are uint8 \(0, 4, 4, 3\), not uint8"),
-        (np.zeros((2, 4, 4, 3), np.float32), 2.0, "are float32"),
-        ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
-        (moving(2), 0, "fps 0: need a number above 0"),
-    ],
-)
+@pytest.mark.parametrize(("frames", "fps", "message"), [
+    ([], 2.0, "a video without frames or pixels has nothing to show"),
+    (np.zeros((0, 4, 4, 3), np.uint8), 2.0, r"frames of a video are uint8 \(0, 4, 4, 3\), not uint8"),
+    (np.zeros((2, 4, 4, 3), np.float32), 2.0, "are float32"),
+    ([noise("RGB", (4, 5)), noise("RGB", (5, 4))], 2.0, "frame 1 has 5 x 4 pixels, frame 0 4 x 5"),
+    (moving(2), 0, "fps 0: need a number above 0"),
+])  # fmt: skip
 def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
     with pytest.raises(ValueError, match=message):
         Video(frames, fps).patches(PROCESSOR)
@@ -324,16 +312,12 @@ FASTSTART = {"movflags": "faststart"}
 SIXTY = moving(60)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        LOSSLESS[0],
-        ("mp4", "mpeg4", "yuv420p"),
-        ("mp4", "mpeg4", "yuv420p", 30, 0, FASTSTART),
-        ("webm", "libvpx", "yuv420p"),
-    ],
-    ids=lambda kind: " ".join(kind[:2]) + " faststart" * (len(kind) > 3),
-)
+@pytest.mark.parametrize("kind", [
+    LOSSLESS[0],
+    ("mp4", "mpeg4", "yuv420p"),
+    ("mp4", "mpeg4", "yuv420p", 30, 0, FASTSTART),
+    ("webm", "libvpx", "yuv420p"),
+], ids=lambda kind: " ".join(kind[:2]) + " faststart" * (len(kind) > 3))  # fmt: skip
 @pytest.mark.parametrize("share", [0.01, 0.4, 0.7])
 def test_a_cut_file_is_refused(kind, share):
     content = encoded(SIXTY, *kind)
