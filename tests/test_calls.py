@@ -104,14 +104,10 @@ def test_a_value_that_is_no_number_names_its_row(monkeypatch):
 
 
 def test_what_our_own_rewards_refuse_begins_with_the_row():
-    sizes = {
-        "answer_texts": ["1 1 2 2"] * 2,
-        "image_sizes": [(9, 9)] * 2,
-        "answer_extents": [(9, 9)] * 2,
-        "row_names": ["a:1", "a:7"],
-    }
+    columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
+    columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
     with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
-        call_reward("iou", ["1 1 2 2"] * 2, {"solution": [[1, 1, 2, 2], "cat"], **sizes})
+        call_reward("iou", ["1 1 2 2"] * 2, columns)
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):

@@ -117,27 +117,18 @@ PLACED = {
     ),
     "placeholders": (
         [system("s"), user("Is <image>"), assistant("Yes"), user([text("this"), text("<image>?")])],
-        [
-            system([text("s")]),
-            user([text("Is "), IMAGE_PART, text("")]),
-            assistant([text("Yes")]),
-            user([text("this"), text(""), IMAGE_PART, text("?")]),
-        ],
+        [system([text("s")]), user([text("Is "), IMAGE_PART, text("")]), assistant([text("Yes")]),
+         user([text("this"), text(""), IMAGE_PART, text("?")])],
     ),
     "neither": (
         [system("s"), user("one"), assistant("two"), user("three")],
-        [
-            system([text("s")]),
-            user([IMAGE_PART, IMAGE_PART, text("one")]),
-            assistant([text("two")]),
-            user([text("three")]),
-        ],
+        [system([text("s")]), user([IMAGE_PART, IMAGE_PART, text("one")]), assistant([text("two")]),
+         user([text("three")])],
     ),
     "neither, in parts": (
-        [user([text("one"), text("two")])],
-        [user([IMAGE_PART, IMAGE_PART, text("one"), text("two")])],
+        [user([text("one"), text("two")])], [user([IMAGE_PART, IMAGE_PART, text("one"), text("two")])],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["prompt", "messages", "chosen"])
@@ -145,10 +136,7 @@ PLACED = {
 def test_images_in_a_conversation(write_rows, name, form):
     turns, placed = PLACED[name]
     if form == "messages":  # the first assistant turn ends its prompt
-        turns, placed = (
-            [turn for turn in turns if turn["role"] != "assistant"],
-            [turn for turn in placed if turn["role"] != "assistant"],
-        )
+        turns, placed = ([turn for turn in of if turn["role"] != "assistant"] for of in (turns, placed))
     row = {
         "prompt": {"prompt": turns},
         "messages": {"messages": [*turns, assistant("a")]},
@@ -188,34 +176,24 @@ MISTAKES = [
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
     ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen' must go on with the assistant after"),
     ({"chosen": [HI, YES], "rejected": [HI, YES]}, "column 'rejected' equals column 'chosen': drop the row"),
-    (
-        {"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
-        "column 'rejected' equals column 'chosen': drop the row",
-    ),
+    ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
+     "column 'rejected' equals column 'chosen': drop the row"),
     ({"prompt": [user([IMAGE_PART])]}, "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(0)),
-    (
-        {"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
-        "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(2),
-    ),
-    (
-        {"messages": [user("<image><image>"), YES], "image": "red.png"},
-        "column 'messages': the prompt has 2 <image> placeholder(s) " + COUNT.format(1),
-    ),
-    (
-        {"messages": [system("s"), YES], "image": "red.png"},
-        "column 'messages': the prompt has no user turn that could show 1 image(s); add one",
-    ),
+    ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
+     "column 'prompt': the prompt has 1 image part(s) " + COUNT.format(2)),
+    ({"messages": [user("<image><image>"), YES], "image": "red.png"},
+     "column 'messages': the prompt has 2 <image> placeholder(s) " + COUNT.format(1)),
+    ({"messages": [system("s"), YES], "image": "red.png"},
+     "column 'messages': the prompt has no user turn that could show 1 image(s); add one"),
     ({"problem": "a", "image": 3}, "column 'image': each image must be a path, URL or data URI, not 3"),
     ({"problem": "a", "images": ["a", {"max_pixels": 9}]}, "column 'images': each image must be a path, URL or data"),
     ({"problem": "a", "video": []}, "column 'video': each video must be a path, URL or data URI, or a list of those"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': option 'fps' is not one of min_pixels"),
     ({"problem": "<video> <image>", "image": "a"}, "column 'problem': the prompt has 1 <video> placeholder(s) but 0 v"),
-    (
-        {"prompt": [user([{"type": "image", "image": 3}])]},
-        "column 'prompt': message 0: each image must be a path, URL or data URI",
-    ),
-]
+    ({"prompt": [user([{"type": "image", "image": 3}])]},
+     "column 'prompt': message 0: each image must be a path, URL or data URI"),
+]  # fmt: skip
 
 BAD_ANSWERS = [
     (3, "must be text or a list of turns, it is 3"),

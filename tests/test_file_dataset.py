@@ -59,10 +59,8 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
     ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),
     ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
     ({"prompt": [{"role": "user", "content": [{"text": "<" * 10**6}] * 2}]}, "column 'prompt': message 0 has over"),
-    (
-        {"problem": "a", "images": ["red.png"] * 10**5},
-        "column 'problem': 100000 images and videos are over 1000; split the row",
-    ),
+    ({"problem": "a", "images": ["red.png"] * 10**5},
+     "column 'problem': 100000 images and videos are over 1000; split the row"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):

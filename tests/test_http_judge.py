@@ -13,15 +13,9 @@ from minivlmrl.reward_functions.http_judge import judge
 from earnings import earnings
 
 REPLIES = {
-    "right": "1",
-    "wrong": "0",
-    "half": " 0.5\n",
-    "words": "It is right.",
-    "much": "7",
-    "nan": "nan",
-    "underscore": "0_1",
-    "true": True,
-}
+    "right": "1", "wrong": "0", "half": " 0.5\n", "words": "It is right.", "much": "7", "nan": "nan",
+    "underscore": "0_1", "true": True,
+}  # fmt: skip
 
 
 class Server(BaseHTTPRequestHandler):

@@ -225,12 +225,6 @@ def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch)
 
 
 def test_a_question_without_an_image_may_have_other_columns(folder):
-    columns = {
-        "solution": "red.png",
-        "images": [],
-        "image_id": 3,
-        "img": None,
-        "hint": "It is a.png, or so.",
-        "file_name": "",
-    }
+    columns = {"solution": "red.png", "images": [], "image_id": 3, "img": None, "file_name": ""}
+    columns["hint"] = "It is a.png, or so."
     assert read(folder, {"problem": "Which file?", **columns}).images == []

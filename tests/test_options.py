@@ -34,14 +34,9 @@ FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
-    "max_steps": 2,
-    "prompts_per_step": 2,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "min_lr_ratio": 0.5,
-    "warmup_steps": 2,
-    "adam_beta2": 0.5,
-}
+    "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
+    "warmup_steps": 2, "adam_beta2": 0.5,
+}  # fmt: skip
 REFERENCE_OPTIONS = {
     "sync_ref_model": ("true", ["ref_model_sync_steps=1"]),
     "ref_model_mixup_alpha": (0.1, ["ref_model_sync_steps=1", "sync_ref_model=true"]),

@@ -24,12 +24,9 @@ from minivlmrl.tools.ask import choose_device
 from tiny import RUN_MODEL, RUN_QWEN3, recipe
 
 STAGE = {
-    "max_steps": 3,
-    "prompts_per_step": PROMPTS_PER_STEP,
-    "micro_batch_size": 1,
-    "learning_rate": 1e-4,
+    "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
-}
+}  # fmt: skip
 RECIPE = recipe(
     STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
 )

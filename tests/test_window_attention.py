@@ -19,16 +19,10 @@ if not INTERPRETED:
     TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
 EXACT = torch.float32 if INTERPRETED else torch.float64  # the kernels take no float64
 CASES = [
-    ([4, 4, 4], 3, 8),
-    ([16, 4, 16, 8, 1, 4], 3, 8),
-    ([7], 3, 8),
-    ([4, 9, 16], 2, 16),
-    ([24, 32], 2, 64),
-    ([64, 48, 17, 4], 2, 80),
-    ([64, 64], 1, 80),
-    ([64, 60], 1, 128),
+    ([4, 4, 4], 3, 8), ([16, 4, 16, 8, 1, 4], 3, 8), ([7], 3, 8), ([4, 9, 16], 2, 16), ([24, 32], 2, 64),
+    ([64, 48, 17, 4], 2, 80), ([64, 64], 1, 80), ([64, 60], 1, 128),
     ([33, 5], 2, 72),  # columns of the second block that no head has
-]
+]  # fmt: skip
 
 
 def make(lengths, heads, head_dim, dtype):
