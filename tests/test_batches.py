@@ -76,7 +76,7 @@ def test_either_a_task_or_a_file(data):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 
-@pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("reward_model", "pairs")])
+@pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("kto", "labels")])
 def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
     with pytest.raises(
         ValueError, match=rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
