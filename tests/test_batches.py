@@ -78,9 +78,8 @@ def test_either_a_task_or_a_file(data):
 
 @pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("kto", "labels")])
 def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
-    with pytest.raises(
-        ValueError, match=rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
-    ):
+    message = rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
+    with pytest.raises(ValueError, match=message):
         load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", stage: needs}, 0)
 
 

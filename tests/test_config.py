@@ -148,9 +148,8 @@ def declared(cls=RunConfig, prefix=""):
 def test_every_declared_bound_and_choice_holds(write, path, wrong):
     *sections, name = path.split(".")
     recipe = {name: wrong} if not sections else {sections[0]: {name: wrong}}
-    with pytest.raises(
-        ValueError, match=rf"recipe\.yaml: {path} is \[?'?{wrong}(\.0)?'?\]?[,;] .*(it must be|known are)"
-    ):
+    message = rf"recipe\.yaml: {path} is \[?'?{wrong}(\.0)?'?\]?[,;] .*(it must be|known are)"
+    with pytest.raises(ValueError, match=message):
         load_config(write(recipe))
 
 

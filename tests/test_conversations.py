@@ -51,9 +51,8 @@ def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
         assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
     for turns in ([], [user([text("th"), text("ree")])]):
         file = write_rows({"messages": [*turns, assistant("four")]})
-        with pytest.raises(
-            ValueError, match=r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
-        ):
+        message = r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
+        with pytest.raises(ValueError, match=message):
             FileDataset(file, prompt_template="Look: {problem}")
 
 

@@ -38,9 +38,8 @@ def test_a_file_that_has_no_rows_is_named(tmp_path, content, says):
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
 def test_a_missing_column_is_named_with_its_line(write_rows, row):
     file = write_rows({"problem": "a", "solution": "b"}, row)
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]; data\.col"
-    ):
+    message = r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]; data\.col"
+    with pytest.raises(ValueError, match=message):
         FileDataset(file, ("problem", "solution"))
 
 
@@ -138,7 +137,6 @@ def test_rows_of_file_and_label(write_rows, tmp_path):
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
     row = FileDataset(write_rows({"file": "1.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
-    with pytest.raises(
-        ValueError, match=r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
-    ):
+    message = r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
+    with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "file": "1.png"}), **options)

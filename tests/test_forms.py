@@ -113,9 +113,8 @@ def test_columns_are_renamed(read):
         columns={"wording": "problem", "gold": "solution", "pic": "image"},
     )
     assert (words(row.messages), row.columns["solution"], len(row.images)) == ("a", 3, 1)
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
-    ):
+    message = r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
+    with pytest.raises(ValueError, match=message):
         read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
 
 

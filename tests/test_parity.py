@@ -46,9 +46,8 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     assert check(my_loss) == 64 and check(my_loss, kind="dpo") == 15 and check(my_loss, kind="sft") == 2
     assert check(my_loss, loss_type="dapo") == 8 and check(my_loss, kind="dpo", loss_type="sigmoid") == 1
-    with pytest.raises(
-        AssertionError, match=r"(?s)^2 of 2 cases differ from TRL\nsft.* gradient by 5.*2 of them: all of it is 2 times"
-    ):
+    message = r"(?s)^2 of 2 cases differ from TRL\nsft.* gradient by 5.*2 of them: all of it is 2 times"
+    with pytest.raises(AssertionError, match=message):
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
 
 

@@ -108,7 +108,6 @@ def test_a_setting_that_is_not_supported_is_named(field, value):
 
 @pytest.mark.parametrize("settings_", [None, [], "a", 3])
 def test_settings_that_are_no_object_are_refused(settings_):
-    with pytest.raises(
-        ValueError, match=r"preprocessor_config\.json: the file is .*, it must be an object with names and values"
-    ):
+    message = r"preprocessor_config\.json: the file is .*, it must be an object with names and values"
+    with pytest.raises(ValueError, match=message):
         read(settings_)

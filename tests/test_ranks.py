@@ -286,9 +286,8 @@ def test_without_a_gpu_the_cpu_trains(gpus, error):
 
 def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch):
     gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
-    with pytest.raises(
-        ValueError, match=r"\(The NVIDIA driver on your system is too old \(found version 11040\).\): mend"
-    ):
+    message = r"\(The NVIDIA driver on your system is too old \(found version 11040\).\): mend"
+    with pytest.raises(ValueError, match=message):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert str(find_device()) == "cpu"

@@ -161,9 +161,8 @@ def test_an_unknown_reward_is_named_with_the_known_ones():
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(
-        ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['level', 'problem'"
-    ):
+    message = r"reward accuracy needs column 'solution'; the rows have \['level', 'problem'"
+    with pytest.raises(ValueError, match=message):
         earnings(["accuracy"], [GOOD], {"problem": ["?"], "level": [1]})
 
 

@@ -187,9 +187,8 @@ def test_generation_blocks_are_refused_not_ignored():
 def test_a_template_that_rewrites_the_past_is_refused(load):
     """Qwen3's takes the thoughts out of all turns but the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
-    with pytest.raises(
-        ValueError, match=r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only ever appends"
-    ):
+    message = r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only ever appends"
+    with pytest.raises(ValueError, match=message):
         load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 
 
@@ -202,9 +201,8 @@ def test_a_template_without_a_closing_token_is_refused():
 
 @pytest.mark.parametrize("turns", [[], HI, [assistant("a"), *HI], [assistant([{"type": "image"}])]])
 def test_completions_are_checked_as_in_chat_py(turns):
-    with pytest.raises(
-        ValueError, match=r"turns must begin and end with an assistant turn|there is an image in or after"
-    ):
+    message = r"turns must begin and end with an assistant turn|there is an image in or after"
+    with pytest.raises(ValueError, match=message):
         ChatTemplate(CHATML, "t").render_completion(HI, turns)
 
 

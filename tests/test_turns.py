@@ -48,9 +48,8 @@ def test_a_completion_begins_and_ends_with_the_assistant(turns):
 )
 def test_an_image_or_a_video_in_a_completion_is_refused(part, kind):
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
-        with pytest.raises(
-            ValueError, match=f"there is {kind} in or after .* {kind.split()[1]}s belong into the prompt"
-        ):
+        message = f"there is {kind} in or after .* {kind.split()[1]}s belong into the prompt"
+        with pytest.raises(ValueError, match=message):
             render_completion(turns)
 
 

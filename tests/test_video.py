@@ -302,9 +302,8 @@ def test_a_wrong_option_is_named_with_the_file(tmp_path):
 
 def test_without_pyav_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(
-        ValueError, match=r"^a\.mp4: video files need PyAV: pip install -c constraints\.txt -e '\.\[video\]'$"
-    ):
+    message = r"^a\.mp4: video files need PyAV: pip install -c constraints\.txt -e '\.\[video\]'$"
+    with pytest.raises(ValueError, match=message):
         load_video("a.mp4")
 
 
@@ -330,9 +329,8 @@ def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(video_module, "MAX_VIDEO_PIXELS", 8 * 24 * 32 - 1)
     content = encoded(moving(20))
     assert len(load_video(content, nframes=6).frames) == 6
-    with pytest.raises(
-        ValueError, match="8 frames of 32 x 24 pixels are over 6143 together; take fewer or smaller frames"
-    ):
+    message = "8 frames of 32 x 24 pixels are over 6143 together; take fewer or smaller frames"
+    with pytest.raises(ValueError, match=message):
         load_video(content, nframes=8)
     with pytest.raises(ValueError, match="8 frames of 32 x 24 pixels are over 6143 together"):
         load_video([PIL.Image.new("RGB", (32, 24))] * 8)
