@@ -4,11 +4,12 @@ import hashlib
 import itertools
 
 import pytest
+from talk import IMAGE_PART, assistant, bracketed
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
 from minivlmrl.data.turns import render_completion
 
-IMAGE_PART, VIDEO_PART = {"type": "image"}, {"type": "video"}
+VIDEO_PART = {"type": "video"}
 
 CONVERSATIONS = {
     "default system": [{"role": "user", "content": "hi"}],
@@ -134,10 +135,6 @@ def test_a_part_that_shows_nothing_known(part):
         render([{"role": "user", "content": [part]}])
 
 
-def assistant(content):
-    return {"role": "assistant", "content": content}
-
-
 @pytest.mark.parametrize("also", [{"content": None}, {}, {"content": "hm", "tool_calls": [{"name": "f"}]}])
 def test_a_message_without_content_or_with_tool_calls_is_refused(also):
     with pytest.raises(ValueError, match="a message needs content and no tool_calls"):
@@ -156,13 +153,6 @@ ANSWERS = {
         assistant("\nforty-two"),
     ],
 }
-
-
-def bracketed(pieces):
-    """A completion as a string, what is trained in [brackets]."""
-    groups = itertools.groupby(pieces, key=lambda piece: piece[1])
-    texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
-    return "".join(f"[{text}]" if trained else text for trained, text in texts)
 
 
 def test_what_is_trained_of_several_turns():

@@ -7,18 +7,12 @@ from minivlmrl.hub.checker import build
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 
 import tiny
-from draws import SETTINGS, STOP, ids_of, prompts, sample, seeded
+from draws import SETTINGS, STOP, ids_of, logits, prompts, sample, seeded
 
 EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
     dict(temperature=20.0), dict(repetition_penalty=0.5), dict(temperature=0.0, top_k=1, top_p=0.01),
 ]  # fmt: skip
-
-
-def logits(rows, vocab, seed):
-    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the edge of top_k
-    return values
 
 
 def theirs(setting, prompt, scores, banned=None):

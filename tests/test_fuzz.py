@@ -9,6 +9,7 @@ import PIL.features
 import PIL.Image
 import pytest
 from record_vision import encoded, noise
+from talk import CHATML
 
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.template import ChatTemplate
@@ -37,12 +38,6 @@ VIDEOS = [
     ("webm", "libvpx", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("mpegts", "mpeg2video", "yuv420p"),
     ("gif", "gif", "rgb8"),
 ]  # fmt: skip
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content | trim }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text | trim }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-)
 TEMPLATES = {
     "chat_template.json": json.dumps({"chat_template": CHATML}),
     "chat_template.jinja": CHATML,

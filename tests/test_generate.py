@@ -12,7 +12,7 @@ from minivlmrl.rows import Processor, random_numbers, uniform_numbers
 from minivlmrl.sampling.filters import Filters, SamplingOptions, filter_logits
 
 import tiny
-from draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
+from draws import SETTINGS, STOP, ids_of, logits, options, prompts, sample, seeded, their_tokens
 
 MORE_SETTINGS = [
     dict(min_new_tokens=6), dict(min_new_tokens=12, temperature=0.6, top_k=3, repetition_penalty=1.1),
@@ -150,12 +150,6 @@ def test_logits_that_are_not_finite_end_the_generation():
 
 
 # one token: temperature, softmax, draw, and the log-probability that is recorded
-
-
-def logits(rows=6, vocab=40, seed=0):
-    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the edge of top_k
-    return values
 
 
 def one_token(scores, sampling, draw=None, stop=()):

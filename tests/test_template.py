@@ -1,11 +1,10 @@
 """A folder's own chat template: what transformers renders, in pieces that tell its control tokens from users' text."""
 
 import copy
-import itertools
 import json
 
 import pytest
-from talk import assistant, renders_as_transformers
+from talk import CHATML, assistant, bracketed, renders_as_transformers
 
 from minivlmrl import chat
 from minivlmrl.chat import IMAGE, VIDEO, Control
@@ -17,14 +16,6 @@ pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis"
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content | trim }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text | trim }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 HI = [{"role": "user", "content": "hi"}]
 OWN = ChatTemplate(DEFAULT, "ours")
 
@@ -158,12 +149,6 @@ def test_what_a_template_would_leave_out_is_refused(options, messages, name):
 def test_messages_are_checked_as_in_chat_py(message):
     with pytest.raises(ValueError, match=r"message 1 (needs a role|has a part of type)"):
         ChatTemplate(CHATML, "t").render([*HI, message])
-
-
-def bracketed(pieces):
-    groups = itertools.groupby(pieces, key=lambda piece: piece[1])
-    texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
-    return "".join(f"[{text}]" if trained else text for trained, text in texts)
 
 
 HEAD, TAIL = "{% for m in messages %}<|im_start|>{{ m.role }}\n", "{% endfor %}"

@@ -53,6 +53,12 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
     return generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
 
 
+def logits(rows=6, vocab=40, seed=0):
+    values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the edge of top_k
+    return values
+
+
 def ids_of(completions):
     """The ids of all completions, as lists."""
     return [c.ids.tolist() for group in completions for c in group]

@@ -1,8 +1,18 @@
-"""Messages and their parts, as the tests of rows write them."""
+"""Messages and their parts, as the tests of rows write them, and a chat template."""
+
+import itertools
 
 import pytest
 
 IMAGE_PART = {"type": "image"}
+# A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content | trim }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text | trim }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def text(words):
@@ -31,3 +41,10 @@ def renders_as_transformers(template, messages):
             [messages], chat_template=template.text, add_generation_prompt=prompt, **template.token_names
         )
         assert "".join(template.render(messages, add_generation_prompt=prompt)) == theirs
+
+
+def bracketed(pieces):
+    """A completion as a string, what is trained in [brackets]."""
+    groups = itertools.groupby(pieces, key=lambda piece: piece[1])
+    texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
+    return "".join(f"[{text}]" if trained else text for trained, text in texts)
