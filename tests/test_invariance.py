@@ -5,7 +5,6 @@ First the losses alone, then whole algorithms with a tiny random model in float6
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +36,7 @@ from minivlmrl.tasks.shapes import Shapes
 from policy_by_hand import loss_of
 from stages import Stage
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("lively")
 ROWS, TOKENS = 6, 5
 LENGTHS = torch.tensor([5, 1, 3, 4, 2, 5])
 SPLITS = [[slice(0, 2), slice(2, 6)], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 6)]]
@@ -270,11 +269,6 @@ def test_ppo_loss(separate_mask):
 
 
 # whole algorithms: two steps of four rows, in one micro-batch
-
-
-@pytest.fixture(autouse=True)
-def short_answers(lively):
-    pass
 
 
 class Ragged(Shapes):

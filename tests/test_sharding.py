@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 from on_ranks import ONE, launch
-from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -33,27 +32,15 @@ ODD = {"intermediate_size": 47}  # rows that two ranks cannot share equally
 SECTIONS = {"sharded": ["--sharding.enabled=true"], "replicas": ["--sharding.enabled=true", "--sharding.replicas=2"]}
 
 
-def two_files(folder: Path):
-    """The weights of a checkpoint in two files, as large models have them."""
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    files = {f"model-{i}-of-2.safetensors": names[i - 1 :: 2] for i in (1, 2)}
-    for path, part in files.items():
-        save_file({name: weights[name] for name in part}, folder / path, metadata={"format": "pt"})
-    weight_map = {name: path for path, part in files.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A recipe, and two checkpoints in two files each: a tied one and an untied one."""
+    """A recipe, and two checkpoints in several files each: a tied one and an untied one."""
     folder = tmp_path_factory.mktemp("sharding")
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied} | ODD))
         model, processor = random_model(folder / f"{name}.json", shapes.tokenizer(), 0)
-        save_model(folder / name, model, processor)
-        two_files(folder / name)
+        save_model(folder / name, model, processor, max_shard_size=sum(p.nbytes for p in model.parameters()) // 2)
+        assert len(list((folder / name).glob("model-*"))) > 1
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"num_threads": 1, "data": {"task": "shapes"}}))
     return folder
 

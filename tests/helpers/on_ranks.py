@@ -83,10 +83,6 @@ class Result:
     texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
 
 
-def letters(completions, **columns):
-    return [sum(c.isalpha() for c in completion) / 6 for completion in completions]
-
-
 def stage_on_ranks(folder: Path, overrides: list[str], world: ranks.World) -> Result:
     """Go through a stage."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
@@ -131,7 +127,7 @@ def record(algorithm, result):
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    REWARDS["letters"] = "on_ranks:letters"
+    REWARDS["letters"] = "stages:letters"
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:
