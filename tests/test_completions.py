@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from functools import partial
 
 import PIL.Image
 import pytest
@@ -19,8 +20,7 @@ from minivlmrl.scale.checkpoint import load_processor
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", LETTERS)
 
 
-def completions(folder):
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+completions = partial(metrics, name="completions.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")

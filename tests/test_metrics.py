@@ -1,11 +1,11 @@
 """The files of metrics, and how those of micro-batches and ranks are merged."""
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import metrics
 
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.metrics import MetricsLog, merge
@@ -17,10 +17,6 @@ from stages import ONE
 
 def open_log(folder, world=ONE, **progress):
     return MetricsLog(RunConfig(output_dir=str(folder)), world, Progress(0, ["sft", "grpo"], "", **progress))
-
-
-def lines(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 STEP = SimpleNamespace(
@@ -42,8 +38,8 @@ def test_a_metric_that_is_no_number_is_null(tmp_path):
     log = begin(open_log(tmp_path), "grpo", 1)
     log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     assert log.end_stage() > 0
-    assert lines(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
-    [timing] = lines(tmp_path, "timings.jsonl")
+    assert metrics(tmp_path) == [{"stage": "grpo", "step": 0, "reward": None, "loss": 1.5, "kl": None}]
+    [timing] = metrics(tmp_path, "timings.jsonl")
     assert timing["step_time"] == timing["seconds"] > 0 and timing["peak_memory_gib"] > 0
     assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
 
@@ -51,7 +47,7 @@ def test_a_metric_that_is_no_number_is_null(tmp_path):
 def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     log = begin(open_log(tmp_path), "grpo", 7)
     log.step(3, {"reward": 0.25, "loss": 1.5, "rewards/accuracy/mean": 0.5, "kl": 2.0}, STEP)
-    [timing] = lines(tmp_path, "timings.jsonl")
+    [timing] = metrics(tmp_path, "timings.jsonl")
     said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
     assert capsys.readouterr().out == said
 
@@ -77,8 +73,8 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
     log.step(1, {"loss": 9.0}, STEP)  # lost: made again
     log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
     log.step(1, {"loss": 2.0}, STEP)
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 1.0), (1, 2.0)]
-    assert lines(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == [(0, 1.0), (1, 2.0)]
+    assert metrics(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
 
 
 def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
@@ -87,10 +83,10 @@ def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_pa
     begin(log, "sft", 2, 1, seconds=1000.0)
     log.evaluation("sft", 1, {"greedy": 0.25, "iou greedy": 0.125}, 900.0)
     log.step(1, {"loss": 1.0}, STEP)
-    first, second = lines(tmp_path, "evaluations.jsonl")
+    first, second = metrics(tmp_path, "evaluations.jsonl")
     assert first == {"stage": "sft", "step": 0, "greedy": 0.5}
     assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
-    assert 100 <= lines(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
+    assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
     assert "evaluation, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 

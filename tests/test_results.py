@@ -4,12 +4,13 @@ import errno
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import LETTERS, summary
+from runs import LETTERS, metrics, summary
 
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run import results as file
@@ -153,10 +154,7 @@ def test_overwrite_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain)
 # while a stage trains
 
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
-
-
-def evaluations(folder):
-    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+evaluations = partial(metrics, name="evaluations.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")

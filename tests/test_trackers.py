@@ -51,8 +51,7 @@ def curves(folder):
 def expected(folder):
     """The same from metrics.jsonl and evaluations.jsonl; grpo follows three steps of sft."""
     found, before = {}, {"sft": 0, "grpo": 3}
-    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
-    for prefix, lines, offset in (("", metrics(folder), 1), ("eval/", evaluations, 0)):
+    for prefix, lines, offset in (("", metrics(folder), 1), ("eval/", metrics(folder, "evaluations.jsonl"), 0)):
         for line in lines:
             step = before[line.pop("stage")] + line.pop("step") + offset
             for name, value in line.items():

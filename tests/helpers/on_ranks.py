@@ -28,6 +28,8 @@ from minivlmrl.scale import ranks
 from minivlmrl.scale.sharding import is_sharded, reshard
 from minivlmrl.tasks import shapes
 
+from stages import letters  # noqa: F401 (a reward that recipes name)
+
 SECONDS = 300  # most that a collective may take, also on a busy machine, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = ranks.World(0, 1, torch.device("cpu"))
@@ -127,7 +129,7 @@ def record(algorithm, result):
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    REWARDS["letters"] = "stages:letters"
+    REWARDS["letters"] = "on_ranks:letters"
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:

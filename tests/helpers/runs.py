@@ -78,8 +78,9 @@ def own(checkpoint, rows):
     return ["--model.config=null", f"--model.path={checkpoint}", "--data.task=null", f"--data.train_file={rows}"]
 
 
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder, name="metrics.jsonl"):
+    """The lines of this file, or of another one, in a run's folder."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def summary(folder):

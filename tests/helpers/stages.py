@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import yaml
+from runs import metrics
 
 from minivlmrl import train
 from minivlmrl.adapters.lora import draw_adapters
@@ -208,5 +209,4 @@ def snapshot(module):
 def main(folder, tmp_path, name, *overrides):
     """A whole run; returns the lines of its metrics.jsonl."""
     train.main([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
-    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return metrics(tmp_path / name)
