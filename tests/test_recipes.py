@@ -187,7 +187,7 @@ def test_the_settings_are_those_of_the_papers():
 )
 def test_a_step_of_the_recipes_of_one_card(run, plain, own, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
-    small.append("--sampling.max_new_tokens=4")
+    small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
     files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
     files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
     [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
