@@ -69,7 +69,7 @@ class StopSignals:
                 os.write(2, said.encode())
 
     def leave(self):
-        """After a signal end long work (Preempted) if nothing is lost; all ranks call it together."""
+        """After a signal end long work (Preempted) if nothing is lost; all ranks call it."""
         if self.saved and self.asked():
             raise Preempted("preempted: --resume=auto goes on from the last state, if there is one")
 
