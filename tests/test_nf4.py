@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from on_ranks import shards_bytes
 from record_bitsandbytes import SHAPE, digest, numbers, recorded
 from test_lora import adapted, batch, loss
 from torch import nn
@@ -83,8 +84,11 @@ NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
 
 @pytest.mark.parametrize(
     ("stages", "options"),
-    [("[sft, grpo]", []), ("[ppo]", []), ("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"])],
-)
+    [
+        ("[sft, grpo]", []), ("[ppo]", []),
+        shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
+    ],
+)  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--ppo.critic=separate", "--grpo.beta=0.1"]
     folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}", "--data.eval_rows=1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from on_ranks import launch, stage_on_ranks
+from on_ranks import launch, shards_bytes, stage_on_ranks
 from pretend_cuda import BUDGETS, CUDA, DeviceMix, PretendCuda, by_line, pretend, waits_of_a_step
 from runs import metrics
 from test_ranks import REFERENCE, assert_equal, prepare
@@ -148,9 +148,9 @@ SLOW = {
     **{f"{stage}, offloaded": [f"--stages=[{stage}]", *OFFLOADED, LAYERS] for stage in ("sft", "kto")},
     "reward model, grpo, offloaded": [*JUDGED, *OFFLOADED, LAYERS],
     "adapters": ["--stages=[sft, grpo]", *ADAPTER, "--model.dtype=bfloat16", "--grpo.beta=0.1", DROPOUT],
-    "adapters on NF4, sharded": [*ADAPTED, *SHARDED], "adapters on NF4, offloaded": [*ADAPTED, *OFFLOADED],
     "ppo, offloaded": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_ppo_epochs=1", *OFFLOADED],
 }  # fmt: skip
+PACKED = {"adapters on NF4, sharded": [*ADAPTED, *SHARDED], "adapters on NF4, offloaded": [*ADAPTED, *OFFLOADED]}
 
 
 @pytest.fixture
@@ -173,12 +173,19 @@ RESUMED = [*QUICK, "grpo, all that is scored before", "mpo, weighted", "reward m
 RESUMED += ["ppo, a critic of its own", "adapters on NF4, offloaded"]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(shards_bytes(name, marks=[pytest.mark.slow]) for name in PACKED),
+    ],
+)
 def test_a_run_mixes_no_devices_and_resumes(card, name):
     """With evaluations, checkpoints and states; resumed from the first state it ends with the same bytes."""
 
     def written(*more):
-        folder = card(*(QUICK | SLOW)[name], *more)
+        folder = card(*(QUICK | SLOW | PACKED)[name], *more)
         files = [folder / "metrics.jsonl", *folder.glob("**/*.safetensors")]
         return min((folder / "states").iterdir()), {file: file.read_bytes() for file in files}
 

@@ -10,7 +10,9 @@ import yaml
 from on_ranks import ONE, launch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
+from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.batch import pack
 from minivlmrl.generate import draw_by
 from minivlmrl.logprobs import per_token_logps
@@ -270,6 +272,14 @@ def test_the_optimizer_has_the_sharded_weights(alone):
         per_token_logps(model, batch())
     [group] = build_optimizer(model, TrainingConfig(), OptimizerSection()).param_groups
     assert all(isinstance(p, DTensor) for p in group["params"])
+
+
+def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
+    sharding, model = Sharding(ShardingSection(enabled=True), ONE, torch.float32), tiny.model()
+    LoRAConfig(r=2, quantize="nf4").place(model)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ValueError, match=r"adapter\.quantize: torch 2\.11.* install torch 2\.13"):
+        sharding.shard(model)
 
 
 def test_ranks_must_be_a_multiple_of_the_replicas():

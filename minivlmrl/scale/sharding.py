@@ -86,6 +86,10 @@ class Sharding:
 
     def shard(self, model: nn.Module):
         """Shard a model on any device, also on the meta device."""
+        packed = not all(p.is_floating_point() for p in model.parameters())
+        if packed and torch.__version__ < "2.13":  # pytorch issue 177844
+            cure = "leave out sharding and model.compute_dtype, or install torch 2.13"
+            raise ValueError(f"adapter.quantize: torch {torch.__version__} shards no bytes; {cure}")
         if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import PIL.Image
+import pytest
 import torch
 
 from minivlmrl import train
@@ -33,6 +34,13 @@ from stages import letters  # noqa: F401 (a reward that recipes name)
 SECONDS = 300  # most that a collective may take, also on a busy machine, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = ranks.World(0, 1, torch.device("cpu"))
+SHARDS_BYTES = torch.__version__ >= "2.13"  # weights in 4 bits
+
+
+def shards_bytes(*values, marks=()):
+    """A case for pytest.mark.parametrize that shards weights in 4 bits."""
+    unless = pytest.mark.skipif(not SHARDS_BYTES, reason="torch before 2.13 shards no bytes")
+    return pytest.param(*values, marks=[unless, *marks])
 
 
 class Uneven:

@@ -365,6 +365,7 @@ def environment():
         "_maybe_exchange_device": -1, "synchronize": None, "empty_cache": None, "set_rng_state": None,
         "is_bf16_supported": True, "stream": stream, "current_stream": stream, "default_stream": stream,
         "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "is_current_stream_capturing": False,  # a build for CUDA would ask the driver
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
