@@ -17,7 +17,7 @@ import sys
 from unittest import mock
 
 import torch
-from sizes import ADAMW, CARDS, COPIED, FLASH, FLOOR, HOOKS, HUB, LINK, MEMORY, PRODUCTS, SENT, config_of
+from sizes import ADAMW, CARDS, COPIED, FLASH, FLOOR, HOOKS, HUB, LINK, MEMORY, PRODUCTS, SENT, SORT, WALKED, config_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,6 +40,7 @@ from minivlmrl.scale.sharding import recompute_blocks
 FREE = {"detach", "alias", "empty", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
 READ_WHAT_THEY_GIVE = {"embedding", "index", "gather", "index_select"}
 WRITE_WHAT_THEY_GET = {"index_copy_", "index_put_"}  # their last argument
+SORTED = {"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"}
 
 
 class Count(TorchDispatchMode):
@@ -49,9 +50,9 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.card, self.ops = card, {}
 
-    def add(self, name: str, size: float, flops: float = 0.0, launches: int = 1, rate: float = 1.0):
+    def add(self, name: str, size: float, flops: float = 0.0, launches: int = 1, rate=1.0, walked=0.0):
         memory, peak, _ = CARDS[self.card]
-        seconds = max(size / (memory * MEMORY), flops / (peak * PRODUCTS * rate), launches * FLOOR)
+        seconds = max(size / (memory * MEMORY), flops / (peak * PRODUCTS * rate), launches * FLOOR, walked)
         row = zip(self.ops.get(name, (0, 0, 0, 0)), (launches, size, flops, seconds), strict=True)
         self.ops[name] = [before + more for before, more in row]
 
@@ -70,7 +71,9 @@ class Count(TorchDispatchMode):
             size = size_of((args, kwargs, out))
             if name in READ_WHAT_THEY_GIVE | WRITE_WHAT_THEY_GET:
                 size = 2 * size_of(out if name in READ_WHAT_THEY_GIVE else args[-1])
-            self.add(name, size, flops)
+            values = {"embedding_dense_backward": lambda: args[1].numel(), "cumsum": lambda: out.shape[-1]}
+            walked = WALKED[name] * values[name]() if name in WALKED else 0.0
+            self.add(name, size, flops, SORT if name in SORTED else 1, walked=walked)
         return out
 
     def count_head(self, name: str, hidden: Tensor, weight: Tensor):

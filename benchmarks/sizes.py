@@ -33,6 +33,9 @@ CARDS = {  # data sheets: bytes/s of memory, dense bfloat16 FLOP/s, bytes/s to o
 # what a good kernel reaches of that: copies, large products, transfers; fused attention of the speed of products
 MEMORY, PRODUCTS, LINK, FLASH = 0.84, 0.66, 0.8, 0.55
 FLOOR = 2e-6  # seconds of the smallest kernel
+# seconds a value where one block walks through all of a row: the indices of an embedding's gradient, a running sum
+WALKED = {"embedding_dense_backward": 6e-8, "cumsum": 2e-9}
+SORT = 6  # launches of x[index]'s gradient, which sorts the indices
 # Of FSDP, bfloat16 from float32 weights: bytes a parameter that a forward and backward copy on one card (37 GB of 3B)
 # and send to others, and host seconds of its hooks a layer; counted on 0b2d6c3
 COPIED, SENT, HOOKS = 10, 8, 200e-6

@@ -9,9 +9,26 @@ import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import attention_scores, dense_attention, gather_rows
+from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 
 SHARED_BYTES = 2**24  # of float32 scores, see after_prompt
+
+
+def rectangles(length: int, starts: list[int], rows: list[tuple]) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out groups whose prompts have one length: only completions are padded.
+
+    Args:
+        length: P, tokens of each prompt. starts: where each of the b prompts begins in the run.
+        rows: of each of the r completions (number of its prompt, where it begins, its tokens).
+    Returns:
+        indices in the run: prompts (b, P), completions (r, C), -1 after the end of a shorter one;
+        (r,) prompt of each completion.
+    """
+    prompts = torch.tensor(starts)[:, None] + torch.arange(length)
+    prompt_index, begins, tokens = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
+    offset = torch.arange(int(tokens.max()) if rows else 0)  # (C,)
+    completions = (begins[:, None] + offset).masked_fill(offset >= tokens[:, None], -1)
+    return prompts, completions, prompt_index
 
 
 class PromptSlots:
@@ -39,6 +56,11 @@ class PromptSlots:
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
+    def spread(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (R, ...): to each row what its prompt has."""
+        x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
+        return x if self.full else Reorder.apply(x, self.slot)
+
 
 def after_prompt(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
@@ -59,10 +81,7 @@ def after_prompt(
     """
     repeat, C, P = q.shape[1] // k.shape[1], q.shape[2], prompt_k.shape[2]
     if q.device.type != "cpu" or q[..., 0].numel() * (P + C) * 4 > SHARED_BYTES:
-        k, v = (
-            torch.cat([gather_rows(x, slots.prompt_index), y], dim=2)
-            for x, y in ((prompt_k, k), (prompt_v, v))
-        )
+        k, v = (torch.cat([slots.spread(x), y], dim=2) for x, y in ((prompt_k, k), (prompt_v, v)))
         return dense_attention(q, k, v, is_causal=True)  # query i of C sees P + i + 1 keys
     # the rows of a prompt lie together, (B, K, slots*C*repeat, D) and (B, K, slots*C, D)
     q = slots.by_prompt(q.unflatten(1, (-1, repeat)).transpose(2, 3)).flatten(2, 3)

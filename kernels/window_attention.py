@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
-from minivlmrl.kernels.dense_attention import dense_attention, gather_rows
+from minivlmrl.kernels.dense_attention import Reorder, dense_attention
 
 # Bounds of what a Triton program keeps in registers. float32 does not fit: IEEE products spill 8 KB
 # a thread, and three passes of tf32 still spill in the backward. So float32 on a GPU goes to torch;
@@ -66,11 +66,13 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
     if len(segments.runs) == 1:
         return _batched(q, k, v, segments.longest)
     if segments.order is not None:
-        q, k, v = (gather_rows(x, segments.order) for x in (q, k, v))
+        q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
     tokens = [tokens for _, tokens in segments.runs]
     pieces = zip(segments.runs, *(x.split(tokens) for x in (q, k, v)), strict=True)
     out = torch.cat([_batched(*piece, length) for (length, _), *piece in pieces])
-    return out if segments.order is None else gather_rows(out, segments.inverse)
+    if segments.order is None:
+        return out
+    return Reorder.apply(out, segments.inverse, segments.order)
 
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:

@@ -19,32 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import attention_scores, dense_attention, gather_rows
-from minivlmrl.kernels.prompt_slots import PromptSlots, after_prompt
+from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
+from minivlmrl.kernels.prompt_slots import PromptSlots, after_prompt, rectangles
 
 # attention(layer_index, q (N, H, D), k (N, K, D), v (N, K, D)) -> (N, H, D), after the rotary
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class Bucket:
-    """Groups whose prompts have one length: their attention needs no padding of prompts.
-
-    length: P, tokens of each prompt. starts: where each of the b prompts begins in the run.
-    rows: of each of the r completions (number of its prompt, where it begins, its tokens).
-    """
-
-    def __init__(self, length: int, starts: list[int], rows: list[tuple], device):
-        prompts = torch.tensor(starts)[:, None] + torch.arange(length)  # (b, P) indices in the run
-        prompt_index, begins, tokens = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-        offset = torch.arange(int(tokens.max()) if rows else 0)  # (C,)
-        completions = begins[:, None] + offset  # (r, C) indices in the run ...
-        ended = offset >= tokens[:, None]  # ... but for those after the end of a shorter one
-        # where each result of this bucket belongs in the run, -1 for what only fills up
-        belongs = prompts.flatten(), completions.masked_fill(ended, -1).flatten()
-        self.belongs = torch.cat(belongs)
-        self.prompts = to_device(prompts, device)
-        self.completions = to_device(completions.masked_fill(ended, 0), device)
-        self.slots = PromptSlots(prompt_index, len(starts), device) if rows else None
 
 
 class GroupLayout:
@@ -78,17 +57,28 @@ class GroupLayout:
         longest = max(self.row_lengths, default=0)  # T
         cells = [row * longest + i for row, n in enumerate(self.row_lengths) for i in range(n)]
         self.row_index = to_device(torch.tensor(cells, dtype=torch.long), device)  # (M,) in (R, T)
-        self.buckets = []
+        blocks, self.slots = [], []  # blocks: prompts and completions of each length of prompts
         for length in dict.fromkeys(prompt_lengths):
             prompts = [i for i, other in enumerate(prompt_lengths) if other == length]
             number = {prompt: i for i, prompt in enumerate(prompts)}
             own = [(number[prompt], *span) for prompt, *span in rows if prompt in number]
-            self.buckets.append(Bucket(length, [starts[i] for i in prompts], own, device))
-        # (N,) where the buckets' results, laid end to end, have each token of the run
-        belongs = torch.cat([bucket.belongs for bucket in self.buckets])
+            *indices, prompt_index = rectangles(length, [starts[i] for i in prompts], own)
+            blocks += indices
+            slots = PromptSlots(prompt_index, len(prompts), device) if indices[1].numel() else None
+            self.slots.append(slots)
+        self.shapes = [block.shape for block in blocks]
+        # the tokens of all blocks, laid end to end, and (N,) where these have each of the run
+        order = torch.cat([block.flatten() for block in blocks])
         inverse = torch.empty(end, dtype=torch.long)
-        inverse[belongs[belongs >= 0]] = (belongs >= 0).nonzero()[:, 0]
-        self.inverse = to_device(inverse, device)
+        inverse[order[order >= 0]] = (order >= 0).nonzero()[:, 0]
+        self.in_order = torch.equal(order, torch.arange(end))
+        self.order, self.inverse = (to_device(x, device) for x in (order.clamp(min=0), inverse))
+
+    def blocks(self, x: Tensor) -> list[Tensor]:
+        """(N, H, D) -> prompts (b, H, P, D), completions (r, H, C, D), of each prompt length."""
+        x = x if self.in_order else Reorder.apply(x, self.order, self.inverse)
+        parts = zip(x.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in parts]
 
 
 def visible(layout: GroupLayout) -> Tensor:
@@ -117,19 +107,16 @@ class GroupAttention:
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
             self.keys.append((k, v))
-        out, alone = [], len(self.layout.buckets) == 1
-        for bucket in self.layout.buckets:
-            # prompts: (b, heads, P, D); `alone` they are the whole run, in order
-            qp, kp, vp = (gather_rows(x, bucket.prompts, alone).transpose(1, 2) for x in (q, k, v))
-            o = dense_attention(qp, kp, vp, is_causal=True)
-            out.append(o.transpose(1, 2).flatten(0, 1))  # (b*P, H, D)
-            if not bucket.completions.numel():
-                continue
-            # completions: (r, heads, C, D), after the keys of their prompt: (r, K, P + C, D)
-            qc, kc, vc = (gather_rows(x, bucket.completions).transpose(1, 2) for x in (q, k, v))
-            o = after_prompt(qc, kc, vc, kp, vp, bucket.slots)
-            out.append(o.transpose(1, 2).flatten(0, 1))  # (r*C, H, D)
-        return gather_rows(torch.cat(out), self.layout.inverse) if out[1:] else out[0]
+        layout, out = self.layout, []
+        blocks = list(zip(*map(layout.blocks, (q, k, v)), strict=True))
+        pairs = zip(blocks[::2], blocks[1::2], layout.slots, strict=True)
+        for prompts, completions, slots in pairs:
+            out.append(dense_attention(*prompts, is_causal=True))
+            if slots is not None:
+                out.append(after_prompt(*completions, *prompts[1:], slots))
+        out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # each (rows * tokens, H, D)
+        out = torch.cat(out) if out[1:] else out[0]
+        return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
 
 class DecodeAttention:

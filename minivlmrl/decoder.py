@@ -39,7 +39,8 @@ class Qwen2_5_VL(nn.Module):
         Returns:
             hidden_states (S, hidden_size) after the final norm; `lm_head` makes logits of them.
         """
-        x, deep = self.model.embed_tokens(batch.input_ids), []  # (N, hidden_size)
+        x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
+        deep = []
         if len(batch.image_grid_thw):
             vision_embeds = batch.vision_embeds  # those of a frozen tower are known
             if vision_embeds is None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import gather_rows
+from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, window_attention
@@ -115,11 +115,11 @@ class VisionTransformer(nn.Module):
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)
-        x = gather_rows(self.patch_embed(pixel_values), layout.order)  # (P, E)
+        x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
             whole_frame = i in self.config.fullatt_block_indexes
             x = block(x, layout.cos, layout.sin, layout.frames if whole_frame else layout.windows)
-        return gather_rows(self.merger(x), layout.raster_order)  # it merges each block by itself
+        return Reorder.apply(self.merger(x), layout.raster_order)  # it merges each block by itself
 
 
 class PatchEmbed(nn.Module):

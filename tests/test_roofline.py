@@ -48,6 +48,13 @@ def test_a_backward_has_twice_the_products_of_its_forward(counts):
     assert launches > 0 and flops > 0 and 0 < element_wise < seconds
 
 
+def test_no_gradient_of_a_layer_adds_rows_up(counts):
+    """An embedding's is slow and races; x[index]'s sorts: twice, for the embedded tokens and the states of the head."""
+    ops = counts["train"].ops
+    assert "embedding_dense_backward" not in ops and "index_add" not in ops
+    assert ops["index_put"][0] == 2 * roofline.SORT
+
+
 def test_recomputing_runs_each_block_once_more(counts):
     recomputed = roofline.phases(CONFIG, "h100", WORK, recompute=True)["train"]
     assert recomputed.ops["attention"][0] == 2 * counts["train"].ops["attention"][0]

@@ -9,7 +9,7 @@ from interpreter import run_interpreted
 
 from minivlmrl.kernels import window_attention as module
 from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
-from minivlmrl.kernels.window_attention import Segments, blocks, gather_rows, window_attention
+from minivlmrl.kernels.window_attention import Segments, blocks, window_attention
 
 import tiny
 
@@ -132,13 +132,6 @@ def test_blocks_are_powers_of_two_and_hold_the_head():
         _, first, second = blocks(64, head_dim)
         assert first + second >= head_dim and first.bit_count() == 1 and second.bit_count() <= 1
         assert min(first, second or 16) >= 16
-
-
-def test_gather_rows_is_indexing():
-    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    index = torch.tensor([[4, 0], [4, 2]])
-    assert torch.equal(gather_rows(x, index), x[index])
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, index), (x,))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")

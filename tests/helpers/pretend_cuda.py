@@ -56,7 +56,7 @@ WAITED_FOR = {
 EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
 NO_KERNEL = EMPTY | {
     "detach", "alias", "lift_fresh", "_local_scalar_dense", "set_", "resize_", "_unsafe_view", "is_same_size",
-    "record_stream",
+    "record_stream", "record_grad_output_stream",
 }  # fmt: skip
 
 
@@ -344,10 +344,11 @@ class NameTheCard(TorchFunctionMode):
 class Stream:
     """The only stream, and its events: nothing runs at the same time as anything else."""
 
-    device, device_type, device_index, priority = CUDA, "cuda", 0, 0
+    device, device_type, device_index, stream_id, priority = CUDA, 1, 0, 0, 0
     __init__ = record_stream = wait_event = wait_stream = wait = synchronize = lambda self, *_, **__: None
     record = record_event = __enter__ = lambda self, *_: self
     query = lambda self: True  # noqa: E731
+    is_capturing = lambda self: False  # noqa: E731
     __exit__ = lambda self, *_: None  # noqa: E731
 
 
@@ -369,6 +370,7 @@ def environment():
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)  # optimizers ask, from torch 2.15
     classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph, "graph": Graph.capture}
     for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
