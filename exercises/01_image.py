@@ -1,7 +1,7 @@
 TASK = """
 An image is shown to the tower at a size whose sides are multiples of `factor`. Choose new_height and new_width: the
-nearest multiples, but if their area is over max_pixels or under min_pixels, scale both sides by one number so that it
-fits, and stay on the safe side of the bound.
+nearest multiples by Python's `round`, but if their area is over max_pixels or under min_pixels, scale both sides by one
+number so that it fits, and stay on the safe side of the bound.
 """
 
 HINT = """
@@ -19,6 +19,10 @@ WRONG = {
         "if new_height * new_width > max_pixels:",
         "if not min_pixels <= new_height * new_width <= max_pixels:\n    height, width = new_height, new_width\n"
         "if new_height * new_width > max_pixels:",
+    ),
+    "a half goes to the even multiple, as Python's round has it; yours goes up": (
+        "round(height / factor) * factor, round(width / factor) * factor",
+        "math.floor(height / factor + 0.5) * factor, math.floor(width / factor + 0.5) * factor",
     ),
     "you round up; the nearest multiple is asked for, as long as the area fits": (
         "round(height / factor) * factor, round(width / factor) * factor",
@@ -52,7 +56,7 @@ WRONG = {
 
 
 def tries(smart_resize):
-    sizes = [(1092, 1568), (100, 130), (30, 40), (5000, 29), (1001, 1001), (1015, 1008), (20, 300)]
+    sizes = [(1092, 1568), (100, 130), (30, 40), (70, 126), (5000, 29), (1001, 1001), (1015, 1008), (20, 300)]
     for height, width in sizes:
         asked = f"height {height}, width {width}, factor 28, area from 3136 to 1003520"
         yield asked, smart_resize(height, width, 28, 3136, 1003520)

@@ -22,6 +22,7 @@ WRONG = {
         '[Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]',
         '["<|vision_start|>", placeholder, "<|vision_end|>"]',
     ),
+    "your <|im_end|> is text: START and END are Controls": (", END,", ', "<|im_end|>",'),
     "a video has a placeholder of its own: VIDEO": ('IMAGE if kind == "image" else VIDEO', "IMAGE"),
     "numbers begin at 1: count before you write": ("seen[kind] += 1", "seen[kind] += 0"),
     "pictures and videos are numbered if seen is a Counter, and yours are not": ("if seen is not None:", "if False:"),

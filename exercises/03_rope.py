@@ -38,6 +38,10 @@ WRONG = {
         "pieces.append(grid + position)",
         "grid[0] = torch.arange(t).repeat_interleave(length // t)\npieces.append(grid + position)",
     ),
+    "each image or video has seconds of its own: take those of its index": (
+        "second_per_grid_ts[index]",
+        "second_per_grid_ts[0]",
+    ),
     "the time steps of a video are as far apart as its seconds say": (
         "1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()",
         "1.0",
@@ -57,6 +61,7 @@ def tries(get_rope_index):
         "2 of text, an image of 2 x 3 tokens, 1 of text": ([0, 0, *[1] * 6, 0], [(1, 4, 6)], None),
         "two images": ([0, *[1] * 6, 0, *[1] * 3, 0, 0], [(1, 6, 4), (1, 2, 6)], None),
         "a video of 3 steps of 0.75 s": ([0, *[2] * 12, 0, 0], [(3, 4, 4)], torch.tensor([0.75])),
+        "an image, then a video": ([*[1] * 2, 0, *[2] * 4, 0], [(1, 2, 4), (2, 2, 4)], torch.tensor([0.0, 1.5])),
     }
     for what, (ids, grids, seconds) in prompts.items():
         grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)

@@ -31,11 +31,21 @@ WRONG = {
         "(window.flatten().bincount() * merge**2).tolist()",
         "[side**2 * merge**2] * int(window.max() + 1)",
     ),
+    "tokens of the second frame count on from the first": (
+        "torch.arange(t)[:, None] * rows * cols",
+        "torch.zeros(t, 1, dtype=torch.long)",
+    ),
+    "frame_lengths has a number for each frame": ("[h * w] * t", "[h * w]"),
+    "a frame's length is in patches, as a window's is": ("[h * w] * t", "[rows * cols] * t"),
     "each frame of a video has windows of its own: their lengths repeat t times": (
         "merge**2).tolist() * t",
         "merge**2).tolist()",
     ),
 }
+
+
+def named(answer):
+    return dict(zip(("order", "window_lengths", "frame_lengths"), answer, strict=True))
 
 
 def tries(window_order):
@@ -45,6 +55,6 @@ def tries(window_order):
 
     config = SimpleNamespace(spatial_merge_size=2, window_size=112, patch_size=14)
     for grids in ([(1, 6, 10)], [(1, 10, 20)], [(2, 8, 12), (1, 4, 12)]):
-        yield f"grids {grids}, windows of 4 x 4 tokens", window_order(torch.tensor(grids), config)
+        yield f"grids {grids}, windows of 4 x 4 tokens", named(window_order(torch.tensor(grids), config))
     config.window_size = None
-    yield "no windows", window_order(torch.tensor([(1, 4, 4)]), config)
+    yield "no windows", named(window_order(torch.tensor([(1, 4, 4)]), config))

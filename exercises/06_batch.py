@@ -28,6 +28,10 @@ WRONG = {
         "for c in group for i in range(len(c) - 1)]",
         "for i in range(sum(len(c) - 1 for c in group))]",
     ),
+    "videos are forgotten: their placeholder is another one than that of images": (
+        "torch.isin(prompt.input_ids, placeholders)",
+        "(prompt.input_ids == config.image_token_id)",
+    ),
     "image tokens are numbered in the run, not in their prompt: start is missing": (
         "nonzero()[:, 0] + start)",
         "nonzero()[:, 0])",
@@ -60,9 +64,10 @@ def tries(pack):
 
     image, text = prompt(7, *[1] * 6, 8, grids=[(1, 4, 6)]), prompt(7, 8, 9, grids=[])
     completions = [torch.tensor([11, 12, 13]), torch.tensor([21, 22])]
+    video = prompt(7, *[2] * 4, 8, grids=[(2, 4, 2)])
     pairs = {"text, then text": [text, text], "an image, then text": [image, text], "two images": [image, image]}
+    pairs["an image, then a video"] = [image, video]
     for what, prompts in pairs.items():
         batch = pack(prompts, [completions] * 2, config)
-        yield f"{what}: ids", batch.input_ids
-        yield f"{what}: positions", batch.position_ids
-        yield f"{what}: where the image tokens are", batch.vision_index
+        made = {"ids": batch.input_ids, "positions": batch.position_ids}
+        yield what, {**made, "where the image tokens are": batch.vision_index}

@@ -16,11 +16,20 @@ WRONG = {
         "/ temperature  # (M, vocab_size)\nlog_probs = logits.log_softmax(-1)",
         "\nlog_probs = logits.log_softmax(-1) / temperature",
     ),
+    "Hugging Face's shift is done already: each state is the one that predicts its token": [
+        (", batch.completion_ids[:, None])", ", batch.completion_ids[1:, None])"),
+        ("/ temperature", "/ temperature\nlogits, batch.completion_ids = logits[:-1], batch.completion_ids[1:]"),
+    ],
     "these are probabilities: their logarithm is missing": ("logits.log_softmax(-1)", "logits.softmax(-1)"),
     "the softmax runs over the tokens of the batch; it runs over the vocabulary, the last axis": (
         "log_softmax(-1)",
         "log_softmax(0)",
     ),
+    "the entropy is of the distribution that drew: divide its logits by the temperature too": (
+        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-((logits * temperature).softmax(-1) * (logits * temperature).log_softmax(-1)).sum(-1)",
+    ),
+    "the entropy is a sum over the vocabulary, not a mean": ("* log_probs).sum(-1)", "* log_probs).mean(-1)"),
     "the entropy has the wrong sign: p log p is never positive": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "(log_probs.exp() * log_probs).sum(-1)",
@@ -54,8 +63,7 @@ def tries(plain_per_token_logps):
             return states[select]
 
     layout = SimpleNamespace(predict_index=torch.tensor([1, 2, 3]))
-    batch = SimpleNamespace(layout=layout, completion_ids=torch.tensor([1, 0, 2]))
     for temperature in (1.0, 0.7):
+        batch = SimpleNamespace(layout=layout, completion_ids=torch.tensor([1, 0, 2]))
         logps, entropies = plain_per_token_logps(Model(), batch, temperature)
-        yield f"logps at temperature {temperature}", logps
-        yield f"entropies at temperature {temperature}", entropies
+        yield f"temperature {temperature}", {"logps": logps, "entropies": entropies}

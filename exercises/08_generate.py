@@ -17,6 +17,10 @@ WRONG = {
     ),
     "a token of probability 0 can be drawn: exceed the number, do not just reach it": ("right=True", "right=False"),
     "the row's total is a little less than 1: take the number as a share of it": ("units[:, -1]", "UNITS"),
+    "uniform is float64: as float32 the target misses what lies between two tokens": (
+        "(uniform * units[:, -1]).long()",
+        "(uniform.float() * units[:, -1]).long().clamp(max=units[0, -1] - 1)",
+    ),
     "where nothing exceeds the number, argmax says 0: the row's total is less than 1, take a share of it": (
         "units = (probs * UNITS).long().cumsum(-1)",
         "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
@@ -40,6 +44,7 @@ def tries(inverse_cdf):
         "the number 0, a token of probability 0": ([[0.0, 0.5, 0.5]], [0.0]),
         "probabilities that add up to 0.5": ([[0.25, 0.25, 0.0]], [0.75]),
         "a rare last token": ([[1.0, 1e-9, 0.0]], [1 - 1e-12]),
+        "between two tokens": ([[0.5, 0.5]], [0.5 - 1e-10]),
         "its last token": ([[0.5, 0.5]], [0.999]),
     }
     for what, (probs, uniform) in cases.items():

@@ -9,6 +9,17 @@ to_groups makes (groups, num_generations), nanmean and repeat_interleave bring a
 group_std and nanstd divide by n - 1. The mean is the group's in all three.
 """
 
+MEAN_AND_STD = """\
+to_groups(rewards, num_generations).nanmean(1).repeat_interleave(
+    num_generations
+)
+if scale_rewards == "none":
+    return centred.nan_to_num(0.0)
+group = group_std(rewards, num_generations).repeat_interleave(num_generations)"""
+TILED = MEAN_AND_STD.replace("repeat_interleave", "repeat")
+COLUMNS = TILED.replace("to_groups(rewards, num_generations).nanmean(1)", "columns.nanmean(1)")
+COLUMNS = COLUMNS.replace("group_std(rewards, num_generations)", "nanstd(columns)")
+
 WRONG = {
     "you divide by n in the variance; TRL's standard deviation has n - 1": (
         "std = {",
@@ -18,6 +29,18 @@ WRONG = {
     "EPSILON is missing: groups that differ by a hair get advantages as large as any": ("(std + EPSILON)", "std"),
     "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
     "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
+    "`repeat` tiles the groups' numbers one after the other; each belongs to neighbours: repeat_interleave": [
+        ("nanmean(1).repeat_interleave(", "nanmean(1).repeat("),
+        ("num_generations).repeat_interleave(num_generations)", "num_generations).repeat(num_generations)"),
+        (MEAN_AND_STD, TILED),
+    ],
+    "the completions of a group are neighbours: view(-1, num_generations), not view(num_generations, -1)": [
+        ("centred =", "num_generations = max(1, len(rewards) // num_generations)\ncentred ="),
+        (
+            "centred = rewards - " + MEAN_AND_STD,
+            "columns = rewards.view(num_generations, -1).T\ncentred = rewards - " + COLUMNS,
+        ),
+    ],
     "the mean is the batch's; completions are compared with their group": (
         "to_groups(rewards, num_generations).nanmean(1).repeat_interleave(\n    num_generations\n)",
         "rewards.nanmean()",
@@ -25,6 +48,10 @@ WRONG = {
     "also with \"batch\" the mean is the group's; only the deviation is the batch's": (
         "std = {",
         'centred = rewards - rewards.nanmean() if scale_rewards == "batch" else centred\nstd = {',
+    ),
+    'with "batch" the deviation is of the rewards; yours is of the centred ones': (
+        "nanstd(rewards)}",
+        "nanstd(centred)}",
     ),
     '"none" divides by nothing; you divide always': (
         'if scale_rewards == "none":\n    return centred.nan_to_num(0.0)',

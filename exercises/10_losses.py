@@ -16,8 +16,40 @@ WRONG = {
         "per_token_logps.detach() if",
         "per_token_logps if",
     ),
+    "old is given: you take the present one always, so the ratio is 1": (
+        "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        "per_token_logps.detach()",
+    ),
+    'importance_sampling_level is ignored: with "sequence" a row has one ratio': (
+        "options.importance_sampling_level",
+        '"token"',
+    ),
+    "GSPO's ratio is the mean of a row's log ratios, exponentiated; yours is their sum": (
+        "options.importance_sampling_level)",
+        'options.importance_sampling_level)\nif options.importance_sampling_level == "sequence":\n'
+        "    ratio = ((per_token_logps - old) * mask).sum(-1, keepdim=True).exp()",
+    ),
     "the ratio is turned around: present over old": ("per_token_logps - old,", "old - per_token_logps,"),
     "tokens that do not count are in the sum: multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
+    "you divide by all columns, padding too: a mean over what the mask leaves, by the counts": (
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
+        "(per_token_loss * mask).mean()",
+    ),
+    "the KL's arguments are exchanged: the policy comes first, then the reference": (
+        "kl_term(per_token_logps, ref_per_token_logps,",
+        "kl_term(ref_per_token_logps, per_token_logps,",
+    ),
+    "the KL has no gradient: it is detached, so it holds nothing back": [
+        ("options.beta * kl\n", "options.beta * kl.detach()\n"),
+        ("kl_term(per_token_logps, ref", "kl_term(per_token_logps.detach(), ref"),
+    ],
+    "the KL is in the advantage, as in RLOO; GRPO adds it to each token's loss": [
+        (
+            "per_token_loss = per_token_loss + options.beta * kl\n",
+            f"per_token_loss = clipped(ratio, advantages - options.beta * kl{detached}, options)[0]\n",
+        )
+        for detached in (".detach()", "")
+    ],
     "the KL has the wrong sign: it is a cost": ("+ options.beta * kl", "- options.beta * kl"),
     "beta is missing: the KL weighs 1": ("options.beta * kl\n", "kl\n"),
     "the KL is to pi_old; it is to the reference": (
@@ -38,23 +70,26 @@ WRONG = {
     ),
     "the ratio is not clipped": (
         "per_token_loss, metrics = clipped(ratio, advantages, options)",
-        "per_token_loss, metrics = -ratio * advantages, {}",
+        "per_token_loss, metrics = -ratio * advantages, clipped(ratio, advantages, options)[1]",
     ),
     "you take the larger of the two terms; the smaller one is the cautious one": (
         "per_token_loss, metrics = clipped(ratio, advantages, options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
-        "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), {}",
+        "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), "
+        "clipped(ratio, advantages, options)[1]",
     ),
     "clipped without the min: a token that moved the wrong way can no longer come back": (
         "per_token_loss, metrics = clipped(ratio, advantages, options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
-        "per_token_loss, metrics = -clip * advantages, {}",
+        "per_token_loss, metrics = -clip * advantages, clipped(ratio, advantages, options)[1]",
     ),
     "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts) * (\n"
         '    counts.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
     ),
+    "the metrics are missing: those of the term, and kl": ("loss = AVERAGES", "metrics = {}\nloss = AVERAGES"),
+    'metrics has no "kl"': ('metrics["kl"] = kl = correct_kl', "kl = correct_kl"),
     "this is the reward's direction: the loss is its negative": (
         "loss = AVERAGES[options.loss_type](per_token_loss",
         "loss = AVERAGES[options.loss_type](-per_token_loss",
@@ -74,11 +109,14 @@ def tries(grpo_loss):
         "old": {"old_per_token_logps": old},
         "old and reference": {"old_per_token_logps": old, "ref_per_token_logps": ref},
     }
-    for what, tensors in {"on-policy": {}, **given}.items():
-        for loss_type in ("grpo", "dapo", "dr_grpo"):
-            options = PolicyLoss(loss_type, beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
-            leaf = logps.clone().requires_grad_()
-            loss, _ = grpo_loss(leaf, advantages, mask, options, **tensors, counts=Counts(4, 11, 8))
-            gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
-            yield f"{loss_type}, {what}: loss", loss.detach()
-            yield f"{loss_type}, {what}: gradient", gradient
+    cases = [(loss_type, what) for what in ("on-policy", *given) for loss_type in ("grpo", "dapo", "dr_grpo")]
+    for loss_type, what in [*cases, ("dapo sequence", "old and reference")]:
+        tensors = given.get(what, {})
+        options = PolicyLoss(*loss_type.split(), beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
+        leaf = logps.clone().requires_grad_()
+        loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, counts=Counts(4, 11, 8))
+        gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
+        yield (
+            f"{loss_type}, {what}",
+            {"loss and gradient": [loss.detach(), gradient], "metrics": sorted(metrics.items())},
+        )

@@ -6,7 +6,8 @@ python -m exercises 9 --check    # says pass, or which mistake; there are --hint
 
 An exercise is made of the book as it is now: holes.yaml names the function and the statements to cut. Beside
 it each exercise has a file with its task, its hint, wrong answers and `tries`, what is asked of the function. A wrong
-answer is an edit of the book's lines, and is recognised in a file that answers all tries as the edited book does.
+answer is an edit of the book's lines (or several, of which each is that mistake), and is recognised in a file that
+answers all tries as the edited book does. Where a try answers several things, a mistake may explain only some of them.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import textwrap
 import traceback
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ import yaml
 
 FOLDER = Path(__file__).resolve().parent
 BOOK = FOLDER.parent / "minivlmrl"
+LINES = 1_000_000  # that a filled-in file may run; the book's own need some hundreds
 
 
 @dataclass
@@ -57,17 +60,64 @@ class Exercise:
         before, after = self.source(self.function.lineno, first - 1), self.source(last + 1, self.function.end_lineno)
         return "\n".join([head, *self.imports, "\n", *before, hole, *after, ""])
 
-    def wrong_answers(self) -> dict[str, str]:
-        """What is wrong -> a filling of the hole; an edit whose words the book no longer has is left out."""
-        code = self.solution
-        edits = ((says, *edit) for says, edit in self.own["WRONG"].items())
-        return {says: code.replace(right, wrong) for says, right, wrong in edits if code.count(right) == 1}
+    def wrong_answers(self) -> list[tuple[str, str]]:
+        """(what is wrong, a filling of the hole); an edit whose words the book no longer has is left out."""
+        code, found = self.solution, []
+        for says, edits in self.own["WRONG"].items():
+            for right, wrong in edits if isinstance(edits, list) else [edits]:
+                found += [(says, code.replace(right, wrong))] if code.count(right) == 1 else []
+        return found
 
-    def answers(self, text: str, where: str) -> list:
-        """What the function of a file answers to each try: (what was asked, answer)."""
-        names: dict = {}
-        exec(compile(text, where, "exec"), names)
-        return list(self.own["tries"](names[self.function.name]))
+    @cached_property
+    def right(self) -> dict[str, list]:
+        """What the book answers."""
+        return self.answers(self.text(self.solution), "the book")
+
+    @cached_property
+    def known(self) -> list[tuple[str, dict[str, list]]]:
+        """(what is wrong, what the book with this mistake answers)."""
+        return [(says, self.answers(self.text(fill), "a wrong answer")) for says, fill in self.wrong_answers()]
+
+    def answers(self, text: str, where: str) -> dict[str, list]:
+        """What the function of a file answers: for each thing it makes, (what was asked, answer) of each try."""
+        names, found, before = {}, {}, sys.gettrace()
+        sys.settrace(line_counter(where))
+        try:
+            exec(compile(text, where, "exec"), names)
+            for asked, parts in self.own["tries"](never_none(names[self.function.name])):
+                for kind, answer in (parts if isinstance(parts, dict) else {"": parts}).items():
+                    found.setdefault(kind, []).append((asked, answer))
+        finally:
+            sys.settrace(before)
+        return found
+
+
+def line_counter(where: str):
+    """Make a trace function that ends code of the file `where` after LINES lines."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename != where:
+            return None  # nor its lines
+        lines += 1
+        if lines > LINES:
+            raise RuntimeError(f"{LINES:,} lines were run and it goes on: which loop never ends?")
+        return count
+
+    return count
+
+
+def never_none(function):
+    """The function, which may not return None."""
+
+    def asked(*arguments, **options):
+        answer = function(*arguments, **options)
+        if answer is None:
+            raise ValueError(f"{function.__name__} returns nothing: end it with a return")
+        return answer
+
+    return asked
 
 
 def load(number: int, book: Path = BOOK) -> Exercise:
@@ -114,6 +164,8 @@ def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str
             own.add(node.name)
         elif isinstance(node, ast.Assign):
             own |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    if "Tensor" in used and "import torch" not in lines:
+        lines.insert(0, "import torch")
     return lines + ([f"from minivlmrl.{module} import {', '.join(sorted(own & used))}"] if own & used else [])
 
 
@@ -123,30 +175,64 @@ def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
         given = exercise.answers(text, where)
     except Exception as error:  # a reader's code may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
-        line = getattr(error, "lineno", None) or (lines or [1])[-1]
-        return False, f"{where}, line {line}: {type(error).__name__}: {getattr(error, 'msg', error)}"
-    right = exercise.answers(exercise.text(exercise.solution), "the book")
-    if same(given, right):
-        return True, f"pass: it answers all {len(right)} tries as minivlmrl/{exercise.path.name} does"
-    first = next(place for place, answer in enumerate(right) if not same(given[place], answer))  # that differs
-    perhaps = []  # mistakes that answer the first try so: there may be two at once
-    for says, fill in exercise.wrong_answers().items():
-        wrong = exercise.answers(exercise.text(fill), "a wrong answer")
-        if same(given, wrong):
-            return False, f"not yet: {says}"
-        if same(given[first], wrong[first]):
-            perhaps.append(f"perhaps: {says}")
+        line = getattr(error, "lineno", None) or (lines or [None])[-1]
+        place = f"{where}, line {line}" if line else where
+        return False, f"{place}: {type(error).__name__}: {getattr(error, 'msg', error)}"
+    right = exercise.right
+    left = {kind for kind in right if not same(given[kind], right[kind])}
+    if not left:
+        tries = max(map(len, right.values()))
+        return True, f"pass: it answers all {tries} tries as minivlmrl/{exercise.path.name} does"
+    explained = [  # a mistake that changes what is right here was not made
+        (says, {kind for kind in left if same(given[kind], wrong[kind])})
+        for says, wrong in exercise.known
+        if all(same(wrong[kind], right[kind]) for kind in right.keys() - left)
+    ]
+    named = []
+    while best := max(
+        ((len(kinds & left), -i) for i, (_, kinds) in enumerate(explained) if kinds & left), default=None
+    ):
+        says, kinds = explained[-best[1]]
+        named.append(says)
+        left -= kinds
+    if left:
+        kind = next(kind for kind in right if kind in left)
+        named.append(shown(exercise, given[kind], kind))
+    return False, "not yet: " + "\nand: ".join(named)
+
+
+def shown(exercise: Exercise, given: list, kind: str) -> str:
+    """Say of what is no known mistake how it differs, and which mistakes would answer the first try so."""
+    right = exercise.right[kind]
+    first = next(place for place, answer in enumerate(right) if not same(given[place], answer))
     (asked, expected), (_, got) = right[first], given[first]
-    return False, "\n".join([f"not yet\nasked: {asked}\nexpected: {expected}\ngot: {got}", *perhaps])
+    wrong = [says for says, answers in exercise.known if same(given[first], answers[kind][first])]
+    lines = [form(got, expected), f"asked: {asked}", f"expected{kind and f' {kind}'}: {expected}", f"got: {got}"]
+    return "\n".join([*filter(None, lines), *(f"perhaps: {says}" for says in dict.fromkeys(wrong))])
+
+
+def form(got, expected) -> str:
+    """Say how shape, length or type of an answer differ, "" if they do not."""
+    if type(got) is not type(expected):
+        return f"it is of type {type(got).__name__}; {type(expected).__name__} is right"
+    if isinstance(got, torch.Tensor) and got.shape != expected.shape:
+        return f"its shape is {tuple(got.shape)}; {tuple(expected.shape)} is right"
+    if isinstance(got, torch.Tensor) and got.is_floating_point() != expected.is_floating_point():
+        return f"it is {got.dtype}; {expected.dtype} is right"
+    if isinstance(got, list | tuple):
+        if len(got) != len(expected):
+            return f"its length is {len(got)}; {len(expected)} is right"
+        return next(filter(None, map(form, got, expected)), "")
+    return ""
 
 
 def same(a, b) -> bool:
     """Whether two answers are equal, floats to about five digits."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
+    if form(a, b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
+    return all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,13 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.house import READING_ORDER
 from exercises.__main__ import BOOK, FOLDER, check, load, main, markers
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXERCISES = {number: load(number) for number in range(1, len(markers()) + 1)}
-MISTAKES = [(number, says) for number, exercise in EXERCISES.items() for says in exercise.own["WRONG"]]
+MISTAKES = [(number, *wrong) for number, exercise in EXERCISES.items() for wrong in exercise.wrong_answers()]
+ANSWERS = yaml.safe_load((Path(__file__).parent / "recorded" / "exercise_answers.yaml").read_text(encoding="utf-8"))
 
 
 def test_ten_in_the_books_order():
@@ -31,15 +33,37 @@ def test_the_book_passes_and_the_hole_does_not(number):
     assert exercise.solution.splitlines()[0] not in hole
 
 
-@pytest.mark.parametrize("number, mistake", MISTAKES)
-def test_a_mistake_is_recognised_by_its_name(number, mistake):
+@pytest.mark.parametrize("number, mistake, fill", MISTAKES)
+def test_a_mistake_is_recognised_by_its_name(number, mistake, fill):
     exercise = EXERCISES[number]
-    wrong = exercise.text(exercise.wrong_answers()[mistake])
-    assert check(exercise, wrong, "mine.py") == (False, f"not yet: {mistake}")
+    assert check(exercise, exercise.text(fill), "mine.py") == (False, f"not yet: {mistake}")
 
 
 def test_each_exercise_knows_five_mistakes_or_more():
-    assert min(len(exercise.own["WRONG"]) for exercise in EXERCISES.values()) >= 5 and len(MISTAKES) >= 50
+    """And each edit of them fits the book."""
+    wrong = [list(exercise.own["WRONG"].values()) for exercise in EXERCISES.values()]
+    edits = [edit for edits in wrong for given in edits for edit in (given if isinstance(given, list) else [given])]
+    assert min(map(len, wrong)) >= 5 and len(edits) == len(MISTAKES) >= 100
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: f"{answer['exercise']}-{answer.get('named')}")
+def test_a_wrong_answer_of_a_reader_is_refused_and_named(answer):
+    exercise = EXERCISES[answer["exercise"]]
+    passed, says = check(exercise, exercise.text(answer["code"].rstrip()), "mine.py")
+    assert not passed and answer.get("named", "expected") in says
+
+
+def test_sixty_wrong_answers_fifty_with_a_name():
+    assert len(ANSWERS) >= 60 and sum("named" in answer for answer in ANSWERS) >= 50
+
+
+def test_two_mistakes_in_two_results_are_both_named():
+    wrong = EXERCISES[7].solution.replace("log_softmax(-1)", "log_softmax(0)").replace("-(log", "(log")
+    wrong = wrong.replace("entropies =", "log_probs = logits.log_softmax(-1)\nentropies =")
+    says = check(EXERCISES[7], EXERCISES[7].text(wrong), "mine.py")[1]
+    assert (
+        says.startswith("not yet: the softmax runs over the tokens") and "\nand: the entropy has the wrong sign" in says
+    )
 
 
 def test_a_lost_function_is_named(tmp_path):
