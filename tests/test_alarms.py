@@ -19,7 +19,7 @@ HEALTHY = {
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
 CASES = [  # what differs from a healthy step, temperature, what the sentence says
     ({"frac_reward_zero_std": 1.0}, 1.0, "the prompts are too easy or too hard"),
-    ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature 0\.01 draws the same text again"),
+    ({"frac_reward_zero_std": 1.0}, 0.01, r"sampling\.temperature 0\.01 and top_k 0 draw the same text again"),
     (SAME, 1.0, r"reward format says 0\.9 and accuracy says 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
     ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
@@ -30,7 +30,7 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
 
 
 def alarms(temperature=1.0, model=None, state=()):
-    sampling = SimpleNamespace(temperature=temperature, max_new_tokens=9)
+    sampling = SimpleNamespace(temperature=temperature, top_k=0, max_new_tokens=9)
     run = SimpleNamespace(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     policy, trained = SimpleNamespace(config=SimpleNamespace(vocab_size=512)), model or torch.nn.Module()
     return Alarms(SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state))

@@ -24,14 +24,18 @@ def one(completions, **columns):
 def words(completions, solution, **columns):
     return [float(len(c.split()) > 50) for c in completions]
 
+def same(completions, solution, **columns):
+    return [float(c == s) for c, s in zip(completions, solution)]
+
 def length(completions, **columns):
     return [float(len(c)) for c in completions]
 """
 
 
 def which(kind):
-    """Names of the faults of which something is said there."""
-    return [name for name, fault in FAULTS.items() if getattr(fault, kind)]
+    """Names of the faults of which something is said there; most kinds of rows and settings are slow."""
+    said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 17)) for number, name in said]
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def plant(own, rows, tmp_path, monkeypatch):
 
     def plant(change):
         lines = [json.loads(line) for line in rows.read_text().splitlines()]
-        lines = [line | {"image": str(rows.parent / line["image"])} | change for line in lines]
+        lines = [line | {"image": str(rows.parent / line["image"])} for line in lines]
+        of = change if callable(change) else lambda *_: change
+        lines = [line | of(number, line) for number, line in enumerate(lines)]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
         return [*own, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
 

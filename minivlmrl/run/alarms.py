@@ -71,9 +71,9 @@ class Alarms:
             says = (f"{name} says {last[f'rewards/{name}/mean']:.3g}" for name in run.rewards)
             cure = "look at completions.jsonl and at what these rewards ask for"
             yield "constant", f"of every completion reward {' and '.join(says)}; {cure}"
-        elif equal and run.sampling.temperature < 0.2:
-            cause = f"sampling.temperature {run.sampling.temperature} draws the same text again"
-            yield "cold", f"{alike}; {cause}; take 1.0"
+        elif equal and (run.sampling.temperature < 0.2 or run.sampling.top_k == 1):
+            cause = f"temperature {run.sampling.temperature:g} and top_k {run.sampling.top_k}"
+            yield "cold", f"{alike}; sampling.{cause} draw the same text again; take 1.0 and 0"
         elif equal:
             cure = "the prompts are too easy or too hard: take others, or raise num_generations"
             yield "equal", f"{alike}; {cure}"

@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
+from itertools import islice
 
 import PIL.Image
 import torch
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.data.boxes import parse_boxes, says_none
-from minivlmrl.data.turns import as_turns, text_of
+from minivlmrl.data.boxes import Box, parse_boxes, says_none
+from minivlmrl.data.row_files import open_rows
+from minivlmrl.data.turns import as_turns, encode_completion, text_of
 from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import get_reward, required_columns
@@ -49,7 +51,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    found = list(check(load_config(arguments[0], arguments[1:])))
+    found = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
     print("\n".join(f"- {sentence}" for sentence in found) or "nothing found that will go wrong")
     return int(bool(found))
 
@@ -61,18 +63,17 @@ def check(config) -> Iterator[str]:
         algorithm.check(config)
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     model, processor, datasets = prepare(config, stages, world)  # refuses what does not fit the GPU
-    yield from check_settings(config, model)
     online = [stage for stage, algorithm in stages.items() if not algorithm.answers]
-    if online and config.sampling.temperature < 0.2:
-        cure = "all completions of a group will be alike; take 1.0"
-        yield f"sampling.temperature is {config.sampling.temperature:g}: {cure}"
+    yield from check_settings(config, model, datasets, online)
+    for stage, algorithm in stages.items():
+        yield from check_rows(spread(datasets[stage]), processor)
+        yield from check_answers(config, algorithm.answers, spread(datasets[stage]), processor)
     rows_of = {algorithm.needs: datasets[stage] for stage, algorithm in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(config, rows_of["demonstrations"], processor)
     asked = rows_of.get("prompts")
     if asked is not None:
         rows = [replace(row, key=f"check/{i}") for i, row in enumerate(spread(asked))]
-        yield from check_prompts(rows, processor)
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
             gather, G = config.rollout.gather_weights, getattr(config, online[0]).num_generations
@@ -83,15 +84,83 @@ def check(config) -> Iterator[str]:
     ranks.shutdown()
 
 
-def check_settings(config, model) -> Iterator[str]:
-    """Numbers that no run learns with."""
+def check_settings(config, model, datasets: dict, online: list[str]) -> Iterator[str]:
+    """Numbers that no run learns with, and rows that are evaluated and trained on."""
     small = sum(parameter.numel() for parameter in model.parameters()) < 10**8
     usual = 1e-2 if small or not config.model.path else 1e-3 if config.adapter.r else 1e-4
+    heat, k, p = config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
+    if online and not 0.2 <= heat <= 2:
+        yield f"sampling.temperature is {heat:g}: completions are all alike, or noise; take 1.0"
+    if online and (k == 1 or p < 0.1):
+        yield f"sampling.top_k is {k}, top_p {p:g}: completions are all alike; take 0 and 1.0"
     for stage in config.stages:
-        rate = getattr(config, stage).learning_rate
+        o, count = getattr(config, stage), len(datasets[stage])
+        rate, steps, warmup = o.learning_rate, o.max_steps, o.warmup_steps
         if rate > usual:
             cause = f"over {usual:g} such weights are lost in a few steps"
             yield f"{stage}.learning_rate is {rate:g}: {cause}; lower it"
+        if config.model.dtype == "bfloat16" and not config.adapter.r and rate < 1e-5:
+            yield f"bfloat16 rounds updates of {rate:g} away: take model.dtype float32"
+        if 0 < steps <= warmup:
+            yield f"{stage}.warmup_steps is {warmup}: all {steps} steps are warmup; lower it"
+        if getattr(o, "beta", 0) > 1:
+            yield f"{stage}.beta is {o.beta:g}: the policy will not move; take 0.1"
+        if o.prompts_per_step >= 4 * count:
+            yield f"a step repeats its {count} rows several times: lower {stage}.prompts_per_step"
+    if config.data.train_file and config.data.eval_file:
+        held_out = set(map(str, islice(open_rows(config.data.eval_file), config.data.eval_rows)))
+        if both := len(held_out & set(map(str, open_rows(config.data.train_file)))):
+            yield f"{both} rows of data.eval_file are training rows: leave them out of these"
+
+
+def check_rows(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """Rows that are alike, pictures that show nothing, questions that hold their answer."""
+    texts = [text_of(row.messages[-1]).strip().lower() for row in rows]
+    solutions = [str(row.columns.get("solution") or "") for row in rows]
+    said = [(find_answer(text) or text).strip().lower() for text in solutions]
+    pictures, several = [image for row in rows for image in row.images], len(rows) > 3
+    shown = [tuple(image.tobytes() for image in row.images) for row in rows]
+    different = len({*zip(shown, texts, strict=True)})
+    prompts = [row.prompt(processor) for row in rows]
+    grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
+    told = sum(answer != "" and answer in text for answer, text in zip(said, texts, strict=True))
+    others = [answer in texts[0] for answer in said if answer != said[0]]
+    if several and all(shown) and len(set(shown)) == 1:
+        yield "all rows show one picture: look at what the column image or images names"
+    elif several and different <= len(rows) / 2:
+        yield f"{different} of {len(rows)} rows differ in picture or question: drop copies"
+    if not grids:
+        yield "no row has an image or video: name the column image or images"
+    if (longest := max(len(prompt.input_ids) for prompt in prompts)) > 8192:
+        yield f"a prompt has {longest} tokens: lower data.max_pixels or cut the text"
+    if several and told > 0.8 * len(rows) and 0 < len(others) > 3 * sum(others):
+        yield f"{told} of {len(rows)} questions hold their solution: take it out of the prompt"
+    if 2 * sum(image.getcolors(1) is not None for image in pictures) > len(pictures):
+        yield "most images have one colour: look at the files, they may be damaged, or masks"
+    tokens = max(map(processor.image_processor.num_tokens, grids), default=0)
+    if tokens == 1 and max(max(image.size) for image in pictures) > 28:
+        yield "each image is one token, which shows next to nothing: raise data.max_pixels"
+    for row, text in zip(rows, solutions, strict=True):
+        corners = parse_boxes(find_answer(text) or text) if row.images else []
+        boxes = [Box(*four, row.images[0].size) for four in corners]
+        if not all(box.inside() and max(box.x2, box.y2) > 1 for box in boxes):
+            yield f"{row.where}: {text:.80} is outside; write x1, y1, x2, y2 in pixels of the file"
+            break
+
+
+def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
+    """Answers to learn from that are alike, do not end, or are longer than what is drawn later."""
+    stops = config.sampling.stop_token_ids or processor.stop_token_ids
+    most = config.sampling.max_new_tokens
+    for name in names:
+        ids = [encode_completion(processor, row.messages, getattr(row, name))[0] for row in rows]
+        if last := {int(one[-1]) for one in ids} - set(stops):
+            yield f"a {name} ends with {min(last)}: name it in sampling.stop_token_ids, or none"
+        if {"grpo", "ppo"} & set(config.stages) and (longest := max(map(len, ids))) > most:
+            yield f"a {name} has {longest} tokens, sampling.max_new_tokens is {most}: raise it"
+    labels = {row.columns.get("label") for row in rows}
+    if names == ("completion",) and len(labels) == 1 and None not in labels:
+        yield f"every label is {labels.pop()}: kto needs good and bad answers; or take sft"
 
 
 def check_demonstrations(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -124,30 +193,20 @@ def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator
         yield f"{len(unread)} of {len(texts)} answers, {what}; {cure}"
 
 
-def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Prompts that are too long, or have no image."""
-    longest = max(len(row.prompt(processor).input_ids) for row in rows)
-    if longest > 8192:
-        cure = "lower data.max_pixels or cut the text"
-        yield f"a prompt has {longest} tokens; attention grows with its square: {cure}"
-    if not any(row.images or row.videos for row in rows):
-        yield "no row has an image or video: name the column image or images"
-
-
 def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     """What the rewards give for texts that need no picture."""
     names = online_rewards(config)
     weights = torch.tensor([config.rewards[name] for name in names])
     if not names or not (weights > 0).any():
         return
-    best = weights.clamp(min=0).sum()
     solutions = [str(row.columns.get("solution")) for row in rows]
-    rollouts = [ROLLOUT.format("hm", find_answer(solution) or solution) for solution in solutions]
+    form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer, "{}\n{}")
+    rollouts = [form.format("hm", find_answer(solution) or solution) for solution in solutions]
     right = earned(names, rows, rollouts, processor)
     [(constant, count)] = Counter(rollouts).most_common(1)
     if any(row.columns.get("solution") is not None for row in rows):
         always = earned(names, rows, [constant] * len(rows), processor)
-        share = combine(always, weights).nanmean() / best
+        share = combine(always, weights).nanmean() / weights.clamp(min=0).sum()
         if count > 1 and share > 0.8:
             cure = "the rows hardly need their pictures; balance them"
             yield f"always writing {constant!r:.80} earns {share:.2f} of all: {cure}"
@@ -155,6 +214,9 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
     for name, text in HACKS.items():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         given[name] = earned(names, rows, texts, processor)
+    least = combine(given["nothing"], weights).nanmean()
+    if required_columns(names) and combine(right, weights).nanmean() <= least:
+        yield "a right answer earns no more than nothing: see rewards' weights and what they read"
     for k, reward in enumerate(names):
         means = {name: values[:, k].nanmean().item() for name, values in given.items()}
         if required_columns([reward]):  # it knows the truth
@@ -168,8 +230,7 @@ def check_rewards(config, rows: Sequence[Row], processor: Processor) -> Iterator
 
 
 def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> Iterator[str]:
-    """Completions of the model as it is: cut, alike, without an answer, or as good without the
-    picture."""
+    """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
     processor, names = sample.processor, online_rewards(config)
     weights = torch.tensor([config.rewards[name] for name in names])
     rewards, drawn = draw(sample, rows, G, names)
@@ -206,8 +267,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
 
 
 def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor) -> Iterator[str]:
-    """Completions that fit the solutions of other rows as well as their own: shuffled labels, or
-    answers at random."""
+    """Completions that fit the solutions of other rows as well as their own."""
     prompts = [row.prompt(processor) for row in rows]
     for name in online_rewards(config):
         truth, means = required_columns([name]), []
