@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from docs.draw import BLUES, ORANGES, SOFT, Picture
+from docs.draw import BLUES, INK, ORANGES, SOFT, Picture
 from docs.walkthrough import begin, shade, token
 from minivlmrl.advantages import combine, group_advantages
 from minivlmrl.algorithms.baselines import gae, leave_one_out, token_rewards, whiten
@@ -172,7 +172,7 @@ def picture() -> str:
     """The answers under each method: blue tokens are pushed up, orange ones down, as strongly as the colour."""
     s = scene()
     width = max(sum(8 + 7.2 * len(word) for word in row) for row in s.words)
-    drawn = Picture(int(width) + 130, 60 + 5 * 122, "Which tokens each method pushes up and down")
+    drawn = Picture(int(width) + 170, 60 + 5 * 122, "Which tokens each method pushes up and down")
     drawn.text(
         24,
         28,
@@ -181,12 +181,14 @@ def picture() -> str:
         anchor="start",
         bold=True,
     )
+    drawn.text(int(width) + 150, 44, "reward", 12, SOFT, "end")
     for block, (name, push) in enumerate(pushes().items()):
         top, strongest = 48 + 122 * block, (push * s.mask).abs().max().item()
         drawn.text(24, top + 62, name, 14, anchor="start", bold=True)
         for number, (row, values) in enumerate(zip(s.words, push.tolist(), strict=True)):
             x, y = 104.0, top + 26 * number
             drawn.text(90, y + 15, str(number), 12, SOFT)
+            drawn.text(int(width) + 150, y + 15, f"{s.rewards[number]:g}", 12, INK, "end")
             for word, value in zip(row, values, strict=False):
                 x += token(drawn, x, y, word, shade(BLUES[1] if value > 0 else ORANGES[1], abs(value) / strongest))
     return drawn.svg()

@@ -1,5 +1,8 @@
-"""Draw the three pictures of the README from the functions that training uses: python docs/draw.py
+"""Draw what needs no model, from the functions that training uses: python docs/draw.py
 
+step.svg     a GRPO step as a flow: the functions of README's "One GRPO step"
+clip.svg     the clipped term over the ratio: losses.clipped
+gae.svg      advantages over one answer: baselines.gae
 mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
@@ -10,8 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
+from minivlmrl.algorithms.baselines import gae
 from minivlmrl.attention import GroupLayout, visible
 from minivlmrl.hub.model_config import VisionConfig
+from minivlmrl.losses import PolicyLoss, clipped
 from minivlmrl.rope import get_rope_index
 from minivlmrl.vision import window_order
 
@@ -19,6 +24,16 @@ INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 IMAGE, TEXT = 0, 1  # token ids of the M-RoPE picture
+STEPS = {  # a function of the book: what it makes, and in which form
+    "Row.prompt": ("token ids, patches", "(P,), (patches, 1176)"),
+    "generate": ("completions", "G a prompt, by temperature"),
+    "ask_rewards": ("rewards", "(n, K), of texts"),
+    "group_advantages": ("advantages", "(n,), within groups"),
+    "pack": ("one run, no padding", "(N,), each prompt once"),
+    "per_token_logps": ("log-probabilities", "(M,) nats, with gradient"),
+    "grpo_loss": ("the loss", "a scalar, by counts of the step"),
+    "optimizer_step": ("new weights", "AdamW"),
+}
 
 
 class Picture:
@@ -38,11 +53,22 @@ class Picture:
             f"stroke-width='{thick:g}'/>"
         )
 
-    def text(self, x: float, y: float, words: str, size: int = 13, fill: str = INK, anchor: str = "middle", bold=False):
-        """Write words whose middle, start or end is at x, their baseline at y."""
-        weight = " font-weight='bold'" if bold else ""
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: int = 13,
+        fill: str = INK,
+        anchor: str = "middle",
+        bold=False,
+        halo="",
+    ):
+        """Write words whose middle, start or end is at x, their baseline at y, with an edge of the colour `halo`."""
+        more = " font-weight='bold'" if bold else ""
+        more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(
-            f"<text x='{x:g}' y='{y:g}' font-size='{size}' fill='{fill}' text-anchor='{anchor}' {FONT}{weight}>"
+            f"<text x='{x:g}' y='{y:g}' font-size='{size}' fill='{fill}' text-anchor='{anchor}' {FONT}{more}>"
             f"{words}</text>"
         )
 
@@ -56,9 +82,122 @@ class Picture:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.lines.append(f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{thick:g}'/>")
 
+    def arrow(self, *points: tuple[float, float]):
+        """Draw a line through points with a head at the last, which it reaches along an axis."""
+        (x, y), (before_x, before_y) = points[-1], points[-2]
+        along_x, along_y = (x > before_x) - (x < before_x), (y > before_y) - (y < before_y)
+        self.line([*points], INK, 1.5)
+        back_x, back_y = x - 8 * along_x, y - 8 * along_y
+        self.line(
+            [(back_x - 4 * along_y, back_y - 4 * along_x), (x, y), (back_x + 4 * along_y, back_y + 4 * along_x)],
+            INK,
+            1.5,
+        )
+
     def svg(self) -> str:
         """The file."""
         return "\n".join([*self.lines, "</svg>"]) + "\n"
+
+
+def step() -> str:
+    """From a row of data to new weights, which draw the completions of the next rollout."""
+    width, height, gap, left, top = 178, 82, 34, 24, 92
+    picture = Picture(left + 4 * (width + gap) + 10, top + 2 * height + 98, "A GRPO step as a flow")
+    picture.text(left, 28, "A GRPO step, function by function", 16, anchor="start", bold=True)
+    picture.text(left, top - 10, "sampling, without gradient", 12, BLUES[0], "start")
+    lower, right = top + height + 74, left + 3 * (width + gap)
+    picture.text(left, lower - 10, "training, with gradient", 12, ORANGES[0], "start")
+    for number, (name, (made, form)) in enumerate(STEPS.items()):
+        row, col = divmod(number, 4)
+        x, y, colour = left + col * (width + gap), (top, lower)[row], (BLUES, ORANGES)[row][1]
+        picture.box(x, y, width, height, FAINT, colour, 2)
+        picture.text(x + width / 2, y + 26, name, 14, bold=True)
+        picture.text(x + width / 2, y + 48, made, 13)
+        picture.text(x + width / 2, y + 66, form, 12, SOFT)
+        if col < 3:
+            picture.arrow((x + width + 3, y + height / 2), (x + width + gap - 3, y + height / 2))
+    middle, x = top + height + 32, left + width - 14
+    picture.arrow((right + width / 2, top + height + 3), (right + width / 2, middle), (x, middle), (x, lower - 3))
+    y, over, x = lower + height / 2, top - 26, left + 1.5 * width + gap
+    picture.arrow((right + width + 3, y), (right + width + 16, y), (right + width + 16, over), (x, over), (x, top - 3))
+    picture.text(right + width + 14, over - 6, "the new weights draw the next completions", 12, SOFT, "end")
+    return picture.svg()
+
+
+def clip() -> str:
+    """min(r A, clip(r, .8, 1.2) A) for a good and a bad token."""
+    size, left, top, gap = 250, 64, 76, 74
+    picture = Picture(2 * left + 2 * size + gap - 24, top + size + 56, "The clipped term over the ratio")
+    picture.text(left, 28, "What a token gains: min(r A, clip(r, 0.8, 1.2) A)", 16, anchor="start", bold=True)
+    picture.text(
+        left,
+        48,
+        "flat: no gradient; the other side stays open, so a token that went wrong comes back",
+        12,
+        SOFT,
+        "start",
+    )
+    for panel, (advantage, colours) in enumerate(((1.0, BLUES), (-1.0, ORANGES))):
+        clip_panel(picture, left + panel * (size + gap), top, size, advantage, colours)
+    return picture.svg()
+
+
+def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: float, colours: tuple[str, ...]):
+    """The gain of a token with this advantage, for ratios from 0.4 to 1.6."""
+    lowest = min(1.6 * advantage, 0.0)
+
+    def at(ratio: float, gain: float) -> tuple[float, float]:
+        return round(left + (ratio - 0.4) / 1.2 * size, 2), round(top + size - (gain - lowest) / 1.6 * size, 2)
+
+    for edge in (0.8, 1.0, 1.2):
+        picture.line([at(edge, lowest), at(edge, lowest + 1.6)], FAINT, 2)
+        picture.text(at(edge, 0)[0], top + size + 18, f"{edge:g}", 12, SOFT)
+    for gain in (0.0, advantage):
+        picture.text(left - 8, at(0.4, gain)[1] + 4, f"{gain:g}", 12, SOFT, "end")
+    picture.line([at(0.4, 0), at(1.6, 0)], SOFT)
+    picture.line([at(0.4, 0.4 * advantage), at(1.6, 1.6 * advantage)], colours[2], 1.5)  # without the clip
+    ratio = torch.linspace(0.4, 1.6, 121, dtype=torch.float64)[:, None]
+    gains = -clipped(ratio, torch.tensor([[advantage]], dtype=torch.float64), PolicyLoss())[0]
+    picture.line([at(*point) for point in torch.cat([ratio, gains], 1).tolist()], colours[0], 3)
+    picture.text(left + size / 2, top + size + 40, "ratio r = pi / pi_old", 13)
+    words = f"A = {advantage:+g}: {('worse', 'better')[advantage > 0]} than its group"
+    picture.text(left + size / 2, top - 8, words, 13, colours[0], bold=True)
+
+
+def gae_picture() -> str:
+    """One answer of eight tokens whose critic changes its mind at the colour: rewards, values, advantages."""
+    words = ["think", "I", "see", "blue", "answer", "blue", "square", "end"]
+    values = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.9, 0.9, 0.95, 0.95]], dtype=torch.float64)
+    rewards = torch.tensor([[0.0] * 7 + [1.0]], dtype=torch.float64)
+    step, left, top, unit, band = 78, 120, 62, 70, 106
+    rows = {"value V": values} | {f"A, lam {lam:g}": gae(rewards, values, lam=lam)[0] for lam in (0.0, 0.95, 1.0)}
+    picture = Picture(left + step * len(words) + 24, top + band * len(rows) + 62, "GAE over one answer")
+    picture.text(
+        left,
+        26,
+        "GAE over one answer: who gets the credit for the reward of 1 at its end",
+        15,
+        anchor="start",
+        bold=True,
+    )
+    for number, word in enumerate(words):
+        picture.text(left + (number + 0.5) * step, 54, word, 12, bold=number == 3)
+    for row, (name, numbers) in enumerate(rows.items()):
+        floor = top + row * band + 92
+        picture.text(left - 16, floor - 20, name, 13, INK, "end", bold=True)
+        picture.line([(left, floor), (left + step * len(words), floor)], SOFT)
+        for number, value in enumerate(numbers[0].tolist()):
+            x, height = left + number * step + 14, round(unit * abs(value), 2)
+            colour = FAINT if row == 0 else BLUES[1]
+            picture.box(x, floor - height, step - 28, max(height, 1), colour, SOFT if row == 0 else BLUES[0], 1)
+            picture.text(x + step / 2 - 14, floor - height - 5, f"{value:.2f}", 12)
+    picture.note(
+        left,
+        top + band * len(rows) + 12,
+        "After the token 'blue' the critic forecasts 0.9 instead of 0.5. With lam 0 a token gets the change that it",
+        "made itself, with lam 1 all that came after it, less the forecast before it; 0.95 is in between.",
+    )
+    return picture.svg()
 
 
 def mask() -> str:
@@ -172,7 +311,8 @@ def mrope() -> str:
     return picture.svg()
 
 
-PICTURES = {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope}
+PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
+PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

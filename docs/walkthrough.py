@@ -52,6 +52,8 @@ trains again from the nearest state in `runs/shapes/states` (`--state_steps=20 -
 Here SFT has only had 12 of its 40 steps, so that the eight completions differ, and all is in float64, so that no digit
 depends on the machine.
 
+![a GRPO step as a flow](step.svg)
+
 Letters: P tokens of the prompt, R completions of the group, M their tokens together, T tokens of the longest.
 """
 WHY = """\
@@ -347,7 +349,8 @@ def patches() -> str:
         y = top + (block // (cols // 2) * 2 + inside // 2) * cell
         picture.box(x, y, cell, cell, "none", PAPER, 0.7)
         middle = pixels[int((y - top + cell / 2) / scale), int((x - left + cell / 2) / scale)]
-        picture.text(x + cell / 2, y + cell / 2 + 4, str(number), 11, PAPER if middle.mean() < 128 else INK)
+        colours = (PAPER, INK) if middle.mean() < 128 else (INK, PAPER)
+        picture.text(x + cell / 2, y + cell / 2 + 4, str(number), 11, colours[0], halo=colours[1])
     palette = (BLUES[2], ORANGES[2], "#d5ead0", "#e6d8ee")
     for position, token in enumerate(order):
         row, col = divmod(token, cols // 2)

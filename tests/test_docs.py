@@ -21,7 +21,7 @@ from parity.families import families
 from runs import metrics
 
 from benchmarks import house, learning
-from docs import compare, make_pages, walkthrough
+from docs import compare, draw, make_pages, walkthrough
 from minivlmrl import losses, train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
@@ -81,6 +81,16 @@ def test_links_lead_somewhere(page):
     assert all((ROOT / file).is_file() for file in re.findall(r"(?:recipes|benchmarks|tests)/\w+\.\w+", text))
     cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
+
+
+def test_each_bug_of_others_has_its_thread_and_a_test_that_is_there():
+    """That a named test is in its file is seen with the other links."""
+    lines = [line for line in PAGES["docs/others.md"].splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert len(rows) == 18 and len(PAGES["docs/others.md"].split()) <= 450
+    assert all(re.fullmatch(r"[\w-]+ (#|PR )\d+", thread) for _, thread, _ in rows)
+    named = {name for name, _ in links(ROOT / "docs" / "others.md")}
+    assert all(set(re.findall(r"`(test_\w+)`", tests)) & named for *_, tests in rows)
 
 
 def test_every_page_is_in_the_index():
@@ -384,6 +394,11 @@ def test_a_page_is_as_committed(name):
         off = 1.01 * 10**-decimals if decimals > 1 else 0
         assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_the_flow_of_a_step_is_the_readmes():
+    paragraph = README.split("## One GRPO step")[1].split("\n## ")[0]
+    assert re.findall(r"`([\w.]+)`", paragraph) == list(draw.STEPS)
 
 
 def test_what_the_written_pages_say_is_so():
