@@ -77,6 +77,7 @@ PLAN = [
     Entry("mpo", "shapes_mpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("reward model, grpo", "shapes_reward_model.yaml", pairs=0.9, sampled_gain=0.05),
     Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
+    Entry("qwen3.5, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_5_model.json"], 0.25),
 ]
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),

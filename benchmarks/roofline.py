@@ -153,7 +153,7 @@ def phases(config: ModelConfig, card: str, work: Work, micro: int = 1, recompute
     with torch.no_grad(), on_card(card) as prefill:
         model.lm_head(model(prompts, keys, prompts.layout.last_index))
     prompt_index, ids = torch.arange(R) // work.num_generations, torch.empty(R, device="meta").long()
-    given = keys.keys, prompts.layout, prompt_index, work.completion_tokens
+    given = keys, prompt_index, work.completion_tokens
     eager, static = DecodeAttention(*given), captured.StaticDecodeAttention(*given)
     eager.length = work.completion_tokens // 2
     counts = []

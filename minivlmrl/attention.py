@@ -12,7 +12,6 @@ tokens, P tokens of a prompt, C of a completion, H query heads, K key/value head
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,6 +102,7 @@ class GroupAttention:
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
         self.layout = layout
         self.keys: list[tuple[Tensor, Tensor]] | None = [] if keep_keys else None
+        self.memory = {}  # what recurrent layers keep of each prompt, see hub/qwen3_5.py
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.keys is not None:
@@ -122,10 +122,10 @@ class GroupAttention:
 class DecodeAttention:
     """The attention of generation: one new token for each running completion.
 
-    A prompt's keys are in memory once, however many completions read them.
+    A prompt's keys are there once, however many completions read them; its memory is copied.
 
     Args:
-        keys, layout: of a prefill of prompts alone: GroupAttention(layout, keep_keys=True).keys.
+        prompts: of a prefill of prompts alone, GroupAttention(layout, keep_keys=True).
         prompt_index: (R,) prompt of each completion, ascending, on the host.
         capacity: most new tokens that a completion can get.
     """
@@ -133,19 +133,19 @@ class DecodeAttention:
     ask_every = 1  # steps after which `generate` asks which rows have ended
     unseen = None  # (1, C) -inf for own keys that are not there yet; a static attention has some
 
-    def __init__(self, keys: list, layout: GroupLayout, prompt_index: Tensor, capacity: int):
-        lengths, (_, K, D) = layout.prompt_lengths, keys[0][0].shape
-        pad = partial(pad_sequence, batch_first=True)
-        padded = ([pad(x.split(lengths)).transpose(1, 2) for x in layer] for layer in keys)
+    def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
+        keys, lengths = prompts.keys, prompts.layout.prompt_lengths
+        first, (_, K, D) = keys[0][0], keys[0][0].shape
+        padded = ([pad_sequence(x.split(lengths), True) for x in layer] for layer in keys)
         # (B, K, P, D), zeros after a shorter prompt; the bias (B, P) hides them
-        self.prompt = [[x.contiguous() for x in layer] for layer in padded]
-        zeros = keys[0][0].new_zeros(sum(lengths)).split(lengths)
-        self.bias = pad(zeros, padding_value=float("-inf"))
+        self.prompt = [[x.transpose(1, 2).contiguous() for x in layer] for layer in padded]
+        self.bias = pad_sequence([first.new_zeros(n) for n in lengths], True, float("-inf"))
         own = len(prompt_index), K, capacity, D
         self.own = [[x.new_zeros(own) for x in layer] for layer in keys]
-        self.length, self.device = 0, keys[0][0].device  # length: tokens in `own`
+        self.length, self.device = 0, first.device  # length: tokens in `own`
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
+        self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
 
     def select(self, going_on: Tensor) -> Tensor | None:
         """Keep the rows that go on, (r,) bool on the host; returns them, or None for all."""
@@ -155,7 +155,7 @@ class DecodeAttention:
         """Keep only these rows (indices, by prompt) and their prompts; returns them on the GPU."""
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
-        for layer in self.own:  # one after the other: never two copies of all keys
+        for layer in (*self.own, *self.memory.values()):  # never two copies of all keys
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.bias):
             self.bias = self.bias[prompts]

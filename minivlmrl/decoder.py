@@ -18,11 +18,11 @@ from minivlmrl.vision import MLP, VisionTransformer
 
 
 class Qwen2_5_VL(nn.Module):
-    def __init__(self, config, tower=VisionTransformer):
+    def __init__(self, config, tower=VisionTransformer, layer=None, norm=RMSNorm):
         super().__init__()
         self.config = config
         self.visual = tower(config.vision_config)
-        self.model = TextModel(config)
+        self.model = TextModel(config, layer or DecoderLayer, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -52,13 +52,13 @@ class Qwen2_5_VL(nn.Module):
 
 
 class TextModel(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer, norm):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(layer(config, index) for index in layers)
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,

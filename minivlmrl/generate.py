@@ -117,7 +117,7 @@ def prefill(model, batch: GroupBatch, prompt_index: Tensor, capacity: int, decod
     """Read the prompts once: logits (R, V) of first tokens, a DecodeAttention, positions (R,)."""
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
-    decoding = decode.attention_type(attention.keys, batch.layout, prompt_index, capacity)
+    decoding = decode.attention_type(attention, prompt_index, capacity)
     ends = [p.max() + 1 for p in batch.position_ids.split(batch.layout.prompt_lengths, dim=1)]
     rows = decoding.slots.prompt_index  # (R,) on the device
     logits = float32_matmul(hidden, model.lm_head.weight.T)[rows]

@@ -78,8 +78,8 @@ def text_rotary(position_ids: Tensor, config, dtype: torch.dtype) -> tuple[Tenso
     Returns:
         cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
     """
-    inv_freq = _inverse_frequencies(config.head_dim // 2, config.rope_theta, position_ids.device)
     axes = _tensor(config.mrope_axes, device=position_ids.device)
+    inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
     angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
     return tuple(x.to(dtype) for x in _cos_sin(angles))
 

@@ -97,7 +97,7 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
         found = prefill(index, *(x[prompt_index] for x in layer))
         torch.testing.assert_close(found, expected[index][prompt_index], atol=1e-12, rtol=1e-12)
     owner = torch.arange(3).repeat_interleave(3)
-    decode = DecodeAttention(prefill.keys, prefill.layout, owner, capacity=6)
+    decode = DecodeAttention(prefill, owner, capacity=6)
     running = list(range(9))
     for step in range(6):
         index = [rows[row][step] for row in running]
@@ -142,7 +142,7 @@ def test_bfloat16_scores_are_as_exact_as_small_ones(offset):
     q, k, v = (q + shared).bfloat16(), (k + shared).bfloat16(), v.bfloat16()
     prefill = GroupAttention(layout, keep_keys=True)
     written_out = prefill(0, q, k, v)
-    decode = DecodeAttention(prefill.keys, layout, torch.arange(2).repeat_interleave(3), capacity=3)
+    decode = DecodeAttention(prefill, torch.arange(2).repeat_interleave(3), capacity=3)
     wide = [x.double() for x in (q, k, v)]
     assert relative_error(written_out, masked_softmax(*wide, visible(layout))) < 0.004
     starts, own = [0, 100], []

@@ -68,7 +68,7 @@ def test_rows_move_together_and_keys_grow(monkeypatch):
     assert {read for *_, read in kept} >= {3, 6, 12}
 
 
-@pytest.mark.parametrize("change", ["adapters", "4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "tied"])
+@pytest.mark.parametrize("change", ["adapters", "4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "qwen3_5", "tied"])
 def test_models_of_other_layers(change):
     kind = change if change in FAMILIES else "qwen2_5_vl"
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)

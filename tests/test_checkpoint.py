@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 import weakref
 
@@ -15,6 +16,7 @@ from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.folder import INDEX
+from minivlmrl.hub.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.scale import checkpoint
@@ -53,19 +55,27 @@ def processor():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
-    """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms are 1
-    and biases 0."""
+    """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms scale
+    by 1, biases are 0, and heads with a memory forget half after 0.4 to 700 tokens."""
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     checkpoint.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
+    for name, module in model.named_modules():
+        if isinstance(module, CentredRMSNorm):
+            assert not module.weight.any(), name
+        elif isinstance(module, GatedDeltaNet):
+            halves = math.log(2) / (module.A_log.exp() * torch.nn.functional.softplus(module.dt_bias))
+            assert halves.diff().max() < 0 and 0.4 < halves[-1] < 0.5 and 690 < halves[0] < 700
+        elif isinstance(module, torch.nn.RMSNorm | torch.nn.LayerNorm):
+            assert (module.weight == 1).all(), name
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(".bias"):
             assert not parameter.any(), name
         elif parameter.dim() == 1:
-            assert (parameter == 1).all(), name
+            assert "norm" in name or name.endswith((".ln_q.weight", ".A_log", ".dt_bias")), name
         else:
             spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
-            ends = ("o_proj", "down_proj", "fc2", "attn.proj")
+            ends = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
             if "merger" not in name and any(part in name for part in ends):
                 spread /= (2 * (4 if "visual" in name else 3)) ** 0.5  # attention and MLP of each layer add
             error = 4 / parameter.numel() ** 0.5  # four standard errors of a mean, more of a spread

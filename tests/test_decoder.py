@@ -24,8 +24,11 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False), ("qwen3_vl", False), ("qwen3_vl", True)],
-    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied"],
+    params=[
+        *(("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen2_vl", False)),
+        *(("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", False)),
+    ],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied", "Qwen3.5"],
 )
 def pair(request, tmp_path_factory):
     """transformers' model with telling weights, and ours read from the folder that transformers wrote; in float64."""

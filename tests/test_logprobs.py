@@ -36,8 +36,8 @@ def assert_equal(actual, expected, tolerance=1e-12):
 @pytest.mark.parametrize("num_generations", [1, 3, 8])
 @pytest.mark.parametrize(
     "kind",
-    [{"tied": False}, {"tied": True}, {"model_type": "qwen2_vl"}, {"model_type": "qwen3_vl"}],
-    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL"],
+    [{"tied": False}, {"tied": True}, *({"model_type": name} for name in ("qwen2_vl", "qwen3_vl", "qwen3_5"))],
+    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL", "Qwen3.5"],
 )
 def test_one_group_equals_separate_rows(num_generations, kind):
     model = tiny.model(**kind, dtype=torch.float64)

@@ -47,7 +47,7 @@ def test_options_of_data_reach_the_processor(build, own):
     assert (plain.add_vision_id, changed.add_vision_id) == (False, True)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, tmp_path, family):
     (tmp_path / "model.json").write_text(json.dumps(tiny.config(model_type=family).to_dict()))
     options = f"--model.config={tmp_path / 'model.json'}", "--data.task=shapes"

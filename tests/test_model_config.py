@@ -68,7 +68,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
             assert ours.vision_config.intermediate_size == theirs.vision_config.embed_dim * ratio
 
 
-@pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2-VL-2B", "Qwen3-VL-4B"])
+@pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2-VL-2B", "Qwen3-VL-4B", "Qwen3.5-9B"])
 def test_what_is_written_is_read_as_the_same(size):
     config = ModelConfig.from_dict(real_config(size))
     again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
@@ -90,7 +90,7 @@ def changed(path: str, value) -> dict:
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
-    ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl and qwen3_vl"),
+    ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl, qwen3_vl and qwen3_5"),
     ("hidden_size", ..., "hidden_size is missing"),
     ("hidden_size", 0, "hidden_size is 0, it must be 1 or more"),
     ("hidden_size", 66, "hidden_size is 66, it must be a multiple of its 4 heads"),

@@ -18,7 +18,7 @@ import tiny
 
 peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
 
-from oracle import CLASSES, worst_difference  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
 
 FORMS = [(kind, tied) for kind in CLASSES for tied in (False, True)]
 
@@ -54,7 +54,7 @@ def test_peft_loads_what_we_save(tmp_path, model_type, tied, dora):
     before = worst_difference(theirs, ours, prompts())
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert before > 1e-2  # the adapter changes something
-    assert worst_difference(theirs, ours, prompts()) < 1e-5
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
 def load_adapter_of(source, model, tmp_path):
@@ -77,7 +77,7 @@ def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
     theirs.save_pretrained(tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) > 1e-2
     load_adapter(ours, tmp_path / "adapter")
-    assert worst_difference(theirs, ours, prompts()) < 1e-5
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
 def test_scaling_and_ranks_survive_a_round_trip(tmp_path):

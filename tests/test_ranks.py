@@ -21,7 +21,7 @@ from minivlmrl.scale.ranks import setup as join  # pytest 8.0 runs a module's `s
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import choose_device
 
-from tiny import RUN_MODEL, RUN_QWEN3, recipe
+from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN35, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
@@ -57,20 +57,21 @@ FURTHER = {
     "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
     "grpo without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
     "grpo of Qwen3-VL": [*REFERENCE, "--model.config=FOLDER/qwen3_vl.json"],
+    "grpo of Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
 REPLICATED = {f"{name}, float64": options for name, options in (STAGES | FURTHER).items()}
 REPLICATED["grpo with a reference, float32"] = [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"]
 BASIC = [f"{name}, float64" for name in STAGES]
-QWEN3 = "grpo of Qwen3-VL, float64"
+QWEN3 = [f"grpo of {family}, float64" for family in ("Qwen3-VL", "Qwen3.5")]
 CASES = {  # by number of ranks: name -> the replicated one that it equals on one rank, what is different
-    1: {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, QWEN3)},
+    1: {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, *QWEN3)},
     2: {f"{name}, replicated": (name, []) for name in (*BASIC, "grpo with a reference, float32")}
-    | {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, QWEN3, "grpo with a reference, float32")}
+    | {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, *QWEN3, "grpo with a reference, float32")}
     | {
         f"{name}, layer by layer": (f"{name}, float64", ONE_BY_ONE)
-        for name in ("grpo with a reference", "grpo with a reward model", "grpo of Qwen3-VL")
+        for name in ("grpo with a reference", "grpo with a reward model", "grpo of Qwen3-VL", "grpo of Qwen3.5")
     },
     4: {f"{name}, replicated": (name, []) for name in BASIC}
     | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}
@@ -83,6 +84,7 @@ def prepare(folder):
     """The files of the recipe: its model, and a reward model with an opinion."""
     (folder / "model.json").write_text(json.dumps(RUN_MODEL))
     (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
+    (folder / "qwen3_5.json").write_text(json.dumps(RUN_QWEN35))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
     judge = ValueModel(model.double())

@@ -66,6 +66,7 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (folder / "qwen3_vl.json").write_text(json.dumps(tiny.RUN_QWEN3))
+    (folder / "qwen3_5.json").write_text(json.dumps(tiny.RUN_QWEN35))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return folder / "recipe.yaml"
 
@@ -185,6 +186,7 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
     ]),
     "sft, reward_model": ([], [("in backward", 20), ("before the rename", 1)]),
     "sft, grpo": (["--model.config=FOLDER/qwen3_vl.json"], [("in the optimizer", 4), ("in a rollout", 2)]),
+    "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in a rollout", 2), ("in the optimizer", 4)]),
 }  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def test_one_process_computes_what_it_would_unsharded(alone, options):
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded, model_type):
     plain = sharded_model(model_type=model_type) if sharded else tiny.model(model_type=model_type)
@@ -209,7 +209,7 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
         torch.testing.assert_close(logps, gradients(tiny.model())[0])
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("gather_weights", [True, False])
 def test_weights_are_sharded_again_after_a_rollout(alone, gather_weights, model_type):
     model = sharded_model(model_type=model_type)

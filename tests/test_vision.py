@@ -61,7 +61,7 @@ def test_norms_of_the_vision_tower_add_a_millionth(model_type):
     """Telling on inputs of that size alone, which no picture makes."""
     visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
     x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    last = visual.merger.norm if model_type == "qwen3_vl" else visual.merger.ln_q
+    last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
     for norm in (visual.blocks[1].norm1, visual.blocks[1].norm2, last):
         layer_norm = model_type != "qwen2_5_vl"
         centred = x - x.mean(-1, keepdim=True) if layer_norm else x

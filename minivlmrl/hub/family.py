@@ -3,14 +3,14 @@ docs/carry_on.md says how to add another."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from minivlmrl.decoder import Qwen2_5_VL
-from minivlmrl.hub import qwen2_vl, qwen3_vl
+from minivlmrl.hub import qwen2_vl, qwen3_5, qwen3_vl
 from minivlmrl.hub.preprocessor import read_image_processor
 
 QWEN_CONTROL_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
@@ -23,7 +23,8 @@ QWEN_CONTROL_TOKENS |= {"eos_token_id": "<|im_end|>", "bos_token_id": "<|endofte
 
 # of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {"attention_bias": True, "qk_norm": False, "mrope_interleaved": False}
-QWEN2_TEXT |= {"head_dim": None}
+ALL_ATTEND = dict.fromkeys(qwen3_5.LAYERS) | {"layer_types": (), "partial_rotary_factor": 1.0}
+QWEN2_TEXT |= {"head_dim": None, **ALL_ATTEND}
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Family:
     write: Callable[[dict], dict] = lambda config: config
     # its files call tensors as transformers does in memory, see memory_name
     memory_names: bool = False
+    unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
     # of ModelConfig -> token
     control_tokens: dict[str, str] = field(default_factory=lambda: QWEN_CONTROL_TOKENS)
     # (ModelConfig) -> a model with .visual, .model and .lm_head
@@ -93,7 +95,7 @@ FAMILIES = {
     "qwen3_vl": Family(
         "Qwen3VLForConditionalGeneration",
         qwen3_vl.TOWER,
-        qwen3_vl.TEXT,
+        qwen3_vl.TEXT | ALL_ATTEND,
         qwen3_vl.TEXT_DEFAULTS,
         qwen3_vl.read_vision,
         qwen3_vl.write_config,
@@ -105,3 +107,14 @@ FAMILIES = {
         box_space="thousandths",
     ),
 }
+FAMILIES["qwen3_5"] = replace(
+    FAMILIES["qwen3_vl"],
+    architecture="Qwen3_5ForConditionalGeneration",
+    tower=qwen3_5.TOWER,
+    text=qwen3_vl.TEXT,
+    defaults=qwen3_5.TEXT_DEFAULTS,
+    read_vision=qwen3_5.read_vision,
+    write=qwen3_5.write_config,
+    unread=("mtp.",),  # a layer that predicts the token after the next
+    model=partial(FAMILIES["qwen3_vl"].model, layer=qwen3_5.Layer, norm=qwen3_5.CentredRMSNorm),
+)

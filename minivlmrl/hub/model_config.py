@@ -65,6 +65,15 @@ class ModelConfig:
     head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     attention_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # each head of queries and keys is normed
+    partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0  # share of a head that is turned
+    # what each layer is, and the sizes of recurrent ones (Qwen3.5); (): all attend
+    full_attention_interval: Size | None = None  # layers from one that attends to the next
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Annotated[int, ">= 2"] | None = None  # tokens that it mixes
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -88,8 +97,9 @@ class ModelConfig:
         words = f"a divisor of num_attention_heads ({heads})"
         require(heads % groups == 0, "num_key_value_heads", groups, words)
         sections = list(self.mrope_section)
-        words = f"three numbers whose sum is half of head_dim {self.head_dim}"
-        require(sum(sections) * 2 == self.head_dim, "mrope_section", sections, words)
+        turned = int(self.head_dim * self.partial_rotary_factor)
+        words = f"three numbers whose sum is half of {turned}, what is turned of head_dim"
+        require(sum(sections) * 2 == turned, "mrope_section", sections, words)
         width, out, by = vision.hidden_size, vision.out_hidden_size, 4 * vision.num_heads
         words = "a multiple of 4 x num_heads, for 2-D rotary"
         require(width % by == 0, "vision_config.hidden_size", width, words)
@@ -98,14 +108,27 @@ class ModelConfig:
         deep, layers = vision.deepstack_visual_indexes, self.num_hidden_layers
         fewer = f"fewer than num_hidden_layers ({layers})"
         require(len(deep) < layers, "vision_config.deepstack_visual_indexes", list(deep), fewer)
+        if self.full_attention_interval is not None:
+            self._check_layer_types()
+
+    def _check_layer_types(self):
+        layers, heads = self.num_hidden_layers, self.linear_num_value_heads
+        if not self.layer_types:
+            every = ["linear_attention"] * (self.full_attention_interval - 1) + ["full_attention"]
+            self.layer_types = tuple((every * layers)[:layers])
+        known = len(self.layer_types) == layers and "full_attention" in self.layer_types
+        words = f"the types of {layers} layers, of which one at least is full_attention"
+        require(known, "layer_types", list(self.layer_types), words)
+        groups, words = self.linear_num_key_heads, f"a divisor of linear_num_value_heads ({heads})"
+        require(heads % groups == 0, "linear_num_key_heads", groups, words)
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """The axis of each frequency: 0 time, 1 height, 2 width; head_dim / 2 of them.
+        """The axis of each frequency: 0 time, 1 height, 2 width; half of what is turned of a head.
 
         Example: sections 2, 1, 1 are 0 0 1 2, interleaved 0 1 2 0.
         """
-        section, count = self.mrope_section, self.head_dim // 2
+        section, count = self.mrope_section, sum(self.mrope_section)
         if self.mrope_interleaved:
             return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(count))
         return tuple(axis for axis in range(3) for _ in range(section[axis]))
@@ -125,7 +148,8 @@ class ModelConfig:
         rope = _section(flat, "rope_parameters", where) or _section(flat, "rope_scaling", where)
         flat.pop("mrope_section", None)  # only the rope's own counts
         flat = family.defaults | flat
-        flat |= {name: rope[name] for name in ("rope_theta", "mrope_section") if name in rope}
+        turned = "rope_theta", "mrope_section", "partial_rotary_factor"
+        flat |= {name: rope[name] for name in turned if name in rope}
         dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
         flat["torch_dtype"] = dtype or "float32"
         # transformers 5 repeats this key in text_config by default; the top level decides
@@ -142,6 +166,7 @@ class ModelConfig:
                 (family.text["mrope_interleaved"],),
             ),
             ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
+            ("attn_output_gate", flat.get("attn_output_gate"), (True,)),
             (
                 "vision_config.hidden_act",
                 vision.get("hidden_act"),
@@ -156,7 +181,7 @@ class ModelConfig:
         flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
         known = {field.name for field in fields(cls)}
         known |= {"text_config", "rope_parameters", "rope_scaling", "dtype"}
-        known |= {"layer_types", "architectures", "transformers_version"}
+        known |= {"architectures", "transformers_version"}
         flat["extra"] = {name: value for name, value in flat.items() if name not in known}
         return build(cls, flat, where, json=True)
 

@@ -162,11 +162,16 @@ class Costs:
         return self.known[key]
 
     def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
-        """Bytes of a rollout's cache: a prompt's once, and those of each completion."""
-        heads, layers = self.config.num_key_value_heads, self.config.num_hidden_layers
+        """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
+        recurrent layer a memory for each, whatever their lengths."""
+        rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
+        layers = self.model.model.layers
+        recurrent = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+        memory = _bytes(x for layer in recurrent for x in layer.empty(rows))
+        heads, attending = self.config.num_key_value_heads, len(layers) - len(recurrent)
         prompt = work.text_tokens + work.image_tokens
-        tokens = prompt + work.num_generations * work.completion_tokens
-        return 2 * layers * heads * self.config.head_dim * dtype.itemsize * work.prompts * tokens
+        tokens = work.prompts * (prompt + work.num_generations * work.completion_tokens)
+        return memory + 2 * attending * heads * self.config.head_dim * dtype.itemsize * tokens
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
         """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes

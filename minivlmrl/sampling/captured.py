@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minivlmrl.attention import DecodeAttention
+from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.generate import Decode
 
 KEYS = 256  # own keys that a step reads at first; twice as many when they are full
@@ -28,11 +28,11 @@ class StaticDecodeAttention(DecodeAttention):
 
     ask_every = 16
 
-    def __init__(self, keys: list, layout, prompt_index: Tensor, capacity: int):
-        super().__init__(keys, layout, prompt_index, capacity)
+    def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
+        super().__init__(prompts, prompt_index, capacity)
         self.length = torch.zeros(1, dtype=torch.long, device=self.device)
         self.steps, self.read, self.capacity = 0, min(KEYS, capacity), capacity
-        self.mask = keys[0][0].new_full((1, capacity + 1), float("-inf"))  # of own keys
+        self.mask = self.bias.new_full((1, capacity + 1), float("-inf"))  # of own keys
         self.mask[:, 0] = 0.0
 
     @property

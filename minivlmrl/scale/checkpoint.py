@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minivlmrl.adapters.lora import adapters, full, plain_weights
 from minivlmrl.adapters.peft_folder import gather_adapter
 from minivlmrl.data.template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
-from minivlmrl.hub.family import FAMILIES, Family, hub_name, memory_name
+from minivlmrl.hub.family import FAMILIES, Family, family_of, hub_name, memory_name
 from minivlmrl.hub.folder import (
     ASKED,
     INDEX,
@@ -38,7 +38,7 @@ from minivlmrl.rows import Processor
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
-INTO_RESIDUAL = ("o_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")  # of blocks
+INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -112,6 +112,8 @@ def _read_weights(
         for name, tensor in read_tensors(file):
             # some folders have the tied head too
             like = expected.get(EMBEDDING if tied and name == HEAD else name)
+            if name.startswith(family_of(model).unread):
+                continue
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in found:
@@ -190,7 +192,7 @@ def random_model(
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), biases 0; norms stay.
 
     The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
     """
@@ -203,8 +205,8 @@ def initialize(model: nn.Module, generator: torch.Generator):
             ends = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
             scale = 1 / math.sqrt(2 * len(blocks)) if ends else 1.0
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
-        else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
 
 
 def load_processor(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.adapters.lora import place_like, shared_base
+from minivlmrl.attention import GroupAttention, GroupLayout
 from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
@@ -226,9 +227,10 @@ class Lockstep:
         device = self.world.device  # weights may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
+        attention = GroupAttention(GroupLayout([1], [[]], device))
         while self.world.sum(0)[0]:
             embeds = model.model.embed_tokens(token)
-            model.model(embeds, position_ids, lambda layer_index, q, k, v: q)
+            model.model(embeds, position_ids, attention)
 
 
 @torch.no_grad()

@@ -49,7 +49,65 @@ def qwen3_config(size: str) -> dict:
     }  # fmt: skip
 
 
+# hidden_size, layers, heads, key/value heads, intermediate_size, value heads of recurrent layers, tied; depth,
+# hidden_size and intermediate_size of the tower. Heads have 256 numbers, those of recurrent layers 16 keys of 128.
+QWEN35_SIZES = {
+    "Qwen3.5-2B": (2048, 24, 8, 2, 6144, 16, True, 24, 1024, 4096),
+    "Qwen3.5-9B": (4096, 32, 16, 4, 12288, 32, False, 27, 1152, 4304),
+    "Qwen3.5-27B": (5120, 64, 24, 4, 17408, 48, False, 27, 1152, 4304),
+}
+
+
+def qwen35_config(size: str) -> dict:
+    """One of QWEN35_SIZES."""
+    hidden, layers, heads, groups, ffn, values, tied, depth, width, vision_ffn = QWEN35_SIZES[size]
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+    text = {
+        "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+        "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": ffn,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": values,
+        "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_attention_heads": heads, "num_hidden_layers": layers,
+        "num_key_value_heads": groups, "rms_norm_eps": 1e-6, "use_cache": True, "vocab_size": 248320,
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_theta": 10000000},
+    }  # fmt: skip
+    vision = {
+        "deepstack_visual_indexes": [], "depth": depth, "hidden_act": "gelu_pytorch_tanh", "hidden_size": width,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": vision_ffn, "model_type": "qwen3_5",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+        "text_config": text, "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0",
+        "video_token_id": 248057, "vision_config": vision, "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }  # fmt: skip
+
+
+def tiny_qwen35_config(tied: bool) -> dict:
+    config = qwen35_config("Qwen3.5-9B") | {"tie_word_embeddings": tied, "vision_start_token_id": tiny.VISION_START}
+    config |= {"vision_end_token_id": tiny.VISION_END, "image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO}
+    config["text_config"] |= {
+        "eos_token_id": 2, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 300, "dtype": "float32", **tiny.RECURRENT,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }  # fmt: skip
+    del config["text_config"]["partial_rotary_factor"]
+    config["text_config"]["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    config["vision_config"] |= {
+        "depth": 4, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64,
+        "num_position_embeddings": 36, "patch_size": 14,
+    }  # fmt: skip
+    return config
+
+
 def tiny_config(model_type: str, tied: bool) -> dict:
+    if model_type == "qwen3_5":
+        return tiny_qwen35_config(tied)
     if model_type == "qwen3_vl":
         return tiny_qwen3_config(tied)
     ids = {
@@ -87,9 +145,11 @@ def tiny_qwen3_config(tied: bool) -> dict:
 
 
 def real_config(size: str) -> dict:
-    """One of SIZES or QWEN3_SIZES."""
+    """One of SIZES, QWEN3_SIZES or QWEN35_SIZES."""
     if size in QWEN3_SIZES:
         return qwen3_config(size)
+    if size in QWEN35_SIZES:
+        return qwen35_config(size)
     model_type, hidden, layers, heads, kv_heads, ffn, vocab, tied, vision_ffn, _, _ = SIZES[size]
     ids = {
         "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652,

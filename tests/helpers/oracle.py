@@ -19,7 +19,11 @@ CLASSES = {
     "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
     "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
     "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+    "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
 }
+
+# how far two logits may be apart by float32's rounding, as a share of the largest; a recurrence carries it on
+ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), "qwen3_5": 3e-5}
 
 
 def in_float64(monkeypatch, model_type: str):

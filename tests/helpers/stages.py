@@ -20,7 +20,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import LabelledShapes, Shapes
 
-from tiny import RUN_MODEL, RUN_QWEN3, recipe
+from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN35, recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 1e-2,
@@ -41,11 +41,12 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder):
-    """Write recipe.yaml and configs: of a model with a head of its own, of one with a tied head, of a Qwen3-VL."""
+    """Write recipe.yaml and configs: of a model with a head of its own, with a tied head, of Qwen3-VL, of Qwen3.5."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
     (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
+    (folder / "qwen3_5.json").write_text(json.dumps(RUN_QWEN35))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
 
 

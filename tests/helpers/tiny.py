@@ -30,6 +30,22 @@ RUN_QWEN3 = {
         "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
+# of Qwen3.5's layers: values have more heads than keys, and of another size
+RECURRENT = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "head_dim": 32, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+RUN_QWEN35 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        **RECURRENT, "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"mrope_section": [2, 1, 1]},
+    },
+    "vision_config": {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 14, "num_position_embeddings": 16,
+    },
+}  # fmt: skip
 
 
 def recipe(stage: dict, **sections) -> dict:
@@ -54,6 +70,9 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
         text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, **family.tower}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
+    elif model_type == "qwen3_5":  # every second layer attends
+        text = {**family.text, **RECURRENT, "mrope_section": (2, 1, 1)}
+        own = {"intermediate_size": 64, **family.tower, "num_position_embeddings": 36}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
     vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
@@ -74,12 +93,19 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     rotary moves the logits by 5e-5 and hides under any tolerance; with these weights it moves them by 0.1 and more.
     """
     generator = torch.Generator().manual_seed(seed)
+    centred = {  # norms that scale by 1 + weight
+        f"{name}.weight"
+        for name, m in model.named_modules()
+        if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm")
+    }
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         if name.endswith("bias"):
             p.copy_(0.1 * noise)
+        elif name.endswith("A_log"):  # memories of about 10 tokens
+            p.copy_(0.5 * noise - 2)
         elif p.dim() == 1:  # weights of norms
-            p.copy_(1 + 0.2 * noise)
+            p.copy_((name not in centred) + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
         else:

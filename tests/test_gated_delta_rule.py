@@ -1,0 +1,61 @@
+"""The gated delta rule in chunks against its definition, in float64: values, states and gradients."""
+
+import pytest
+import torch
+
+from minivlmrl.kernels import gated_delta_rule as module
+from minivlmrl.kernels.gated_delta_rule import by_definition, gated_delta_rule
+
+
+def inputs(T, b=2, H=3, K=5, V=4, seed=0, forget=1.0):
+    """Random tokens, keys of length 1 as the model has them."""
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(b, T, H, n, generator=random, dtype=torch.float64) for n in (K, K, V))
+    beta, g = (torch.rand(b, T, H, generator=random, dtype=torch.float64) for _ in "ab")
+    state = torch.randn(b, H, K, V, generator=random, dtype=torch.float64)
+    found = q, k / k.norm(dim=-1, keepdim=True), v, beta, -forget * g, state
+    return [x.requires_grad_() for x in found]
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("forget", [0.0, 0.02, 1.0, 30.0])
+def test_chunks_equal_the_definition(T, forget):
+    given = inputs(T, forget=forget)
+    found = []
+    for rule in (gated_delta_rule, by_definition):
+        out, state = rule(*given)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        total = (out * weight).sum() + (state * state).sum()
+        found.append([out, state, *torch.autograd.grad(total, given)])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("cuts", [(1, 199), (70, 130), (64, 64, 72), (3, 5, 100, 92)])
+def test_a_state_is_handed_over_anywhere(cuts):
+    *given, state = inputs(200)
+    expected = by_definition(*given, state)
+    parts, out = [x.split(cuts, dim=1) for x in given], []
+    for part in zip(*parts, strict=True):
+        result, state = gated_delta_rule(*part, state)
+        out.append(result)
+    assert_equal([torch.cat(out, dim=1), state], expected)
+
+
+def test_the_example_of_the_docstring():
+    one, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 6.0]).view(1, 2, 1, 1)
+    half = torch.full((1, 2, 1), 0.5)
+    for rule in (gated_delta_rule, by_definition):
+        out, state = rule(one, one, v, half, half.log(), torch.zeros(1, 1, 1, 1))
+        assert out.flatten().tolist() == [4, 4] and state.item() == 4
+
+
+def test_a_chunk_of_another_size_is_the_same(monkeypatch):
+    given = inputs(50)
+    expected = gated_delta_rule(*given)
+    monkeypatch.setattr(module, "CHUNK", 7)
+    assert_equal(gated_delta_rule(*given), expected)

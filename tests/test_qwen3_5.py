@@ -1,0 +1,471 @@
+"""Qwen3.5 against transformers 5.23: packed groups through recurrent layers, decoding, config, templates."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hub_configs import QWEN35_SIZES, qwen35_config, tiny_config
+from safetensors.torch import load_file, save_file
+from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
+from test_qwen3_vl import film_prompt, qwen3_vl_name, random_prompt
+
+from minivlmrl.__main__ import main
+from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
+from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
+from minivlmrl.batch import pack
+from minivlmrl.data.template import ChatTemplate
+from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
+from minivlmrl.hub import qwen3_5
+from minivlmrl.hub.family import FAMILIES
+from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.image import ImageProcessor
+from minivlmrl.kernels import gated_delta_rule
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Processor, uniform_numbers
+from minivlmrl.run.plan import Costs, Work, meta_batch
+from minivlmrl.sampling.captured import CapturedDecode
+from minivlmrl.scale.checkpoint import load_model, save_model
+from minivlmrl.scale.sharding import recompute_blocks
+from minivlmrl.tasks import shapes
+
+import tiny
+from draws import STOP
+from stages import snapshot
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+from oracle import in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+
+TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+TEXT |= {"intermediate_size": 96, "num_hidden_layers": 5}
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("text", [{}, {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}])
+def test_what_config_json_leaves_out_is_transformers_default(text):
+    """Also what transformers itself writes."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 7e5}
+    sizes = TEXT | text | ({"rope_parameters": rope} if text else {})
+    given = {"model_type": "qwen3_5", "text_config": sizes, "vision_config": {"out_hidden_size": 64}}
+    theirs = transformers.Qwen3_5Config(text_config=sizes, vision_config=given["vision_config"])
+    for config in (given, json.loads(theirs.to_json_string())):
+        ours = ModelConfig.from_dict(config)
+        names = ("head_dim", "rms_norm_eps", "attention_bias", "linear_conv_kernel_dim", "linear_key_head_dim")
+        names += ("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "eos_token_id")
+        for name in names:
+            assert getattr(ours, name) == getattr(theirs.text_config, name), name
+        for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert list(ours.layer_types) == theirs.text_config.layer_types
+        for name in ("rope_theta", "partial_rotary_factor"):
+            assert getattr(ours, name) == theirs.text_config.rope_parameters[name], name
+        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "num_position_embeddings"):
+            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+        assert ours.vision_config.deepstack_visual_indexes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("layer_types", ["full_attention"] * 2, "layer_types is ['full_attention', 'full_attention'], it must be the"),
+        ("layer_types", ["linear_attention"] * 3, "the types of 3 layers, of which one at least is full_attention"),
+        ("layer_types", ["sliding"] * 3, "layer_types is 'sliding', it must be"),
+        ("linear_num_key_heads", 3, "linear_num_key_heads is 3, it must be a divisor of linear_num_value_heads (4)"),
+        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim is 1, it must be 2 or more"),
+        ("attn_output_gate", False, "attn_output_gate is False, it must be True"),
+        ("head_dim", 16, "mrope_section is [2, 1, 1], it must be three numbers whose sum is half of 4, what is turned"),
+    ],
+)
+def test_what_no_model_of_ours_computes_is_named(name, value, says):
+    config = tiny_config("qwen3_5", tied=False)
+    config["text_config"][name] = value
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(config, "FOLDER/config.json")
+    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+
+
+@pytest.mark.parametrize("size", QWEN35_SIZES)
+def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen35_config(size)))
+    with torch.device("meta"):
+        model = FAMILIES["qwen3_5"].model(ModelConfig.from_dict(qwen35_config(size)))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
+    expected = {qwen3_vl_name(name): p.shape for name, p in theirs.named_parameters()}
+    assert {name: p.shape for name, p in model.named_parameters()} == expected
+
+
+def test_tensors_that_predict_two_tokens_ahead_are_left_out(tmp_path):
+    """As in transformers; of other families, and by another name, they are refused."""
+    save_model(tmp_path, tiny.model(model_type="qwen3_5"), Processor(shapes.tokenizer(), ImageProcessor()))
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"mtp.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
+    assert "mtp.fc.weight" not in dict(load_model(tmp_path).named_parameters())
+    save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected tensor mtq\.fc"):
+        load_model(tmp_path)
+
+
+# ---- a group through recurrent layers
+
+
+def both_in_float64(folder, monkeypatch):
+    """Our model and transformers', read from one folder."""
+    in_float64(monkeypatch, "qwen3_5")
+    save_model(folder, tiny.model(model_type="qwen3_5"), Processor(shapes.tokenizer(), ImageProcessor()))
+    ours = load_model(folder, torch.float64)
+    theirs = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
+    return ours, theirs
+
+
+def mixed_group():
+    """Prompts of text, an image, two images and a film, completions, and what transformers is given of each prompt."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
+    film, inputs = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
+    lengths = ((5, 2, 7), (1, 4), (3, 1, 1), (6, 90))
+    completions = [[tiny.completion(generator, n) for n in group] for group in lengths]
+    return [*rows, film], completions, [*map(their_inputs, rows), inputs]
+
+
+def scores(model, rows, completions, weights):
+    """(M,) log-probabilities of a packed run, and the gradients of their weighted sum."""
+    model.zero_grad()
+    logps, _ = per_token_logps(model, pack(rows, completions, model.config))
+    (logps * weights).sum().backward()
+    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(tmp_path, monkeypatch):
+    ours, theirs = both_in_float64(tmp_path, monkeypatch)
+    rows, completions, inputs = mixed_group()
+    weights = torch.linspace(-1, 1, sum(len(ids) for group in completions for ids in group)).double()
+    logps, gradients = scores(ours, rows, completions, weights)
+    expected = []
+    for given, group in zip(inputs, completions, strict=True):
+        for ids in group:
+            whole = torch.cat([given["input_ids"], ids[None]], dim=1)
+            kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(ids)))
+            logits = theirs(**{**given, "input_ids": whole, "mm_token_type_ids": kinds}).logits[0]
+            logits = logits[given["input_ids"].shape[1] - 1 : -1]
+            expected.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    expected = torch.cat(expected)
+    assert (logps - expected).abs().max() <= 1e-12
+    (expected * weights).sum().backward()
+    for name, p in theirs.named_parameters():
+        difference = (gradients.pop(qwen3_vl_name(name)) - p.grad).abs().max()
+        assert difference <= 1e-12 * p.grad.abs().max(), name
+    assert not gradients
+
+
+def test_neither_order_nor_micro_batches_change_anything():
+    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
+    rows, completions, _ = mixed_group()
+    counts = [[len(ids) for ids in group] for group in completions]
+    weights = torch.linspace(-1, 1, sum(map(sum, counts))).double()
+    expected, gradients = scores(model, rows, completions, weights)
+    parts = [x.split(own) for x, own in zip(expected.split([sum(x) for x in counts]), counts, strict=True)]
+    given = [x.split(own) for x, own in zip(weights.split([sum(x) for x in counts]), counts, strict=True)]
+    total = {}
+    # the rows of a prompt turned around; a prompt's in two micro-batches
+    for picked in ([(3, (1, 0)), (1, (1, 0))], [(0, (2,)), (2, (1, 2, 0))], [(0, (1, 0))]):
+        some = [completions[i][j] for i, own in picked for j in own]
+        groups = [[completions[i][j] for j in own] for i, own in picked]
+        own_weights = torch.cat([given[i][j] for i, own in picked for j in own])
+        logps, found = scores(model, [rows[i] for i, _ in picked], groups, own_weights)
+        assert (logps - torch.cat([parts[i][j] for i, own in picked for j in own])).abs().max() <= 1e-12
+        total = {name: total.get(name, 0) + gradient for name, gradient in found.items()}
+        assert len(some) == sum(map(len, groups))
+    for name, gradient in gradients.items():
+        assert (total[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
+
+
+def leaking(attention, index, inputs, scan):
+    """What a trainer computes that runs a packed batch through a recurrent layer as one row."""
+    return scan([x[None] for x in inputs], None)[0][0]
+
+
+def without_convolution_inputs(attention, index, inputs, scan):
+    """States are handed over, the last inputs of the convolution are not."""
+
+    def forgetting(parts, memory):
+        return scan(parts, memory and [torch.zeros_like(memory[0]), memory[1]])
+
+    return qwen3_5_go_on(attention, index, inputs, forgetting)
+
+
+qwen3_5_go_on = qwen3_5.go_on
+
+
+@pytest.mark.parametrize("leak", [leaking, without_convolution_inputs], ids=lambda f: f.__name__)
+def test_a_leak_between_the_rows_of_a_batch_shows(monkeypatch, leak):
+    """One prompt with one completion hides the first; a group shows both, and both are large."""
+    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
+    rows, completions, _ = mixed_group()
+    alone = pack(rows[:1], [completions[0][:1]], model.config)
+    group = pack(rows[:2], completions[:2], model.config)
+    with torch.no_grad():
+        expected = [per_token_logps(model, batch)[0] for batch in (alone, group)]
+        monkeypatch.setattr(qwen3_5, "go_on", leak)
+        found = [per_token_logps(model, batch)[0] for batch in (alone, group)]
+    differences = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+    assert differences[1] > 0.05
+    assert (differences[0] <= 1e-12) == (leak is leaking)
+
+
+def random_config(rng: random.Random) -> ModelConfig:
+    """Other layers, heads, sizes and convolutions each time."""
+    layers, interval, groups = rng.randint(2, 6), rng.choice([2, 3, 4]), rng.choice([1, 2, 3])
+    kinds = [rng.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
+    kinds[rng.randrange(layers)] = "full_attention"
+    share, half = rng.choice([(0.25, 4), (0.5, 8), (1.0, 16)])
+    height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
+    text = {
+        "hidden_size": 40, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 300, "intermediate_size": 56, "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * rng.choice([1, 2]), "linear_key_head_dim": rng.choice([4, 8]),
+        "linear_value_head_dim": rng.choice([4, 8, 12]), "linear_conv_kernel_dim": rng.choice([2, 3, 4, 7]),
+        "rope_parameters": {
+            "rope_type": "default", "mrope_section": [half - height - width, height, width], "rope_theta": 1e4,
+            "partial_rotary_factor": share, "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    text |= rng.choice([{"layer_types": kinds}, {"full_attention_interval": min(interval, layers)}])
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": rng.choice([2, 4]),
+        "spatial_merge_size": rng.choice([1, 2]), "num_position_embeddings": 16, "out_hidden_size": 40,
+    }  # fmt: skip
+    ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
+    ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
+    return ModelConfig.from_dict({"model_type": "qwen3_5", **ids, "text_config": text, "vision_config": vision})
+
+
+def check_random_configs(seeds, monkeypatch):
+    in_float64(monkeypatch, "qwen3_5")
+    for seed in seeds:
+        config, generator = random_config(random.Random(seed)), torch.Generator().manual_seed(seed)
+        theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(
+            transformers.Qwen3_5Config(**config.to_dict())
+        )
+        tiny.telling_weights(theirs.double().eval())
+        theirs.tie_weights()
+        ours = tiny.model_of(config).double()
+        found = {qwen3_vl_name(name): p for name, p in theirs.state_dict().items()}
+        ours.load_state_dict(found, strict=not config.tie_word_embeddings)
+        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)], [(9, 9)])]
+        with torch.no_grad():
+            for row, logits in zip(rows, our_logits(ours, rows), strict=True):
+                expected = theirs(**their_inputs(row)).logits[0]
+                assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max(), seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_of_random_configs_equal_transformers(seed, monkeypatch):
+    check_random_configs([seed], monkeypatch)
+
+
+@pytest.mark.slow
+def test_logits_of_100_random_configs_equal_transformers(monkeypatch):
+    check_random_configs(range(6, 100), monkeypatch)
+
+
+# ---- decoding
+
+
+def drawn(model, rows, tokens, stop=STOP, decode=None):
+    """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
+    numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
+    original = chooser(SamplingConfig(max_new_tokens=tokens), stop, draw_by(numbers))
+
+    def choose(logits, rows, step):
+        ids, _, ends = original(logits, rows, step)
+        return ids, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], ends
+
+    return generate(model, rows, 3, tokens, choose, decode)
+
+
+@pytest.mark.parametrize("decode", [Decode, CapturedDecode])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["float32", "float64"]
+)
+def test_sampler_and_trainer_agree_about_every_token(dtype, close, decode):
+    """Rows end one after the other; whoever ends leaves, and the others keep their memory."""
+    model = tiny.model(model_type="qwen3_5", dtype=dtype)
+    rows, _, _ = mixed_group()
+    found = drawn(model, rows, 80, decode=decode())
+    ids = [[completion.ids for completion in group] for group in found]
+    assert len({len(own) for group in ids for own in group}) > 5
+    with torch.no_grad():
+        logps, _ = per_token_logps(model, pack(rows, ids, model.config))
+    assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= close
+
+
+def test_a_row_is_drawn_by_its_key_whatever_runs_beside_it():
+    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
+    rows, _, _ = mixed_group()
+    together, [first] = drawn(model, rows, 20), drawn(model, rows[:1], 20)
+    assert [c.ids.tolist() for c in together[0]] == [c.ids.tolist() for c in first]
+
+
+def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
+    """A prompt once and each completion, whatever they are long."""
+    config = tiny.config(model_type="qwen3_5")
+    costs, sizes = Costs(config), []
+    for work in (Work(2, 3, 10, 4, 5), Work(2, 3, 10, 4, 50)):
+        model, batch = tiny.model_of(config), meta_batch(config, work)
+        batch = pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
+        assert batch.layout.prompt_lengths == [14] * 2
+        owner = torch.arange(2).repeat_interleave(3)
+        with torch.no_grad():
+            _, attention, _ = prefill(model, batch, owner, work.completion_tokens, Decode())
+            before = GroupAttention(batch.layout, keep_keys=True)
+            model(batch, before)
+        held = [x for memory in (attention, before) for layer in memory.memory.values() for x in layer]
+        held += [x for layer in (*attention.prompt, *attention.own) for x in layer]
+        sizes.append(sum(x.nbytes for x in held))
+        assert costs.keys_and_values(torch.float32, work) == sizes[-1]
+        assert len(attention.own) == 1 and len(attention.memory) == 2
+    keys = 2 * config.num_key_value_heads * config.head_dim * 4
+    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
+
+
+def test_a_token_that_waits_for_other_ranks_runs_through_every_layer():
+    """What a rank runs whose rows have ended, see sharding.Lockstep."""
+    model = tiny.model(model_type="qwen3_5")
+    attention = GroupAttention(GroupLayout([1], [[]]))
+    hidden = model.model(model.model.embed_tokens(torch.zeros(1, dtype=torch.long)), torch.zeros(3, 1), attention)
+    assert hidden.shape == (1, 64) and not isinstance(attention, DecodeAttention)
+
+
+# ---- templates
+
+
+@pytest.fixture(scope="module", params=["think", "nothink"])
+def template(request):
+    """What Qwen publishes, in TRL's copy."""
+    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
+    path = Path(trl.__file__).parent / "chat_templates" / f"qwen3_5_{request.param}.jinja"
+    return ChatTemplate(path.read_text(), path.name)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "é"}}}]}
+TALKS = {
+    "text": [user("Hi ")],
+    "system": [system("Be brief."), user([text(" a"), text("b ")])],
+    "images and turns": [user([IMAGE_PART, text("What?")]), assistant("A cat."), user([text("And "), IMAGE_PART])],
+    "video": [system("s"), user([{"type": "video"}, text("What?")])],
+    "thoughts": [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c")],
+    "a call": [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}, user("So?")],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+def test_the_published_templates_lay_out_what_transformers_does(template, talk):
+    renders_as_transformers(template, talk)
+
+
+def test_a_completion_begins_where_the_prompt_of_either_template_ends(template):
+    prompt = "".join(template.render([user("a")]))
+    thinks = prompt.endswith("<think>\n")
+    assert thinks or prompt.endswith("<think>\n\n</think>\n\n")
+    answer = "<think>\nhm\n</think>\n\nb" if thinks else "b"
+    pieces = template.render_completion([user("a")], [assistant(answer)])
+    assert pieces == [("hm\n</think>\n\nb" if thinks else "b", True), ("<|im_end|>", True)]
+
+
+# ---- stages and tools
+
+
+OPTIONS = {
+    "adapters": ["--adapter.r=2"],
+    "4 bits": ["--adapter.r=2", "--adapter.quantize=nf4"],
+    "dora, all parts": ["--adapter.r=2", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model", "grpo", "ppo"])
+def test_every_stage_trains_every_part(stage, name):
+    """Also the convolution, the decay and the gates."""
+    run = stage(name, model="qwen3_5")
+    before = snapshot(run.algorithm.trained)
+    run.go(2)
+    still = {key for key, p in run.algorithm.trained.named_parameters() if torch.equal(p, before[key])}
+    assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 50
+    assert not still or name == "reward_model"  # which predicts no tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adapters_are_on_the_new_projections(stage, name):
+    run = stage("grpo", *OPTIONS[name], model="qwen3_5")
+    before = snapshot(run.model)
+    run.go(2)
+    moved = {key for key, p in run.model.named_parameters() if not torch.equal(p, before[key])}
+    linear = "model.layers.0.linear_attn."
+    wanted = {f"{linear}{layer}.lora_B" for layer in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
+    assert wanted <= moved and all("lora_" in key for key in moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_float32_or_wider_and_blocks_recompute(dtype):
+    """Sampler and trainer differ by bfloat16's rounding alone."""
+    model = tiny.model(model_type="qwen3_5", dtype=dtype)
+    LoRAConfig(r=2).place(model)
+    draw_adapters(model, 0)
+    rows, completions, _ = mixed_group()
+    batch = pack(rows[:2], completions[:2], model.config)
+    expected, _ = per_token_logps(model, batch)
+    expected.sum().backward()
+    gradients = [p.grad.clone() for p in adapter_parameters(model)]
+    recompute_blocks(model)
+    model.zero_grad()
+    logps, _ = per_token_logps(model, batch)
+    logps.sum().backward()
+    assert torch.equal(logps, expected)
+    assert all(torch.equal(p.grad, g) for p, g in zip(adapter_parameters(model), gradients, strict=True))
+    attention = GroupAttention(batch.layout, keep_keys=True)
+    with torch.no_grad():
+        model(batch, attention)
+    assert {x.dtype for x in attention.memory[0]} == {dtype, torch.float32}
+    [found] = drawn(model, rows[:1], 12)
+    with torch.no_grad():
+        logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))
+    difference = (logps - torch.cat([c.logps for c in found])).abs().max()
+    assert difference <= (1e-5 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.slow
+def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, tmp_path, capsys):
+    """SFT and GRPO on own rows; then transformers, ask, check and plan read what was saved."""
+    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
+    start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
+    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+    small = ["--sft.max_steps=1", "--grpo.max_steps=1"]
+    folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", "--adapter.r=2", name="own") / "checkpoint"
+    assert {"start", "after_sft", "after_grpo"} <= json.loads((folder.parent / "summary.json").read_text()).keys()
+    _, info = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    capsys.readouterr()
+    image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
+    assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
+    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
+    assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
+    assert "GB on each GPU" in capsys.readouterr().out
+
+
+def test_the_definition_gives_the_same_model(monkeypatch):
+    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
+    rows, completions, _ = mixed_group()
+    weights = torch.linspace(-1, 1, sum(len(ids) for group in completions for ids in group)).double()
+    logps, gradients = scores(model, rows, completions, weights)
+    monkeypatch.setattr(qwen3_5, "gated_delta_rule", gated_delta_rule.by_definition)
+    expected, theirs = scores(model, rows, completions, weights)
+    assert (logps - expected).abs().max() <= 1e-12
+    for name, gradient in theirs.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
