@@ -14,14 +14,7 @@ from runs import metrics
 
 from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.calls import (
-    ask_by_name,
-    call_reward,
-    checked_values,
-    recipe_columns,
-    recipe_rewards,
-    trl_columns,
-)
+from minivlmrl.reward_functions import calls as file
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rewards import ask_rewards, reward_columns
 from minivlmrl.rows import Processor, Row
@@ -35,14 +28,14 @@ SAID = [[{"role": "assistant", "content": "two"}], "three"]
 
 def ask(monkeypatch, function, completions, **columns):
     monkeypatch.setitem(REWARDS, "own", function)
-    return call_reward("own", completions, columns)
+    return file.call_reward("own", completions, columns)
 
 
 def test_completions_and_prompts_have_the_form_of_their_row():
     """TRL: messages if the prompt is a conversation, text if it is text."""
     columns = {"prompt": [CHAT, "How many?"], "prompts": [CHAT, CHAT]}
-    assert trl_columns(["two", "three"], columns) == {"completions": SAID, "prompts": [CHAT, "How many?"]}
-    assert trl_columns(["three"], {"problem": ["?"]}) == {"completions": ["three"], "prompts": [""]}
+    assert file.trl_columns(["two", "three"], columns) == {"completions": SAID, "prompts": [CHAT, "How many?"]}
+    assert file.trl_columns(["three"], {"problem": ["?"]}) == {"completions": ["three"], "prompts": [""]}
 
 
 def test_rewards_written_for_trl(monkeypatch):
@@ -60,8 +53,8 @@ def test_rewards_written_for_trl(monkeypatch):
 
 def test_our_own_rewards_always_see_text():
     columns = {"prompt": [CHAT], "solution": ["two"], "answer_texts": ["two"]}
-    assert call_reward("accuracy", ["<answer>two</answer>"], columns) == [1.0]
-    assert call_reward("minivlmrl.rewards:format", ["two"], columns) == [0.0]
+    assert file.call_reward("accuracy", ["<answer>two</answer>"], columns) == [1.0]
+    assert file.call_reward("minivlmrl.rewards:format", ["two"], columns) == [0.0]
 
 
 async def slow(completions, **columns):
@@ -107,7 +100,7 @@ def test_what_our_own_rewards_refuse_begins_with_the_row():
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
     with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
-        call_reward("iou", ["1 1 2 2"] * 2, columns)
+        file.call_reward("iou", ["1 1 2 2"] * 2, columns)
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
@@ -196,7 +189,7 @@ def made():
 def test_a_recipes_rewards_also_know_sizes_of_images(made):
     """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
     rows, prompts, completions, processor = made
-    columns, book = recipe_columns(*made), reward_columns(rows, completions, processor)
+    columns, book = file.recipe_columns(*made), reward_columns(rows, completions, processor)
     grid = prompts[0].image_grid_thw[0].tolist()
     seen = (14 * grid[2], 14 * grid[1])
     assert columns == book | {
@@ -205,25 +198,25 @@ def test_a_recipes_rewards_also_know_sizes_of_images(made):
 
 
 def test_rewards_are_asked_by_name_with_their_weights(made):
-    columns, weights = recipe_columns(*made), {"format": 0.5, "accuracy": 2.0}
-    rewards = recipe_rewards(weights, ONE)
+    columns, weights = file.recipe_columns(*made), {"format": 0.5, "accuracy": 2.0}
+    rewards = file.recipe_rewards(weights, ONE)
     assert list(rewards.values()) == [0.5, 2.0]
     found = ask_rewards(list(rewards), columns)
     torch.testing.assert_close(
         found, torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]]), equal_nan=True, rtol=0, atol=0
     )
-    assert torch.equal(ask_by_name(list(weights), columns).nan_to_num(9), found.nan_to_num(9))
+    assert torch.equal(file.ask_by_name(list(weights), columns).nan_to_num(9), found.nan_to_num(9))
 
 
 @pytest.mark.parametrize(
     "values", [(1, 0.5), [True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])], ids=repr
 )
 def test_numbers_of_any_kind(values):
-    assert checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
+    assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
 
 
 def test_none_is_no_verdict():
-    first, second = checked_values("own", [None, 2], ["a", "b"])
+    first, second = file.checked_values("own", [None, 2], ["a", "b"])
     assert math.isnan(first) and second == 2.0
 
 
@@ -233,16 +226,16 @@ def test_none_is_no_verdict():
 def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value):
     message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
     with pytest.raises(ValueError, match=message):
-        checked_values("own", [0.0, value], ["a", "what?"])
+        file.checked_values("own", [0.0, value], ["a", "what?"])
 
 
 @pytest.mark.parametrize("values", [None, 1.0])
 def test_one_number_or_nothing_is_no_list(values):
     with pytest.raises(ValueError, match=rf"reward own returned {values}; it must be a list"):
-        checked_values("own", values, ["a"])
+        file.checked_values("own", values, ["a"])
 
 
 @pytest.mark.parametrize("values", [[], [1.0], iter([1.0, 0.0, 1.0])])
 def test_another_number_of_values_is_refused(values):
     with pytest.raises(ValueError, match=r"reward own returned \d values, not 2"):
-        checked_values("own", values, ["a", "b"])
+        file.checked_values("own", values, ["a", "b"])

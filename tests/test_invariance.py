@@ -10,25 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms.policy_losses import (
-    AVERAGES,
-    CORRECTION_MODES,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
+from minivlmrl.algorithms import policy_losses as policy
+from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
-from minivlmrl.algorithms.preference_losses import (
-    ANY_DIVERGENCE,
-    DPO_LOSSES,
-    F_DIVERGENCES,
-    KTO_LOSS_TYPES,
-    DPOLoss,
-    KTOLoss,
-    RewardLoss,
-    dpo_loss,
-    kto_loss,
-    reward_loss,
-)
 from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
 from minivlmrl.run.batches import Batches
 from minivlmrl.tasks.shapes import Shapes
@@ -108,7 +92,7 @@ def grpo_case(counted=True, **options) -> Case:
     threshold = None
     kept = batch["mask"]
     if options.get("top_entropy_quantile", 1) < 1:
-        threshold = top_entropy_threshold(batch["entropies"], kept, options["top_entropy_quantile"])
+        threshold = policy.top_entropy_threshold(batch["entropies"], kept, options["top_entropy_quantile"])
         kept = kept * (batch["entropies"] >= threshold)
     correction = options.pop("rollout_correction", None)
     counts = {"sequences": ROWS, "tokens": batch["mask"].sum(), "num_entropy_tokens": kept.sum()}
@@ -117,7 +101,7 @@ def grpo_case(counted=True, **options) -> Case:
         ratio = None
         if correction:
             names = ("old_per_token_logps", "sampling_per_token_logps", "mask")
-            ratio = rollout_importance_ratio(*(batch[n] for n in names), mode=correction, clip_max=2.0)
+            ratio = policy.rollout_importance_ratio(*(batch[n] for n in names), mode=correction, clip_max=2.0)
         given = counts if counted else {}
         return loss_of(
             **batch, **options, **given, importance_sampling_ratio=ratio, entropy_threshold=threshold,
@@ -129,7 +113,7 @@ def grpo_case(counted=True, **options) -> Case:
                 per_token)  # fmt: skip
 
 
-LOSS_TYPES = tuple(AVERAGES)
+LOSS_TYPES = tuple(policy.AVERAGES)
 GRPO_OPTIONS = {
     "plain": {},
     **{
@@ -141,7 +125,7 @@ GRPO_OPTIONS = {
     "delta": {"delta": 1.5},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.3},
     "off-policy mask": {"off_policy_mask_threshold": 0.1},
-    **{f"correction {mode}": {"rollout_correction": mode} for mode in CORRECTION_MODES},
+    **{f"correction {mode}": {"rollout_correction": mode} for mode in policy.CORRECTION_MODES},
 }
 
 
@@ -181,20 +165,24 @@ def dpo_case(**options) -> Case:
         "per_token_logps": noise(*shape, scale=0.6) - 2, "ref_per_token_logps": noise(*shape, seed=1, scale=0.6) - 2,
         "mask": both,
     }  # fmt: skip
-    options = DPOLoss(**{"label_smoothing": 0.1, **options})
+    options = preference.DPOLoss(**{"label_smoothing": 0.1, **options})
     if options.use_weighting:
         batch["log_sum_sq_probs"] = noise(*shape, seed=2).abs() - 3
     counts = SimpleNamespace(sequences=2 * ROWS, tokens=both[:, 0].sum())
-    call = lambda batch: dpo_loss(**batch, options=options, counts=counts)[0]  # noqa: E731
+    call = lambda batch: preference.dpo_loss(**batch, options=options, counts=counts)[0]  # noqa: E731
     return Case(batch, ("per_token_logps",), call, tuple(batch))
 
 
-SORTING = ("aot", "aot_unpaired")
+SORTING, DIVERGENCES = ("aot", "aot_unpaired"), preference.F_DIVERGENCES[1:]
 DPO_OPTIONS = [
-    *[{"loss_type": name} for name in DPO_LOSSES],
-    *[{"loss_type": name, "ld_alpha": 0.5} for name in DPO_LOSSES],
-    *[{"loss_type": name, "use_weighting": True} for name in DPO_LOSSES if name not in (*SORTING, "sft")],
-    *[{"loss_type": name, "f_divergence_type": f} for name in ANY_DIVERGENCE for f in F_DIVERGENCES[1:]],
+    *[{"loss_type": name} for name in preference.DPO_LOSSES],
+    *[{"loss_type": name, "ld_alpha": 0.5} for name in preference.DPO_LOSSES],
+    *[{"loss_type": name, "use_weighting": True} for name in preference.DPO_LOSSES if name not in (*SORTING, "sft")],
+    *[
+        {"loss_type": name, "f_divergence_type": f}
+        for name in preference.ANY_DIVERGENCE
+        for f in preference.F_DIVERGENCES[1:]
+    ],
     {"loss_type": "sigmoid", "smooth_sigmoid": True},
     {"loss_type": "sigmoid", "reference_free": True},
     {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
@@ -232,15 +220,15 @@ def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorte
     assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-3
 
 
-@pytest.mark.parametrize("loss_type", KTO_LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", preference.KTO_LOSS_TYPES)
 def test_kto_loss(loss_type):
     batch = {
         "per_token_logps": noise(ROWS, TOKENS), "ref_per_token_logps": noise(ROWS, TOKENS, seed=1),
         "mask": mask(), "labels": torch.tensor([True, False, True, True, False, False]),
     }  # fmt: skip
     given = {"kl": torch.tensor(0.2), "counts": SimpleNamespace(sequences=ROWS)}
-    given["options"] = KTOLoss(loss_type, desirable_weight=1.3)
-    check(Case(batch, ("per_token_logps",), lambda batch: kto_loss(**batch, **given)[0], tuple(batch)[:3]))
+    given["options"] = preference.KTOLoss(loss_type, desirable_weight=1.3)
+    check(Case(batch, ("per_token_logps",), lambda batch: preference.kto_loss(**batch, **given)[0], tuple(batch)[:3]))
 
 
 @pytest.mark.parametrize("center", [None, 0.1])
@@ -248,7 +236,7 @@ def test_reward_loss(center):
     names = ("chosen", "rejected", "margin")
     batch = {name: noise(ROWS, seed=seed) for seed, name in enumerate(names)}
     counts = SimpleNamespace(sequences=2 * ROWS)
-    call = lambda batch: reward_loss(**batch, options=RewardLoss(center), counts=counts)[0]  # noqa: E731
+    call = lambda batch: preference.reward_loss(**batch, options=preference.RewardLoss(center), counts=counts)[0]  # noqa: E731
     check(Case(batch, names[:2], call), padding=False)
 
 

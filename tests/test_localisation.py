@@ -10,17 +10,7 @@ import pytest
 
 from minivlmrl.reward_functions import box_rewards
 from minivlmrl.tasks.shapes import COLORS
-from recipes.localisation import (  # fmt: skip
-    GRID,
-    NAMES,
-    Localisation,
-    constant_box,
-    draw,
-    is_unseen,
-    overlap,
-    pixels,
-    position,
-)
+from recipes.localisation import GRID, NAMES, Localisation, constant_box, draw, is_unseen, overlap, pixels, position
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SIDES = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
