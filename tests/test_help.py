@@ -12,11 +12,11 @@ def test_every_option_is_listed_once_and_has_a_sentence(capsys):
     page.show()
     out = capsys.readouterr().out
     for name, config in page.sections().items():
-        prefix = "" if name == "run" else f"{name}."
+        prefix, sentences = "" if name == "run" else f"{name}.", page.help_of(type(config))
         for field in dataclasses.fields(config):
             if not dataclasses.is_dataclass(getattr(config, field.name)):
                 assert out.count(f"  --{prefix}{field.name}=") == 1, field.name
-                assert page.help_of(type(config))[field.name], f"{prefix}{field.name} has no comment that explains it"
+                assert sentences[field.name], f"{prefix}{field.name} has no comment that explains it"
     assert "  --data.video.fps=null\n" in out and out.startswith("usage: python -m minivlmrl train")
 
 
