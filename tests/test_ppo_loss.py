@@ -91,16 +91,3 @@ def test_no_token_is_no_loss(counts):
     loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), PPORollout(*torch.ones(4, 2, 3)), counts=counts)
     assert [loss.item(), *(value.item() for value in metrics.values())] == [0.0] * 7
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (logps, values)))
-
-
-def test_counts_of_the_step_make_the_split_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    logps, values, *fixed = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(6))
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]).double()
-    counts = SimpleNamespace(tokens=mask.sum())
-
-    def loss(rows, counts=None):
-        return ppo_loss(logps[rows], values[rows], mask[rows], PPORollout(*(x[rows] for x in fixed)), counts=counts)[0]
-
-    parts = loss(slice(0, 1), counts) + loss(slice(1, 4), counts)
-    torch.testing.assert_close(parts, loss(slice(None)), atol=1e-12, rtol=1e-12)
