@@ -95,9 +95,8 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run():
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_be_better_than_one_answer(mean, said):
     """Half of the rows have the solution `cat`; a row that nobody can judge does not count."""
-    rows = [
-        SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog", "cat", "ant", "judged by no one")
-    ]
+    solutions = ("cat", "dog", "cat", "ant", "judged by no one")
+    rows = [SimpleNamespace(columns={"solution": solution}) for solution in solutions]
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1
     rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)

@@ -76,9 +76,8 @@ def test_chosen_answers_come_first(stage, name):
     ids = batch.group.split(batch.group.completion_ids)
     expected = [answer for row in rows for answer in (row.chosen, row.rejected)]
     length = None if name == "dpo" else -1  # the reward model's runs go one token further
-    assert [run.algorithm.processor.tokenizer.decode(x[:length].tolist()) for x in ids] == [
-        f"{answer}<|im_end|>" for answer in expected
-    ]
+    said = [run.algorithm.processor.tokenizer.decode(x[:length].tolist()) for x in ids]
+    assert said == [f"{answer}<|im_end|>" for answer in expected]
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft", "kto"])

@@ -56,11 +56,8 @@ def data():
 
 
 def test_rewards_by_moves():
-    texts = [
-        "<think> red blue</think><answer> blue</answer>",
-        "<think> red blue lime</think><answer> red</answer>",
-        "x",
-    ]
+    said = "<think> red blue</think><answer> blue</answer>", "<think> red blue lime</think><answer> red</answer>"
+    texts = [*said, "x"]
     columns = {"solution": ["blue", "lime", "lime"], "moves": [1, 2, 2]}
     answers = [" blue", " red", None]
     assert ARROWS["correct"](answers, **columns, k=1) == [1.0, None, None]

@@ -64,9 +64,8 @@ def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write_rows):
 
 def test_eval_rows_bounds_an_eval_file(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
-    datasets = load_datasets(
-        DataSection(train_file=file, eval_file=file, eval_rows=1), {"grpo": "prompts"}, 0, ["solution"]
-    )
+    data = DataSection(train_file=file, eval_file=file, eval_rows=1)
+    datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
     assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
 
 

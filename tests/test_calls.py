@@ -202,9 +202,8 @@ def test_rewards_are_asked_by_name_with_their_weights(made):
     rewards = file.recipe_rewards(weights, ONE)
     assert list(rewards.values()) == [0.5, 2.0]
     found = ask_rewards(list(rewards), columns)
-    torch.testing.assert_close(
-        found, torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]]), equal_nan=True, rtol=0, atol=0
-    )
+    expected = torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]])
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
     assert torch.equal(file.ask_by_name(list(weights), columns).nan_to_num(9), found.nan_to_num(9))
 
 

@@ -60,10 +60,7 @@ def template(published):
     return _compile_jinja_template(text)
 
 
-OPTIONS = [
-    {"add_generation_prompt": prompt, "add_vision_id": number}
-    for prompt, number in itertools.product([True, False], repeat=2)
-]
+OPTIONS = [{"add_generation_prompt": a, "add_vision_id": b} for a, b in itertools.product([True, False], repeat=2)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

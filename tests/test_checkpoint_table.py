@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,8 @@ def source(request, tmp_path_factory):
     nested = json.loads((folder / "saved" / "config.json").read_text())
     assert "text_config" in nested and "hidden_size" not in nested and "rope_scaling" not in nested
     generator = torch.Generator().manual_seed(0)
-    batches = {
-        name: [tiny.prompt(generator, grids, dtype=torch.float64) for grids in rows] for name, rows in BATCHES.items()
-    }
+    make = partial(tiny.prompt, generator, dtype=torch.float64)
+    batches = {name: [make(grids) for grids in rows] for name, rows in BATCHES.items()}
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         in_float64(patch, model_type)
         logits = {name: [model(**their_inputs(row)).logits[0] for row in rows] for name, rows in batches.items()}

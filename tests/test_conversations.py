@@ -42,9 +42,8 @@ def test_a_prompt_of_turns_is_taken_as_it_is(write_rows):
 
 def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user([IMAGE_PART, text("three")])]
-    file = write_rows(
-        {"prompt": turns, "image": "red.png"}, {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
-    )
+    written = {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
+    file = write_rows({"prompt": turns, "image": "red.png"}, written)
     for row in FileDataset(file, prompt_template="Look: {problem} Think."):
         said = row.messages[3]["content"]
         assert as_parts(row.messages[:3]) == as_parts(turns[:3])

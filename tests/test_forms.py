@@ -108,10 +108,8 @@ def test_a_solution_of_its_own_is_kept(read, answer):
 
 
 def test_columns_are_renamed(read):
-    row = read(
-        {"wording": "a", "gold": 3, "pic": "cat.jpg"},
-        columns={"wording": "problem", "gold": "solution", "pic": "image"},
-    )
+    columns = {"wording": "problem", "gold": "solution", "pic": "image"}
+    row = read({"wording": "a", "gold": 3, "pic": "cat.jpg"}, columns=columns)
     assert (words(row.messages), row.columns["solution"], len(row.images)) == ("a", 3, 1)
     message = r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
     with pytest.raises(ValueError, match=message):

@@ -57,11 +57,8 @@ def images(folder):
         image = fetch_image(content)
         assert image.mode == "RGB" and min(image.size) > 0
 
-    return (
-        [encoded(noise("RGB", (16, 16)), kind) for kind in IMAGES],
-        read,
-        "{size} bytes: cannot be read as an image (",
-    )
+    files = [encoded(noise("RGB", (16, 16)), kind) for kind in IMAGES]
+    return files, read, "{size} bytes: cannot be read as an image ("
 
 
 def videos(folder):

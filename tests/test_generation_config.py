@@ -44,9 +44,8 @@ def test_a_generation_config_draws_what_it_draws_in_transformers(pair, tokenizer
 def test_overrides_win_over_the_generation_config():
     hub = {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05, "eos_token_id": [151645, 151643]}
     read = from_generation_config
-    assert read(hub) == SamplingOptions(
-        temperature=1e-6, top_k=50, repetition_penalty=1.05, stop_token_ids=[151645, 151643]
-    )
+    own = {"temperature": 1e-6, "repetition_penalty": 1.05, "stop_token_ids": [151645, 151643]}
+    assert read(hub) == SamplingOptions(top_k=50, **own)
     assert read(hub, temperature=0.7, top_k=0, repetition_penalty=1.0, stop_token_ids=None) == SamplingOptions(0.7)
     assert read(hub, temperature=0.0).top_k == 0
     assert read({"top_k": 7}, temperature=0.5) == SamplingOptions(0.5, top_k=7)

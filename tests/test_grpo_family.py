@@ -190,10 +190,8 @@ def test_rloo_by_hand(stage, samples, asked):
     run.go(2)
     [batch] = run.next()
     with torch.no_grad():
-        logps, ref = (
-            batch.group.split(per_token_logps(model, batch.group)[0])
-            for model in (run.model, run.algorithm.reference.model)
-        )
+        models = (run.model, run.algorithm.reference.model)
+        logps, ref = (batch.group.split(per_token_logps(model, batch.group)[0]) for model in models)
     kl = torch.stack([(a - b).sum() for a, b in zip(logps, ref, strict=True)])
     assert kl.abs().min() > 1e-3
     plain = earned(run.algorithm, samples[-1])

@@ -273,9 +273,8 @@ class Ragged(Shapes):
 
 def steps(folder, stage, *overrides):
     """Run a stage's steps; returns their metrics and what was trained."""
-    usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3} | (
-        {"kl_coef": 0.1} if stage == "ppo" else {}
-    )
+    usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
+    usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
     run, lines = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows")), []
     for _ in range(run.config.max_steps):

@@ -49,9 +49,8 @@ def test_a_list_of_frames_is_a_video(folder):
     assert len(row.videos) == 1 and row.videos[0].load().fps == 4 and not row.images
     tensors = prompt(row)
     assert tensors.image_grid_thw[0, 0] == 2 and tensors.second_per_grid_ts.tolist() == [0.5]
-    assert (
-        tensors.input_ids == PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]
-    ).sum() == tensors.image_grid_thw.prod() / 4
+    pads = tensors.input_ids == PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]
+    assert pads.sum() == tensors.image_grid_thw.prod() / 4
 
 
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
@@ -69,9 +68,8 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
 
 
 def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
-    row = read(
-        folder, {"video": FRAMES, "problem": "a"}, video_options={"fps": 1, "max_frames": 2, "max_pixels": 40000}
-    )
+    asked = {"fps": 1, "max_frames": 2, "max_pixels": 40000}
+    row = read(folder, {"video": FRAMES, "problem": "a"}, video_options=asked)
     assert len(row.videos[0].load().frames) == 4 and row.videos[0].load().fps == 2
     assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
 
@@ -128,10 +126,8 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
 
 
 IN_A_PART = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]}
-AT_THE_ROW = [
-    ({"image": "red.png", "problem": "a"}, name)
-    for name in ("min_pixels", "max_pixels", "resized_height", "resized_width")
-]
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+AT_THE_ROW = [({"image": "red.png", "problem": "a"}, name) for name in SIZES]
 AT_THE_ROW += [({"video": FRAMES, "problem": "a"}, name) for name in ("nframes", "total_pixels", "video_end")]
 
 

@@ -36,9 +36,8 @@ def test_merging_a_checkpoint_of_a_run(tmp_path, checkpoint, capsys):
     LoRAConfig(r=2, target=[r".+\.q_proj"]).place(model)
     draw_adapters(model, 0)
     gather_adapter(model)(tmp_path / "adapter")
-    assert (
-        main(["merge", f"--model={checkpoint}", f"--adapter={tmp_path / 'adapter'}", f"--out={tmp_path / 'out'}"]) == 0
-    )
+    options = [f"--model={checkpoint}", f"--adapter={tmp_path / 'adapter'}", f"--out={tmp_path / 'out'}"]
+    assert main(["merge", *options]) == 0
     assert f"written: {tmp_path / 'out'}" in capsys.readouterr().out
     load_processor(tmp_path / "out")
     merged = dict(load_model(tmp_path / "out").named_parameters())

@@ -19,9 +19,8 @@ def open_log(folder, world=ONE, **progress):
     return MetricsLog(RunConfig(output_dir=str(folder)), world, Progress(0, ["sft", "grpo"], "", **progress))
 
 
-STEP = SimpleNamespace(
-    micro_batches=[SimpleNamespace(group=SimpleNamespace(input_ids=range(n))) for n in (30, 20)], rollout=None
-)
+GROUPS = [SimpleNamespace(input_ids=range(n)) for n in (30, 20)]
+STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):

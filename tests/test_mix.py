@@ -106,9 +106,8 @@ def test_stages_may_have_files_of_their_own(files):
     stages, own = {"sft": "demonstrations", "grpo": "prompts"}, {"sft": files / "b.jsonl", "grpo": files / "a.jsonl"}
     rows = load(stages, own, image_root=str(files / "elsewhere"))
     assert (problems(rows["sft"]), problems(rows["grpo"])) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
-    mixed = load(
-        stages, {"sft": files / "b.jsonl"}, train_file=str(files / "a.jsonl"), image_root=str(files / "elsewhere")
-    )
+    options = {"train_file": str(files / "a.jsonl"), "image_root": str(files / "elsewhere")}
+    mixed = load(stages, {"sft": files / "b.jsonl"}, **options)
     assert (len(mixed["sft"]), len(mixed["grpo"])) == (2, 4)
     for wrong in ({"task": "shapes"}, {}):
         with pytest.raises(ValueError, match=r"data: set either data\.task"):

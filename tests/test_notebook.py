@@ -32,9 +32,7 @@ def own(home, checkpoint, tmp_path, monkeypatch, plain):
 
 
 COLORS = "red", "blue"
-ROWS = [
-    {"image": PIL.Image.new("RGB", (30, 40), color), "problem": "?", "solution": color} for color in ("red", "blue")
-]
+ROWS = [{"image": PIL.Image.new("RGB", (30, 40), color), "problem": "?", "solution": color} for color in COLORS]
 
 
 def test_rows_and_rewards_of_this_process(own, tmp_path):

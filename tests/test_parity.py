@@ -20,9 +20,8 @@ def my_loss(batch, options):
         return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
         names = preference.DPOLoss.__dataclass_fields__
-        return preference.dpo_loss(
-            **batch, options=preference.DPOLoss(**{n: options[n] for n in names if n in options})
-        )[0]
+        chosen = preference.DPOLoss(**{n: options[n] for n in names if n in options})
+        return preference.dpo_loss(**batch, options=chosen)[0]
     names = FamilyLoss.__dataclass_fields__
     given = PolicyInputs(**{name: x for name, x in batch.items() if name not in ("mask", "advantages")})
     chosen = FamilyLoss(**{name: options[name] for name in names if name in options})
@@ -100,7 +99,6 @@ def test_what_trl_says_of_ones_own_tensors(trl):
     batch = policy_batch(0)
     says = what_trl_says(batch, {"kind": "rloo", "epsilon_low": 0.1})
     inputs = PolicyInputs(batch["per_token_logps"], old_per_token_logps=batch["old_per_token_logps"])
-    ours = policy_loss(
-        inputs, batch["advantages"], batch["mask"], FamilyLoss("rloo", epsilon_low=0.1, epsilon_high=0.1)
-    )[0]
+    options = FamilyLoss("rloo", epsilon_low=0.1, epsilon_high=0.1)
+    ours = policy_loss(inputs, batch["advantages"], batch["mask"], options)[0]
     assert distance(ours, says["loss"]) < 1e-12

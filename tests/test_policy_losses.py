@@ -46,10 +46,8 @@ def test_an_option_is_declared_once():
     assert len(declared[0] | declared[1]) == len(fields(FamilyLoss)) and set.union(*declared) <= {
         field.name for field in fields(FamilyConfig)
     }
-    functions = grpo_loss, policy_loss
-    assert not [
-        name for f in functions for name in inspect.signature(f).parameters if name in declared[0] | declared[1]
-    ]
+    parameters = [name for f in (grpo_loss, policy_loss) for name in inspect.signature(f).parameters]
+    assert not {*parameters} & (declared[0] | declared[1])
 
 
 @pytest.mark.parametrize("loss_type, level, estimator", product(AVERAGES, ("token", "sequence"), ("k1", "k2", "k3")))
@@ -66,9 +64,8 @@ def test_with_the_books_options_it_is_the_books_loss_bit_for_bit(loss_type, leve
                 loss, metrics = policy_loss(inputs, batch["advantages"], batch["mask"], FamilyLoss(**chosen), counts)
             else:
                 options = PolicyLoss(**chosen)
-                loss, metrics = grpo_loss(
-                    logps, batch["advantages"], batch["mask"], options, **constants, counts=counts
-                )
+                given = batch["advantages"], batch["mask"], options
+                loss, metrics = grpo_loss(logps, *given, **constants, counts=counts)
             found.append((loss.detach(), torch.autograd.grad(loss, logps)[0], metrics))
         (a, da, metrics), (b, db, more) = found
         assert torch.equal(a, b) and torch.equal(da, db) and metrics == more

@@ -71,9 +71,8 @@ def test_advantages_and_returns_by_hand(stage, samples, whiten):
     found_returns = [row for b in batches for row in b.returns]
     for row, theirs, own, expected in zip(found, found_returns, whitened, returns, strict=True):
         torch.testing.assert_close(row[: len(own)].double(), own, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            theirs[: len(expected)].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-5
-        )
+        expected = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(theirs[: len(expected)].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
@@ -104,9 +103,8 @@ def test_it_whitens_over_all_ranks(stage):
 def test_the_shared_critic_is_a_head_on_the_policy(stage, tmp_path):
     run = stage("ppo")
     assert {name.partition(".")[0] for name, _ in run.algorithm.trained.named_parameters()} == {"policy", "critic"}
-    assert [name for name, _ in run.algorithm.trained.named_parameters() if name.startswith("critic")] == [
-        "critic.weight"
-    ]
+    names = [name for name, _ in run.algorithm.trained.named_parameters()]
+    assert [name for name in names if name.startswith("critic")] == ["critic.weight"]
     assert not run.algorithm.critic.weight.any()
     run.go(2)
     assert run.algorithm.critic.weight.any()

@@ -66,10 +66,8 @@ def test_metrics_by_hand():
     a return 2 and an old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where 1.5 or 1.6 moved too far;
     (0.5 - 2)^2 / 2 where it moved away, for the unclipped one is larger.
     """
-    ratios, advantages = (
-        torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]]),
-        torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]]),
-    )
+    ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
     values, one = torch.tensor([[1.1, 1.5, 0.5, 1.6, 9.0, 9.0]]), torch.ones(1, 6)
     mask, value_mask = torch.tensor([[1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 4 + [0.0] * 2])
     rollout = PPORollout(0 * one, one, advantages, returns=2 * one)

@@ -57,6 +57,5 @@ def test_a_full_disk_is_called_one(ended):
             print("metrics", file=file)
 
     code, printed, _ = ended(main)
-    assert code == 2 and printed == (
-        "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
-    )
+    said = "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
+    assert (code, printed) == (2, said)

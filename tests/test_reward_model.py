@@ -71,9 +71,8 @@ def test_it_learns_its_pairs(stage):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
-    assert one[0]["reward"] == pytest.approx(
-        one[0]["rewards/reward_model/mean"] + 0.5 * one[0]["rewards/letters/mean"], rel=1e-4
-    )
+    judged, counted = one[0]["rewards/reward_model/mean"], one[0]["rewards/letters/mean"]
+    assert one[0]["reward"] == pytest.approx(judged + 0.5 * counted, rel=1e-4)
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
     two = main(folder, tmp_path, "two", f"--stages={name}", JUDGED, path, f"--{name}.max_steps=2")

@@ -27,9 +27,8 @@ def test_files_hold_what_was_written(tmp_path, monkeypatch):
     for name, tensor in TENSORS.items():
         found = torch.zeros_like(tensor)
         read_into(found, name, pieces[name])
-        assert torch.equal(found, tensor) and torch.equal(
-            read_rows(name, pieces[name], 0, 9), found.view(found.shape or 1)
-        )
+        rows = read_rows(name, pieces[name], 0, 9)
+        assert torch.equal(found, tensor) and torch.equal(rows, found.view(found.shape or 1))
 
 
 def test_rows_come_from_several_files(tmp_path):

@@ -70,9 +70,8 @@ def step_of(kind, d, folder, **options):
         setattr(getattr(run, kind), name, value)
     run.rewards, run.optimizer.max_grad_norm = {"a": 1.0, "b": 1.0}, 0.5
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind](
-        run, model, processor, World(0, 1, torch.device("cpu"))
-    )
+    cls = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind]
+    algorithm = cls(run, model, processor, World(0, 1, torch.device("cpu")))
     prompts, answers = rows_of(d)
     if kind == "grpo":
         order = d["row"].argsort().tolist()

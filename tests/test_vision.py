@@ -41,9 +41,8 @@ def test_windows_of_2000_random_grids_equal_transformers():
             (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
             for _ in range(rng.randint(1, 3))
         ])  # fmt: skip
-        index, cu_seqlens = get_vision_window_index(
-            grids, config.spatial_merge_size, config.window_size, config.patch_size
-        )
+        sizes = config.spatial_merge_size, config.window_size, config.patch_size
+        index, cu_seqlens = get_vision_window_index(grids, *sizes)
         order, window_lengths, frame_lengths = vision.window_order(grids, config)
         assert order.tolist() == torch.as_tensor(index).tolist(), grids
         assert frame_lengths == [h * w for t, h, w in grids.tolist() for _ in range(t)]

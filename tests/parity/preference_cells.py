@@ -58,11 +58,8 @@ def kto_cell(q: Question) -> Cell:
 
 def sft_cell(q: Question) -> Cell:
     """SFTTrainer.compute_loss with and without num_items_in_batch, the tokens of the step on all processes."""
-    items, processes, kind = (
-        q.options["items"],
-        q.options["num_processes"],
-        q.options["loss_type"].removeprefix("chunked_"),
-    )
+    items, processes = q.options["items"], q.options["num_processes"]
+    kind = q.options["loss_type"].removeprefix("chunked_")
     counts = None if items is None else SimpleNamespace(tokens=items / processes)
 
     def ours(batch: dict):

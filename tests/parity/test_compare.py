@@ -26,9 +26,8 @@ def test_what_becomes_of_a_cell(ours, theirs, agrees):
 def test_digits_and_gradients():
     assert [digits(error) for error in (0.0, 1e-17, 3e-12, 0.5)] == [16, 16, 11, 0]
     batch = {"x": torch.tensor(3.0), "y": torch.tensor(1.0)}
-    result = loss_cell(
-        Question("fake", {}, "plain", 0, {}), batch, lambda given: (given["x"] ** 2, {"m": 2}), None, ("x", "y")
-    ).ours()
+    question = Question("fake", {}, "plain", 0, {})
+    result = loss_cell(question, batch, lambda given: (given["x"] ** 2, {"m": 2}), None, ("x", "y")).ours()
     assert {name: value.item() for name, value in result.items()} == {
         "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
     }  # fmt: skip
@@ -36,9 +35,8 @@ def test_digits_and_gradients():
 
 def test_the_table():
     good = judge("a", [Outcome("cell 0", True, 3e-12), Outcome("cell 1", True)])
-    bad = judge(
-        "b", [Outcome("cell 0", False, 0.5, "metric kl"), Outcome("cell 1", True), Outcome("cell 2", False, 0.25)]
-    )
+    outcomes = Outcome("cell 0", False, 0.5, "metric kl"), Outcome("cell 1", True), Outcome("cell 2", False, 0.25)
+    bad = judge("b", [*outcomes])
     other = judge("c", [Outcome("cell 0", False, math.inf)])
     assert [row.agrees for row in (good, bad, other)] == [True, False, False]
     assert [" ".join(line.split()) for line in table([good, bad, other])] == [
