@@ -4,7 +4,7 @@ import hashlib
 import itertools
 
 import pytest
-from talk import IMAGE_PART, assistant, bracketed
+from talk import IMAGE_PART, assistant, bracketed, system, text, user
 
 from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
 from minivlmrl.data.turns import render_completion
@@ -12,39 +12,29 @@ from minivlmrl.data.turns import render_completion
 VIDEO_PART = {"type": "video"}
 
 CONVERSATIONS = {
-    "default system": [{"role": "user", "content": "hi"}],
-    "own system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
-    "empty system": [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}],
-    "several turns": [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two\n"},
-        {"role": "user", "content": " three "},
-    ],
+    "default system": [user("hi")],
+    "own system": [system("Be brief."), user("hi")],
+    "empty system": [system(""), user("hi")],
+    "several turns": [user("one"), assistant("two\n"), user(" three ")],
     "several images": [
-        {"role": "user", "content": [IMAGE_PART, IMAGE_PART, {"type": "text", "text": "Which?"}, IMAGE_PART]},
-        {"role": "assistant", "content": [{"type": "text", "text": "the second"}]},
-        {"role": "user", "content": [{"type": "text", "text": "And this?\n\n"}, IMAGE_PART]},
+        user([IMAGE_PART, IMAGE_PART, text("Which?"), IMAGE_PART]),
+        assistant([text("the second")]),
+        user([text("And this?\n\n"), IMAGE_PART]),
     ],
     "images and videos": [
-        {"role": "user", "content": [VIDEO_PART, IMAGE_PART, {"text": " and "}, VIDEO_PART]},
-        {"role": "assistant", "content": "a film"},
-        {"role": "user", "content": [{"text": "Which? "}, IMAGE_PART, VIDEO_PART, IMAGE_PART, {"text": "?"}]},
+        user([VIDEO_PART, IMAGE_PART, {"text": " and "}, VIDEO_PART]),
+        assistant("a film"),
+        user([{"text": "Which? "}, IMAGE_PART, VIDEO_PART, IMAGE_PART, {"text": "?"}]),
     ],
     "parts that say what they show": [
-        {"role": "user", "content": [{"image": "a.png"}, {"type": "image", "image": b"...", "max_pixels": 50176}]},
-        {
-            "role": "user",
-            "content": [{"image_url": {"url": "a"}}, {"type": "image_url", "image_url": "a", "text": "b"}],
-        },
-        {
-            "role": "user",
-            "content": [{"video": "a.mp4", "fps": 2.0}, {"type": "video", "video": [], "text": "caption"}],
-        },
-        {"role": "user", "content": [{"type": "video", "image": "a.png"}, {"type": "text", "image": "a", "text": "b"}]},
+        user([{"image": "a.png"}, {"type": "image", "image": b"...", "max_pixels": 50176}]),
+        user([{"image_url": {"url": "a"}}, {"type": "image_url", "image_url": "a", "text": "b"}]),
+        user([{"video": "a.mp4", "fps": 2.0}, {"type": "video", "video": [], "text": "caption"}]),
+        user([{"type": "video", "image": "a.png"}, {"type": "text", "image": "a", "text": "b"}]),
     ],
-    "images of a system message": [{"role": "system", "content": [IMAGE_PART, {"text": "Be brief."}, VIDEO_PART]}],
-    "part without type": [{"role": "user", "content": [{"text": "hi"}]}],
-    "text like code": [{"role": "user", "content": "{{ x }} {% if y %} <b>&amp; \\n 日本 \r\n\t"}],
+    "images of a system message": [system([IMAGE_PART, {"text": "Be brief."}, VIDEO_PART])],
+    "part without type": [user([{"text": "hi"}])],
+    "text like code": [user("{{ x }} {% if y %} <b>&amp; \\n 日本 \r\n\t")],
     "no messages": [],
 }
 
@@ -75,13 +65,11 @@ ANSWER = "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("messages, rendered", [
-    ([{"role": "user", "content": "hi"}], SYSTEM + "<|im_start|>user\nhi<|im_end|>\n" + ANSWER),
-    ([{"role": "system", "content": ""}], "<|im_start|>system\n<|im_end|>\n" + ANSWER),
+    ([user("hi")], SYSTEM + "<|im_start|>user\nhi<|im_end|>\n" + ANSWER),
+    ([system("")], "<|im_start|>system\n<|im_end|>\n" + ANSWER),
     ([{"role": "tool", "content": "42"}], SYSTEM + "<|im_start|>tool\n42<|im_end|>\n" + ANSWER),
-    (
-        [{"role": "user", "content": [VIDEO_PART, {"text": "?"}]}],
-        SYSTEM + "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n" + ANSWER,
-    ),
+    ([user([VIDEO_PART, {"text": "?"}])],
+     SYSTEM + "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n" + ANSWER),
 ], ids=["default system", "empty system", "tool", "video"])  # fmt: skip
 def test_known_strings(messages, rendered):
     """This does not depend on an installed oracle."""
@@ -109,8 +97,8 @@ def test_control_tokens_in_what_a_user_writes_stay_text():
 
 
 def test_the_placeholder_of_an_image_is_told_from_text_that_spells_it():
-    text = {"type": "text", "text": "<|image_pad|><|video_pad|>"}
-    pieces = render([{"role": "user", "content": [text, IMAGE_PART, VIDEO_PART, text, VIDEO_PART]}])
+    said = text("<|image_pad|><|video_pad|>")
+    pieces = render([user([said, IMAGE_PART, VIDEO_PART, said, VIDEO_PART])])
     assert sum(piece is IMAGE for piece in pieces) == 1
     assert sum(piece is VIDEO for piece in pieces) == 2
 
@@ -118,7 +106,7 @@ def test_the_placeholder_of_an_image_is_told_from_text_that_spells_it():
 def test_a_key_that_is_none_is_as_good_as_missing():
     """Arrow gives each part of a list the keys of all others; the template would show an image for the word."""
     word, image = {"type": "text", "text": "a", "image": None, "video": None}, {"type": "image", "text": None}
-    filled, bare = [word, image], [{"type": "text", "text": "a"}, IMAGE_PART]
+    filled, bare = [word, image], [text("a"), IMAGE_PART]
     assert render([{"role": "user", "content": filled}]) == render([{"role": "user", "content": bare}])
 
 
@@ -141,15 +129,13 @@ def test_a_message_without_content_or_with_tool_calls_is_refused(also):
 ANSWERS = {
     "one turn": [assistant("green square")],
     "one turn of parts": [assistant([{"type": "text", "text": t} for t in ("green", "", " square")])],
-    "several turns": [assistant("two"), {"role": "user", "content": "And 2 + 2?"}, assistant("four")],
+    "several turns": [assistant("two"), user("And 2 + 2?"), assistant("four")],
     "assistant twice": [assistant("two"), assistant("I mean four")],
     "tool and system": [
-        assistant(" look\n"),
-        {"role": "tool", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]},
-        {"role": "system", "content": "Be brief."},
+        assistant(" look\n"), {"role": "tool", "content": [text("4"), text("2")]}, system("Be brief."),
         assistant("\nforty-two"),
     ],
-}
+}  # fmt: skip
 
 
 def test_what_is_trained_of_several_turns():

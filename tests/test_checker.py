@@ -47,21 +47,14 @@ class Whole:
 
 
 VALID = [
-    ("stop", 1, 1),
-    ("stop", [1, 2], [1, 2]),
-    ("on", True, True),
-    ("text", "1e-4", "1e-4"),
-    ("names", "one", ["one"]),
-    ("table", {"a": 2}, {"a": 2.0}),
-    ("table", {"a": "1e-4"}, {"a": 1e-4}),
-    ("blocks", [1, 2], (1, 2)),
-    ("means", [1, 2.5, 3], (1.0, 2.5, 3.0)),
+    ("stop", 1, 1), ("stop", [1, 2], [1, 2]), ("on", True, True), ("text", "1e-4", "1e-4"),
+    ("names", "one", ["one"]), ("table", {"a": 2}, {"a": 2.0}), ("table", {"a": "1e-4"}, {"a": 1e-4}),
+    ("blocks", [1, 2], (1, 2)), ("means", [1, 2.5, 3], (1.0, 2.5, 3.0)), ("anything", {"a": [1]}, {"a": [1]}),
     ("section", {"rate": "1e-4"}, Section(rate=1e-4)),
     ("section", {"size": None, "kind": "k3"}, Section(kind="k3")),
     ("section", {"weights": [1, 0]}, Section(weights=[1.0, 0.0])),
     ("section", {"losses": "b"}, Section(losses=["b"])),
-    ("anything", {"a": [1]}, {"a": [1]}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), VALID)

@@ -82,12 +82,8 @@ def test_answers_are_text_or_turns(write_rows, answer):
 
 def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
-    row = FileDataset(
-        write_rows({"messages": turns}),
-        ("problem", "completion"),
-        prompt_template="Look: {problem}",
-        system_prompt="Unused.",
-    )[0]
+    options = {"prompt_template": "Look: {problem}", "system_prompt": "Unused."}
+    row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"), **options)[0]
     assert row.messages == as_parts([turns[0], user("Look: one")])
     assert row.completion == turns[2:]
     assert row.columns == {"messages": turns}
@@ -135,11 +131,8 @@ def test_images_in_a_conversation(write_rows, name, form):
     turns, placed = PLACED[name]
     if form == "messages":  # the first assistant turn ends its prompt
         turns, placed = ([turn for turn in of if turn["role"] != "assistant"] for of in (turns, placed))
-    row = {
-        "prompt": {"prompt": turns},
-        "messages": {"messages": [*turns, assistant("a")]},
-        "chosen": {"chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]},
-    }[form]
+    row = {form: turns if form == "prompt" else [*turns, assistant("a")]}
+    row |= {"rejected": [*turns, assistant("b")]} if form == "chosen" else {}
     row = FileDataset(write_rows({**row, "images": ["blue.png", "green.png"]}))[0]
     assert row.messages == placed
     assert [image.getpixel((0, 0)) for image in row.images] == [(0, 0, 255), (0, 255, 0)]

@@ -134,11 +134,8 @@ PIECES = [
 def drawn_text(seed, spelled):
     """A few pieces: words, white space, characters of a script; where asked for, control tokens spelled out."""
     rng = random.Random(seed)
-    kinds = [
-        lambda: rng.choice(PIECES),
-        lambda: rng.choice(SPACES),
-        lambda: chr(rng.choice(range(*rng.choice(SCRIPTS)))),
-    ]
+    kinds = [lambda: rng.choice(PIECES), lambda: rng.choice(SPACES)]
+    kinds.append(lambda: chr(rng.choice(range(*rng.choice(SCRIPTS)))))
     kinds += [lambda: rng.choice([*SPECIAL_TOKENS, "<|", "|>", "im_end"])] if spelled else []
     return "".join(rng.choice(kinds)() for _ in range(rng.randrange(1, 20)))
 

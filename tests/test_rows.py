@@ -7,7 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from talk import IMAGE_PART, assistant, text, user
+from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
@@ -52,15 +52,11 @@ CONVERSATIONS = {
     "an image": (asked(IMAGE_PART, text("What is it?")), [(56, 84)]),
     "images between text": (asked(text("Is "), IMAGE_PART, text(" in\n"), IMAGE_PART), [(60, 60), (140, 90)]),
     "several turns": (
-        [
-            {"role": "system", "content": "It's 7 o'clock."},
-            *asked(IMAGE_PART, text("  first ")),
-            {"role": "assistant", "content": "green square\n"},
-            *asked(IMAGE_PART, IMAGE_PART, text("café e\u0301")),
-        ],
+        [system("It's 7 o'clock."), user([IMAGE_PART, text("  first ")]), assistant("green square\n"),
+         user([IMAGE_PART, IMAGE_PART, text("café e\u0301")])],
         [(56, 56), (84, 56), (112, 28)],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -40,22 +40,12 @@ def kinds(pieces):
 
 
 WORDS = st.text("ab <>\n{}%'é日\ue000\ue001", max_size=8)  # no "|": chat.render keeps what a template refuses
-IMAGE_PARTS = [
-    {"type": "image"},
-    {"image": "a.png", "max_pixels": 50176},
-    {"type": "video"},
-    {"video": ["a"], "fps": 1},
-]
+IMAGE_PARTS = [{"type": "image"}, {"image": "a.png", "max_pixels": 784}, {"type": "video"}, {"video": ["a"], "fps": 1}]
 PARTS = st.lists(st.sampled_from(IMAGE_PARTS) | st.builds(lambda text: {"text": text}, WORDS), max_size=4)
-TURNS = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": WORDS | PARTS}
-)
-ANSWERS = st.tuples(
-    st.lists(
-        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": WORDS}), max_size=2
-    ),
-    st.lists(WORDS, min_size=2, max_size=2),
-).map(lambda drawn: [assistant(drawn[1][0]), *drawn[0], assistant(drawn[1][1])])
+ROLES = ["user", "assistant", "tool"]
+TURNS = st.fixed_dictionaries({"role": st.sampled_from(["system", *ROLES]), "content": WORDS | PARTS})
+BETWEEN = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": WORDS}), max_size=2)
+ANSWERS = st.builds(lambda first, turns, last: [assistant(first), *turns, assistant(last)], WORDS, BETWEEN, WORDS)
 
 
 @given(messages=st.lists(TURNS, min_size=1, max_size=4), prompt=st.booleans(), number=st.booleans())
