@@ -16,11 +16,16 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
 
 
+FOLDERS = []  # of the run that is copied for each test
+
+
 @pytest.fixture
-def trained(run, plain, lively):
+def trained(run, plain, lively, tmp_path, tmp_path_factory):
     """The folder of a run whose steps train on one group of eight completions."""
-    options = ("--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=5")
-    return run("--stages=[grpo]", *options, LETTERS)
+    if not FOLDERS:
+        options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=5"
+        FOLDERS.append(run("--stages=[grpo]", *options, LETTERS).rename(tmp_path_factory.mktemp("page") / "run"))
+    return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
 
 def browse(path, place, folder):
