@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivlmrl.run.results.evaluate", lambda *_: {})
-        patch.setattr("minivlmrl.scale.checkpoint.save_model", lambda *_: None)
+        patch.setattr("minivlmrl.algorithms.base.save_model", lambda *_: None)
         patch.setattr("minivlmrl.run.results.save_model", lambda *_: None)
         yield cache(metrics)
 
