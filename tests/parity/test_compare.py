@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from parity.compare import Cell, Outcome, Question, ask, digits, judge, loss_cell, summary, table
+from parity.compare import Cell, Question, ask, digits, loss_cell
 
 
 @pytest.mark.parametrize("ours, theirs, agrees", [
@@ -31,16 +31,3 @@ def test_digits_and_gradients():
     assert {name: value.item() for name, value in result.items()} == {
         "loss": 9, "d loss / d x": 6, "d loss / d y": 0, "metric m": 2,
     }  # fmt: skip
-
-
-def test_the_table():
-    good = judge("a", [Outcome("cell 0", True, 3e-12), Outcome("cell 1", True)])
-    outcomes = Outcome("cell 0", False, 0.5, "metric kl"), Outcome("cell 1", True), Outcome("cell 2", False, 0.25)
-    bad = judge("b", [*outcomes])
-    other = judge("c", [Outcome("cell 0", False, math.inf)])
-    assert [row.agrees for row in (good, bad, other)] == [True, False, False]
-    assert [" ".join(line.split()) for line in table([good, bad, other])] == [
-        "a 2 agrees to 11 digits", "b 3 differs by 5.0e-01 (metric kl) in 2 of 3 cells", "most in: cell 0",
-        "c 1 differs in shape or NaN in 1 of 1 cells", "most in: cell 0",
-    ]  # fmt: skip
-    assert summary([good, bad, other]) == "3 families, 6 cells: 1 agree, 2 differ"
