@@ -6,6 +6,7 @@ gae.svg      advantages over one answer: baselines.gae
 mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
+recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
 """
 
 from pathlib import Path
@@ -14,7 +15,8 @@ from types import SimpleNamespace
 import torch
 
 from minivlmrl.algorithms.baselines import gae
-from minivlmrl.attention import GroupLayout, visible
+from minivlmrl.attention import GroupAttention, GroupLayout, visible
+from minivlmrl.hub import qwen3_5
 from minivlmrl.hub.model_config import VisionConfig
 from minivlmrl.losses import PolicyLoss, clipped
 from minivlmrl.rope import get_rope_index
@@ -311,8 +313,49 @@ def mrope() -> str:
     return picture.svg()
 
 
+def recurrent() -> str:
+    """What each output of a recurrent layer depends on, measured by gradients: with and without go_on."""
+    prompts, completions, cell, left, top = [4, 3], [[4, 3], [3, 4]], 15, 40, 96
+    layout, names = GroupLayout(prompts, completions), iter("pabqcd")
+    sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)
+    sizes |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
+    torch.manual_seed(0)
+    layer = qwen3_5.GatedDeltaNet(SimpleNamespace(hidden_size=8, rms_norm_eps=1e-6, **sizes), 0).double()
+    one_row = SimpleNamespace(layout=GroupLayout([layout.num_tokens], [[]]), keys=None)
+    spans = [
+        (next(names), n) for p, group in zip(prompts, completions, strict=True) for n in (p, *(c - 1 for c in group))
+    ]
+    colours = [(*BLUES, *ORANGES)[number] for number, (_, n) in enumerate(spans) for _ in range(n)]
+    size = cell * layout.num_tokens
+    picture = Picture(2 * (left + size) + 40, top + size + 62, "What the outputs of a recurrent layer depend on")
+    picture.text(left + size + 20, 28, "What an output of a recurrent layer depends on", 16, bold=True)
+    picture.text(left + size + 20, 48, "row: the output of a token; column: the token that moves it", 12, SOFT)
+    panels = (GroupAttention(layout), "spans go on from copies"), (one_row, "the run as one row: a leak")
+    for panel, (attention, words) in enumerate(panels):
+        x = torch.randn(layout.num_tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        moved = torch.autograd.functional.jacobian(lambda x, a=attention: layer(x, a), x).abs().amax((1, 3))
+        begin = left + panel * (left + size)
+        picture.text(begin + size / 2, 72, words, 13, bold=True)
+        for i, row in enumerate((moved > 0).tolist()):
+            for j, depends in enumerate(row):
+                colour = colours[j] if depends else FAINT
+                picture.box(begin + j * cell, top + i * cell, cell, cell, colour)
+        at = 0
+        for name, n in spans:
+            picture.text(begin + (at + n / 2) * cell, top - 8, name, 12)
+            picture.text(begin - 10, top + (at + n / 2) * cell + 4, name, 12, anchor="end")
+            at += n
+    picture.note(
+        left,
+        top + size + 26,
+        "p and q are prompts, a, b and c, d their completions. Run as one row, b remembers a,",
+        "and the second group remembers the first: each is trained on a prompt that it never has.",
+    )
+    return picture.svg()
+
+
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
-PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope}
+PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -53,6 +53,14 @@ def test_ways_of_attention(call, part):
         assert all(row["milliseconds"] > 0 for row in rows)
 
 
+def test_a_group_of_a_recurrent_model_takes_fewer_operations_than_its_rows(call):
+    pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+    _, numbers = call("recurrent", "--repeats", "1", SIZES=(3,), PROMPT=64, COMPLETION=8)
+    [row] = numbers["rows"]
+    assert row["operations"]["group"] < row["operations"]["rows"] / 2
+    assert all(spent > 0 for spent in row["milliseconds"].values())
+
+
 @pytest.mark.slow
 def test_decode_without_a_gpu(call, monkeypatch):
     """The default recipe's model and the shortest prompt of grpo_step.py; both sides draw all tokens, or it fails."""

@@ -114,6 +114,14 @@ def test_a_graph_draws_what_the_cpu_draws(setting):
         assert len(lengths) > 4 or lengths == {40}
 
 
+@pytest.mark.parametrize("stop", [range(60), ()], ids=["ends", "goes on"])
+def test_a_graph_writes_memories_where_they_are(stop):
+    """Qwen3.5's, of rows that leave too."""
+    draw, model = draw_by(uniform_numbers(list("abcd"), 3, 40)), tiny.model(model_type="qwen3_5")
+    expected = sample(model, prompts(4), 3, options(max_new_tokens=40), stop, draw)
+    assert_same(on_card(tiny.model(model_type="qwen3_5"), stop)[0], expected)
+
+
 def test_a_captured_step_is_one_launch_beside_the_draw_and_the_host_waits_once_in_16():
     launches, waits = [], []
     for tokens in (16, 32, 48):

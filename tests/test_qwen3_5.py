@@ -13,7 +13,7 @@ from test_qwen3_vl import film_prompt, qwen3_vl_name, random_prompt
 
 from minivlmrl.__main__ import main
 from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
-from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
+from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
@@ -183,6 +183,15 @@ def test_neither_order_nor_micro_batches_change_anything():
         assert len(some) == sum(map(len, groups))
     for name, gradient in gradients.items():
         assert (total[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
+
+
+def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
+    """By gradients, through the convolution too: what attention's mask says."""
+    layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
+    layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
+    x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)), x).abs().amax((1, 3))
+    assert torch.equal(moved > 0, visible(layout))
 
 
 def leaking(attention, index, inputs, scan):
