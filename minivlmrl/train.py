@@ -55,13 +55,12 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signal
                 world.barrier()  # this stage may read what was saved
             algorithm = algorithms[stage](config, model, processor, world)
             train(algorithm, datasets[stage], results, log, states, progress)
-            results.measure(f"after_{stage}", algorithm)
             progress.begin_stage(number + 1)
     results.write(progress.seconds, algorithm)
 
 
 def train(algorithm: Algorithm, rows, results, log, states, progress):
-    """Run one stage, from its first step or from a state.
+    """Run one stage, from its first step or from a state, and evaluate.
 
     A loss, gradient or logit that is not finite ends it with a ValueError before the update.
     """
@@ -73,7 +72,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
         algorithm.begin(batches, results.held_out)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
     steps = algorithm.steps(batches)
-    steps = states.saved_before_mistakes(steps, progress, algorithm, optimizer, log)
+    steps = states.saved_before_mistakes(steps, results, progress, algorithm, optimizer, log)
     for number in range(progress.step, config.max_steps):
         try:
             step = next(steps)
@@ -82,10 +81,10 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
             cure = f"stopped before the update; try a lower {stage}.learning_rate"
             raise ValueError(f"{stage} step {number}: {error}; {cure}") from error
         log.step(number, metrics, step)
-        results.after_step(algorithm, number + 1)
         progress.advance(stage, batches.draws, log.seconds)
         states.after_step(progress, algorithm, optimizer, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()
+    next(steps, None)  # the evaluation at the end
 
 
 def optimizer_step(algorithm: Algorithm, step: Step, optimizer, number: int) -> dict[str, float]:

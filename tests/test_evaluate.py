@@ -51,7 +51,7 @@ def scripted(monkeypatch):
             asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
             return [[Completion(text, None, True)] for text in texts]
 
-    def ask_by_name(names, columns):
+    def ask_by_name(names, columns, together):
         assert set(names) == set(REWARDS)
         rows = [(asked[text][0], text.split()[1]) for text in columns["completions"]]
         return torch.tensor([row.columns[kind] for row, kind in rows]).view(-1, len(REWARDS))

@@ -276,15 +276,31 @@ def fails_on_the_second_rank(completions, completion_ids, **columns):
 ASKED = []
 
 
-def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
+def fails_in_an_evaluation(completions, completion_ids, **columns):
+    """Fail on the second rank in the evaluation after the second step of a run that is not mended."""
+    ASKED.append(1)  # tried; twice before the stage, and after each of two steps
+    if len(ASKED) == 6 and os.environ["RANK"] == "1" and "MENDED" not in os.environ:
+        raise KeyError("rank 1")
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+EVALUATED = ["--stages=sft", "--sft.max_steps=3", "--eval_steps=1", "--data.eval_rewards=[letters, format]"]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "steps"), [(fails_on_the_second_rank, [], 4), (fails_in_an_evaluation, EVALUATED, 2)]
+)
+def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(
+    recipe, straight, tmp_path, monkeypatch, capfd, function, options, steps
+):
+    monkeypatch.setitem(REWARDS, "letters", function)
     monkeypatch.setenv("MENDED", "")
-    expected = straight("--state_minutes=0", ranks=2)
+    expected = straight("--state_minutes=0", *options, ranks=2)
     monkeypatch.delenv("MENDED")
-    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # train.main without the one line
-    assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
+    assert attempt(recipe, tmp_path, "--state_minutes=0", *options, ranks=2) == [1, 1]  # train.main without the line
+    assert capfd.readouterr().err.count(f"states/{steps:06d}: mend it, then --resume=auto") >= 2
     monkeypatch.setenv("MENDED", "")
-    assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", ranks=2) == [0, 0]
+    assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", *options, ranks=2) == [0, 0]
     assert outcome(tmp_path) == expected
 
 

@@ -83,6 +83,7 @@ def go_to(config, stage: str, number: int) -> tuple:
     if progress.data != states.data:
         changed = "the section data or the rows have changed since; put them back"
         raise ValueError(f"{states.resumed}: {changed}")
+    states.check_base(progress)
     print(f"{stage} step {number}, trained again from {states.resumed or 'the beginning'}")
     for index in range(progress.stage, wanted + 1):
         algorithm = algorithms[config.stages[index]](config, model, processor, world)

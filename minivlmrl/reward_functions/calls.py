@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import numbers
+import operator
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,12 +38,12 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 
-def ask_by_name(names: Iterable[str], columns: dict[str, list]) -> Tensor:
+def ask_by_name(names: Iterable[str], columns: dict[str, list], together=operator.call) -> Tensor:
     """Ask K rewards by their names: (n, K) float32, NaN where one answers None."""
-    return ask_rewards([asker(name) for name in names], columns)
+    return ask_rewards([asker(name, together) for name in names], columns)
 
 
-def asker(name: str, together: Callable = lambda work: work()) -> Callable:
+def asker(name: str, together: Callable = operator.call) -> Callable:
     """Make a reward of a name, with TRL's signature (RewardFailed: the row and what is wrong)."""
 
     def ask(completions: list[str], **columns) -> list[float]:

@@ -88,4 +88,4 @@ def draw(sample: RunSampler, rows, count: int, rewards) -> tuple[Tensor, list]:
     prompts = [row.prompt(sample.processor) for row in rows]
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
-    return ask_by_name(rewards, columns), completions
+    return ask_by_name(rewards, columns, sample.world.together), completions

@@ -161,22 +161,29 @@ class States:
     def saved_before_mistakes(
         self,
         steps: Iterator[Step],
+        results,
         progress: Progress,
         algorithm: Algorithm,
         optimizer: Optimizer,
         log: MetricsLog,
     ) -> Iterator[Step]:
-        """Yield steps; where a rollout cannot be made save what was trained (ValueError: says so).
+        """Yield steps; evaluate after each that is due, a resumed run too, and after the last.
 
-        Of several ranks only a reward that fails ends all at the same moment.
+        Where that or a rollout fails save what was trained (ValueError: says so). Of several ranks
+        only a reward that fails ends all at the same moment.
         """
-        between = True
+        between, last = True, algorithm.config.max_steps
         while True:
             try:
+                if progress.step:
+                    results.after_step(algorithm, progress.step)
+                if progress.step == last:
+                    return results.measure(f"after_{algorithm.stage}", algorithm)
                 step = next(steps)
             except ValueError as error:
                 alone = self.world.size > 1 and not isinstance(error, RewardFailed)
-                if alone or not between or not progress.steps:
+                diverged = isinstance(error.__cause__, FloatingPointError)
+                if alone or diverged or not between or not progress.steps:
                     raise
                 if not (path := self.path(progress)).exists():
                     progress.logs = log.written()
@@ -215,11 +222,15 @@ class States:
         progress.stages, self.saved = config.stages, progress.steps
         return progress
 
-    def compare(self, progress: Progress, new: Progress):
-        """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
-        if progress.base not in ("", new.base):
+    def check_base(self, progress: Progress):
+        """Refuse to go on from a state whose adapters were trained on other weights."""
+        if progress.base not in ("", base_digest(self.config)):
             cause = "the weights below its adapter (model.path, adapter.quantize) have changed"
             raise ValueError(f"resume: {self.resumed}: {cause}; put them back")
+
+    def compare(self, progress: Progress, new: Progress):
+        """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
+        self.check_base(progress)
         stage, before = progress.stages[progress.stage], progress.recipe
         for name in sorted(name for name in before if before[name] != new.recipe.get(name)):
             said = f"{name} was {before[name]!r:.80}, from here on {new.recipe.get(name)!r:.80}"
