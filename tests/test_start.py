@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.mix import pick
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor, Row
 from minivlmrl.run import model
-from minivlmrl.run.config import RunConfig, load_config
-from minivlmrl.run.start import describe_run, fit_rows, try_rewards
+from minivlmrl.run.config import RunConfig, load_config, recipes_folder
+from minivlmrl.run.start import describe_run, fit_rows, notes, try_rewards
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
@@ -113,3 +114,42 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
     with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out of data.eval_file"):
         run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
+
+
+def told(*options, **datasets):
+    return list(notes(load_config("shapes.yaml", list(options)), datasets))
+
+
+def test_what_has_no_effect_is_said():
+    assert told() == []
+    for recipe in sorted(recipes_folder().glob("*.yaml")):
+        assert list(notes(load_config(recipe), {})) == []
+    dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
+    assert dpo == "dpo.max_steps, dpo.beta: no effect, stages does not name dpo"
+    assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, stages does not name grpo")
+    assert told("--stages=[]")[0] == "stages is []: nothing is trained, the model is evaluated and saved as it is"
+
+
+def test_updates_that_bfloat16_rounds_away_are_said():
+    """Half the distance of two numbers next to 0.0005 is 1e-6; Kahan's sum and adapters in float32 lose none."""
+    weight = torch.tensor(0.00052, dtype=torch.bfloat16)
+    assert weight + 1e-6 == weight
+    slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
+    [line] = told(*slow)
+    assert line.startswith(
+        "model.dtype is bfloat16: updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005;"
+    )
+    for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
+        assert told(*slow, f"--{cure}") == []
+
+
+def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
+    """The same question about the same picture, in any file; another picture is another row."""
+    lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
+    training = FileDataset(write_rows(*lines))
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, [lines[1], {**lines[0], "problem": "Why?"}])))
+    held_out = FileDataset(tmp_path / "eval.jsonl")
+    said = "1 of 2 evaluation rows are training rows of grpo too: what they say of it is what it remembers"
+    assert told(grpo=training, eval=held_out) == [said]
+    assert told(grpo=pick(training, [0, 2]), eval=held_out) == [] == told(grpo=Shapes(1, "x"), eval=Shapes(1, "x"))
+    assert told(grpo=pick(training, [1, 1]), eval=pick(held_out, [0, 1])) == [said]

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from os.path import join
 from pathlib import Path
 
 from minivlmrl.data.conversations import PROMPTS, read_conversation
@@ -56,6 +57,7 @@ class FileDataset:
             raise ValueError(f"{path}: has no rows")
         self.folder = Path(image_root or self.source.folder)
         self.counts = Counter()  # (images, videos) of a row -> rows with as many
+        self.asked = []  # of each row a hash of its prompt and of what that shows
         missing, columns, folder = [], set(), str(self.folder)
         for index, found in enumerate(itertools.islice(self.source, self.size)):
             try:  # not `naming`, which takes its time with 200,000 rows
@@ -66,6 +68,9 @@ class FileDataset:
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             missing += [(file, index) for file in missing_files(media, folder)]
             columns.update(row.columns)
+            files = [isinstance(one.source, str) and join(folder, one.source) for one in media]
+            shown = [(file or one.source)[-999:] for file, one in zip(files, media, strict=True)]
+            self.asked.append(hash(repr((row.messages, shown))))
         if missing:
             lines = [self.source.where(index) for _, index in missing[:5]]
             lines = [re.sub(r".*:(?=\d+$)", "line ", line) for line in lines]

@@ -49,6 +49,11 @@ class Picked(Sequence):
         rows, number = self.find(index)
         return rows[number]
 
+    @property
+    def asked(self) -> list[int]:
+        """What its rows ask, as hashes: see FileDataset."""
+        return [self.parts[part].asked[row] for part, row in self.picks]
+
 
 def pick(rows: Sequence, numbers: list[int]) -> Picked:
     """Some rows of a dataset."""

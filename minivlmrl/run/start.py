@@ -2,7 +2,7 @@
 runs where."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from minivlmrl.adapters.trained import table
+from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
 from minivlmrl.generate import Completion
@@ -23,6 +24,7 @@ from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES
 from minivlmrl.scale.ranks import World
 
+TYPICAL = 0.01  # size of a weight of a model of billions
 INVENTED = "<think>invented</think><answer>to try the rewards</answer>"
 
 
@@ -46,6 +48,8 @@ def prepare(
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     describe_run(config, model, world)
+    for note in notes(config, datasets) if world.is_main else ():
+        print(note, flush=True)
     fitted = fit_rows(config, datasets, processor, world)
     most = model.config.max_position_embeddings
     for name, rows in fitted.items():
@@ -55,6 +59,31 @@ def prepare(
         cure = "shorten it, or leave it out of data.eval_file" if name == "eval" else cure
         check_lengths(rows, processor, most - new, cause + cure)
     return model, processor, fitted
+
+
+def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
+    """Say what of a recipe has no effect, or another one than was probably meant."""
+    if not config.stages:
+        yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
+    asked = {name: getattr(rows, "asked", []) for name, rows in datasets.items()}
+    held_out = asked.pop("eval", [])
+    for stage, own in asked.items():
+        if count := sum(map(set(own).__contains__, held_out)):
+            says = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
+            yield f"{says}: what they say of it is what it remembers"
+    for name, section in vars(config).items():
+        if isinstance(section, TrainingConfig) and name not in config.stages:
+            plain = vars(type(section)())
+            given = [f"{name}.{k}" for k, value in vars(section).items() if value != plain[k]]
+            if given:
+                yield f"{', '.join(given)}: no effect, stages does not name {name}"
+    dtype, own = DTYPES[config.model.dtype], config.adapter.r or config.optimizer.name != "adamw"
+    for stage in config.stages if dtype.itemsize == 2 and not own else ():
+        rate = getattr(config, stage).learning_rate
+        if (most := 4 * rate / torch.finfo(dtype).eps) < TYPICAL:
+            cure = "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
+            lost = f"updates of {stage}.learning_rate {rate} are lost in weights over {most:.1g}"
+            yield f"model.dtype is {config.model.dtype}: {lost}; {cure}"
 
 
 def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
