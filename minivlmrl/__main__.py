@@ -6,6 +6,8 @@ import importlib
 import os
 import sys
 
+from minivlmrl.hub.checker import shortened
+
 # A waiting thread of GNU OpenMP spins before it sleeps, by default so long that runs took up to
 # four times as long when other work kept the cores busy. It reads this when torch is imported,
 # which the tools do.
@@ -63,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
     except (ValueError, FloatingPointError) as error:  # what the user has to change
-        print(f"python -m minivlmrl {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        line = shortened(" ".join(str(error).split()))
+        print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

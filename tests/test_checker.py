@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from minivlmrl.hub.checker import build, help_of, require, type_text
+from minivlmrl.hub.checker import build, help_of, naming, parse_yaml, require, shortened, type_text
 from minivlmrl.run.config import load_config
 
 
@@ -156,3 +156,21 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
     """A slip of the keyboard, and what TRL and ms-swift call it."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
+
+
+def test_what_an_error_quotes_is_cut():
+    """A picture in base64, a text with spaces; not a path, nor what stands between two apostrophes of words."""
+    picture = "A" * 200_000
+    assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
+    assert len(shortened(f"{picture} is no file")) < 120
+    assert shortened(repr("a word " * 40)).endswith("...'")
+    for text in ("it's the reader's word " * 20, "/a/long/path" * 20 + ": no such file", "'short' and \"short\""):
+        assert shortened(text) == text
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), naming("rows.jsonl:3"):
+        raise ValueError(repr(picture))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: 1\na: 2", "- - " * 50_000])
+def test_yaml_that_cannot_be_read_is_a_sentence(text):
+    with pytest.raises(ValueError, match=r"^not YAML \("):
+        parse_yaml(text)

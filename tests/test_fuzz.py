@@ -8,9 +8,13 @@ import numpy as np
 import PIL.features
 import PIL.Image
 import pytest
+import torch
 from record_vision import encoded, noise
 from talk import CHATML
+from test_lora import adapted
 
+from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
+from minivlmrl.audit import audit, dump
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
@@ -142,8 +146,58 @@ def checkpoints(name):
     return subject
 
 
+def steps(name):
+    """A step that a trainer dumped, all that needs no model: what explains a difference is not searched."""
+
+    def subject(folder):
+        ids, prompt = torch.arange(24).view(4, 6), torch.tensor([[1, 1, 0, 0, 0, 0]] * 4)
+        rewards, real, w = torch.tensor([[0.0], [1.0], [1.0], [0.0]]), 1 - prompt, torch.ones(2, 3)
+        optimizer = {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "no_decay": ["w"]}
+        about = {
+            "kind": "grpo", "loss": {"loss_type": "dapo", "beta": 0.1}, "num_generations": 2, "scale_rewards": "group",
+            "reward_weights": [1.0], "stop_token_ids": [23], "pad_token_id": 0, "mean_over": "micro_batch",
+            "rollout_tokens": 16, "steps_per_rollout": 1, "world_size": 1, "step_rows": 4, "temperature": 1.0,
+            "optimizer": optimizer | {"weight_decay": 0.1, "max_grad_norm": 1.0, "step": 1},
+            "schedule": {"type": "linear", "learning_rate": 1e-3, "warmup_steps": 0, "max_steps": 9, "step": 0},
+        }  # fmt: skip
+        tensors = {
+            "input_ids": ids, "prompt_mask": prompt, "completion_mask": real, "attention_mask": torch.ones(4, 6).long(),
+            "per_token_logps": -torch.rand(4, 6), "ref_per_token_logps": -torch.rand(4, 6), "rewards": rewards,
+            "advantages": torch.ones(4), "rollout_advantages": torch.ones(4), "row": torch.arange(4),
+            "group": torch.tensor([0, 0, 1, 1]), "micro_batch": torch.tensor([0, 0, 1, 1]), "loss": torch.ones(2),
+            "logps_gradient": torch.rand(4, 6), "grad_norm": torch.ones(1),
+        }  # fmt: skip
+        kinds = ("grad", "clipped", "before", "after", "exp_avg", "exp_avg_sq")
+        dump.write(folder / "step", about, tensors | {f"{kind}.w": w for kind in kinds})
+
+        def read(content):
+            (folder / "step" / name).write_bytes(content)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(audit, "explain", lambda *_: [])
+                assert audit.main([str(folder / "step")]) in (0, 1)
+
+        return [(folder / "step" / name).read_bytes()], read, str(folder / "step")
+
+    return subject
+
+
+def adapters(name):
+    def subject(folder):
+        gather_adapter(adapted(["language"], dtype=torch.float32))(folder / "adapter")
+
+        def read(content):
+            (folder / "adapter" / name).write_bytes(content)
+            load_adapter(tiny.model(), folder / "adapter")
+
+        return [(folder / "adapter" / name).read_bytes()], read, str(folder / "adapter")
+
+    return subject
+
+
 SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
 SUBJECTS |= {name: templates(name) for name in TEMPLATES} | {name: checkpoints(name) for name in CHECKPOINT}
+SUBJECTS |= {name: steps(name) for name in ("step.json", "step.safetensors")}
+SUBJECTS |= {name: adapters(name) for name in ("adapter_config.json", "adapter_model.safetensors")}
 
 
 # the damage

@@ -83,6 +83,16 @@ def test_we_load_what_peft_saves(tmp_path, options, model_type, tied):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
+def test_the_first_end_of_a_name_says_the_alpha(saved):
+    file = saved / "adapter_config.json"
+    values = json.loads(file.read_text())
+    values["alpha_pattern"] = {"proj": 1, "self_attn.q_proj": 8, "q_proj": 12}
+    file.write_text(json.dumps(values))
+    model = tiny.model()
+    load_adapter(model, saved)
+    assert [layer.scaling for layer in adapters(model).values()] == [8 / 4]
+
+
 def test_scaling_and_ranks_survive_a_round_trip(tmp_path):
     model = adapted(["language"], dtype=torch.float32)
     layers = list(adapters(model).values())
@@ -106,6 +116,9 @@ def saved(tmp_path):
     ({"bias": "all"}, "bias is 'all'"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     ({"lora_alpha": 0}, "lora_alpha is 0"),
+    ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', it must be a layer's name or its end"),
+    ({"alpha_pattern": {"(": 8}}, "alpha_pattern is '\\('"),
+    ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
 ])  # fmt: skip
 def test_options_that_would_change_the_result_are_refused(saved, change, says):
     file = saved / "adapter_config.json"
@@ -116,6 +129,8 @@ def test_options_that_would_change_the_result_are_refused(saved, change, says):
 
 A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 
+B = A.replace("lora_A", "lora_B")
+
 
 @pytest.mark.parametrize(("change", "says"), [
     (lambda t: t.pop(A), r"has lora_B \(64, 4\); there must be lora_A \(r, 64\) and lora_B \(64, r\)"),
@@ -123,6 +138,10 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "is no linear layer|has lora_B"),
     (lambda t: t.update({"x": t[A] + 0}), "unexpected tensor x"),
     (lambda t: t.clear(), "no adapter in it"),
+    (lambda t: t.update({A: t[A][:0], B: t[B][:, :0].contiguous()}), r"lora_B \(64, 0\).*; there must be lora_A"),
+    (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*; there must be"),
+    (lambda t: t.update({A: t[A].long()}), r"lora_A.weight is torch.int64, it must be finite floats"),
+    (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, it must be finite floats"),
 ])  # fmt: skip
 def test_a_wrong_tensor_is_named(saved, change, says):
     tensors = load_file(saved / "adapter_model.safetensors")

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import adapters, full, set_parameters, wrap
-from minivlmrl.hub.checker import build, naming
+from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, write_json
 
+LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of PEFT's config that would change the result, unless they say nothing
 REFUSED = (
@@ -33,8 +34,8 @@ class PeftConfig:
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
     use_dora: bool = False
-    # of some layers: name, end of a name or regex -> alpha
-    alpha_pattern: dict[str, float] | None = None
+    # of some layers: name or end of a name -> alpha; PEFT's regular expressions are refused
+    alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
 def load_adapter(model: nn.Module, folder: str | Path):
@@ -73,6 +74,8 @@ def _read(
         for name in REFUSED:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
+        for name in config.alpha_pattern or {}:
+            require(LAYER.fullmatch(name), "alpha_pattern", name, "a layer's name or its end")
     file, pairs = folder / WEIGHTS, {}
     try:
         tensors = load_file(file)
@@ -82,6 +85,8 @@ def _read(
         ) from error
     with naming(file):
         for name, tensor in tensors.items():
+            kind = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.dtype
+            require(kind and tensor.isfinite().all(), name, kind or tensor.dtype, "finite floats")
             layer, which = _our_name(name)
             pairs.setdefault(layer, {})[which] = tensor
         if not pairs:
@@ -100,21 +105,20 @@ def _form(
     found = dict(model.named_modules()).get(name)
     if not isinstance(found, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
-    r, rows, columns = len(pair.get("A", ())), found.out_features, found.in_features
+    shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
+    r, rows, columns = (*shapes.get("A", ()), 0)[0], found.out_features, found.in_features
     expected = {"A": (r, columns), "B": (rows, r)} | (
         {"magnitude": (rows,)} if config.use_dora else {}
     )
-    if (shapes := {which: tuple(tensor.shape) for which, tensor in pair.items()}) != expected:
+    if shapes != expected or not r:
         there = ", ".join(f"lora_{which} {shape}" for which, shape in shapes.items())
         asked = (
             f"lora_A (r, {columns}) and lora_B ({rows}, r)"
             + f" and lora_magnitude ({rows},)" * config.use_dora
         )
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
-    patterns = (config.alpha_pattern or {}).items()  # PEFT takes the first that fits
-    fits = [
-        alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", memory_name(name))
-    ]
+    patterns, own = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
+    fits = [alpha for end, alpha in patterns if own.endswith(f".{end}")]  # PEFT takes the first
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, [*fits, config.lora_alpha][0] / divisor, config.use_dora
 

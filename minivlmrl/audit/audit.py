@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from minivlmrl.audit import stages, updates
-from minivlmrl.audit.dump import Dump, read
+from minivlmrl.audit.dump import DAMAGES, Dump, read
+from minivlmrl.hub.checker import naming
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
 LOGPS = {
@@ -72,10 +73,14 @@ def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
     findings = []
     for name, stage in STAGES.items():
-        if (answer := stage(d, {})) is None:
-            continue
-        count = sum(has.numel() for has, _, _ in answer.values())
-        findings.append(f := Finding(name, error(answer), count))
+        try:
+            if (answer := stage(d, {})) is None:
+                continue
+            count = sum(has.numel() for has, _, _ in answer.values())
+            findings.append(f := Finding(name, error(answer), count))
+        except (ValueError, *DAMAGES) as cause:
+            what = f"{type(cause).__name__} {cause}: a tensor or a field is not as in docs/audit.md"
+            raise ValueError(f"{name} cannot be computed again: {what}") from cause
         if not f.ok:
             f.where, f.explained = where(answer), explain(name, d)
         if name == "logps" and not f.ok:  # gradients are then those of the forward that is known
@@ -111,7 +116,7 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
     """What a stage answers with a deviation; None: with it the step has no answer."""
     try:
         return STAGES[name](d, change)
-    except ValueError:  # such as a mask that leaves an answer of a pair no token
+    except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
 
 
@@ -196,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     what = "Check a step that a trainer dumped."
     p = argparse.ArgumentParser("python -m minivlmrl audit", description=what)
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
-    d = read(p.parse_args(arguments).step)
-    findings = audit(d)
+    folder = p.parse_args(arguments).step
+    d = read(folder)
+    with naming(folder):
+        findings = audit(d)
     print(report(findings, d))
     return int(not all(f.ok for f in findings))

@@ -14,6 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minivlmrl.hub.folder import read_json
+
+# what computing with a field or tensor of another type or shape than docs/audit.md says may raise
+DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError
 NEEDED = ("input_ids", "completion_mask", "per_token_logps")
 LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampler_logps"
 OUTPUTS = "entropies", "log_sum_sq_probs", "logps_gradient", "entropies_gradient"
@@ -75,14 +79,14 @@ def read(folder: str | Path) -> Dump:
     """Read a step (ValueError: what is wrong with its folder)."""
     folder = Path(folder)
     try:
-        about = json.loads((folder / "step.json").read_text(encoding="utf-8"))
+        about = read_json(folder / "step.json")
         with safe_open(folder / "step.safetensors", framework="pt") as file:
             names = list(file.keys())  # a handle is no dict
             tensors = {name: file.get_tensor(name) for name in names}
         folders = {name: of for name, of in about.items() if name.endswith("model") and of}
         about |= {name: str(folder / of) for name, of in folders.items()}
         return Dump(about, tensors)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
         raise ValueError(f"{folder} is no step: {error}") from error
 
 

@@ -18,7 +18,7 @@ from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.sizes import OPTIONS
-from minivlmrl.hub.checker import naming, require
+from minivlmrl.hub.checker import naming, require, shortened
 from minivlmrl.rows import Row
 
 
@@ -63,7 +63,7 @@ class FileDataset:
             try:  # not `naming`, which takes its time with 200,000 rows
                 row, media = read_row(found, required, self.options)
             except ValueError as error:
-                raise ValueError(f"{self.source.where(index)}: {error}") from error
+                raise ValueError(f"{self.source.where(index)}: {shortened(error)}") from error
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
             missing += [(file, index) for file in missing_files(media, folder)]

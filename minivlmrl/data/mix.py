@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import yaml
 
-from minivlmrl.hub.checker import Loader, build, naming
+from minivlmrl.hub.checker import build, naming, parse_yaml
 from minivlmrl.rows import Row
 
 
@@ -117,10 +116,8 @@ class _Mix:
 
 def read_mix(path: Path) -> list[FileSection]:
     """Read VLM-R1's YAML; paths from where it is read, or beside it."""
-    try:
-        listed = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({error})") from error
+    with naming(path):
+        listed = parse_yaml(path.read_text(encoding="utf-8"))
     files = []
     for entry in build(_Mix, listed, str(path)).datasets:
         here, beside = Path(entry.json_path), path.parent / entry.json_path

@@ -8,6 +8,7 @@ import re
 import reprlib
 import types
 import typing
+from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ THEIRS = {
     "bf16": "model.compute_dtype=bfloat16",
     "use_vllm": "not there: the model that is trained samples",
 }
+# what is quoted, without the apostrophes of words, or a word that is no path
+LONG = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 
 class Loader(yaml.SafeLoader):
@@ -30,11 +33,24 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
+        if twice := next((key for key, count in Counter(keys).items() if count > 1), None):
             raise yaml.constructor.ConstructorError(
                 None, None, f"{twice!r} is there twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML (ValueError: it is none, says a key twice, or is nested too deep)."""
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not YAML ({error})") from error
+
+
+def shortened(error: object) -> str:
+    """Cut what an error quotes at 80 characters: it may be a picture in base64."""
+    return LONG.sub(lambda match: f"{match[0][:80]}...{match[0][-1]}", str(error))
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
@@ -53,7 +69,7 @@ class naming(AbstractContextManager):
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, ValueError):
-            raise ValueError(f"{self.where}: {error}") from error
+            raise ValueError(f"{self.where}: {shortened(error)}") from error
 
 
 def build(cls, values: Any, where: str, prefix: str = "", json: bool = False):

@@ -20,7 +20,7 @@ from minivlmrl.algorithms.ppo import PPOConfig
 from minivlmrl.algorithms.reference import ReferenceConfig
 from minivlmrl.algorithms.reward_model import RewardModelConfig
 from minivlmrl.algorithms.sft import SFTConfig
-from minivlmrl.hub.checker import Loader, build
+from minivlmrl.hub.checker import build, naming, parse_yaml
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.optimizer import OptimizerSection
 from minivlmrl.sampling.filters import SamplingOptions
@@ -154,10 +154,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         path = recipes_folder() / recipe
     if not path.is_file():
         raise ValueError(f"{recipe}: no such recipe")
-    try:
-        values = yaml.load(path.read_text(), Loader) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{recipe}: not YAML ({error})") from error
+    with naming(recipe):
+        values = parse_yaml(path.read_text()) or {}
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
@@ -216,12 +214,11 @@ def _value(key: str, text: str):
     {problem}."""
     is_text = _hint(key) in (str, str | None)
     try:
-        value = yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        value = parse_yaml(text)
+    except ValueError as error:
         if is_text:
             return text
-        cause = f"the value of {key} is not YAML, quote it ({error})"
-        raise ValueError(f"command line: {cause}") from error
+        raise ValueError(f"command line: the value of {key} is {error}; quote it") from error
     return text if is_text and not isinstance(value, str | None) else value
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from minivlmrl.hub.checker import shortened
+
 
 def show_mistake(error: Exception) -> bool:
     """Print a full disk, or an error that this package has put into words, as one line, in
@@ -20,7 +22,8 @@ def show_mistake(error: Exception) -> bool:
 
     Returns False for what is neither: a bug.
     """
-    last, line = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = shortened(" ".join(str(error).split()))
     # wherever something was written
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += ": the disk is full; make room and go on with --resume=auto"
