@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
@@ -59,6 +59,11 @@ SAVINGS = (
     "rollout.gather_weights=false",
     "sharding.cpu_offload=true",
 )
+# what LoRA asks for besides, of which the second packs the base
+LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
+LORA = (LORA, [*LORA, "--adapter.quantize=nf4"])
+# by GB of memory: a card, its bytes and FLOPs a second by the data sheet (bfloat16, dense)
+CARDS = {24: ("L4", 0.3e12, 121e12), 48: ("L40S", 0.86e12, 362e12), 80: ("H100", 3.35e12, 989e12)}
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,35 @@ def plan(
     return {name: always | items for name, items in phases.items()}
 
 
+def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) -> str:
+    """Say what a stage needs beside the memory of its GPUs: of the host, of the disk."""
+    kept = replace(run, sharding=replace(run.sharding, cpu_offload=False))
+    moved, items = (plan(r, stage, costs, gpus, *lengths)["train"] for r in (run, kept))
+    shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
+    weights = _bytes(adapter_parameters(costs.build(run))) or items["weights"] * shards
+    others = ("optimizer", "value model", "reference", "policy")
+    state = weights + shards * sum(items.get(name, 0) for name in others)
+    host = (sum(items.values()) - sum(moved.values())) / GB
+    said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)
+    return f"{said}{state / GB:.1f} GB of disk for each of {run.keep_states + 1} states"
+
+
+def least_seconds(run: RunConfig, stage: str, costs: Costs, card: tuple, gpus: int, *lengths: int):
+    """Seconds of a step by a data sheet: its products, and the weights that decoding reads."""
+    config, algorithm, (_, bandwidth, peak) = getattr(run, stage), find_algorithm(stage, run), card
+    new, prompt = run.sampling.max_new_tokens, sum(lengths)
+    G, backward = len(algorithm.answers) or config.num_generations, 2 if run.adapter.r else 4
+    passes = 2 + backward + 2 * run.model.activation_checkpointing
+    products = passes * (prompt + G * new)
+    if not algorithm.answers:  # its prompts are read in sampling too
+        products += 2 * prompt
+    seconds = products * costs.backbone * config.prompts_per_step / gpus / peak
+    if algorithm.answers:
+        return seconds
+    size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
+    return seconds + new * costs.backbone * size / bandwidth / config.steps_per_generation
+
+
 def most(phases: dict[str, dict]) -> float:
     """Bytes of the largest phase."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
@@ -325,7 +359,8 @@ def check_memory(run: RunConfig, gpus: int, memory: int):
 
 def main(arguments: list[str]):
     """Print the plan that the command line asks for."""
-    p = argparse.ArgumentParser("python -m minivlmrl plan", description=__doc__.splitlines()[0])
+    usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
+    p = argparse.ArgumentParser("python -m minivlmrl plan", usage, __doc__.splitlines()[0])
     p.add_argument("--model", required=True, help="a folder with a config.json, or that file")
     p.add_argument("--gpus", type=int, default=1, help="of all nodes together")
     p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
@@ -341,6 +376,8 @@ def main(arguments: list[str]):
         raise ValueError(f"{path}: no such file or folder; {cure}")
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
+    lengths = given.text_tokens, given.image_tokens
+    card = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
     gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
     print(f"{given.model}: {costs.parameters:,} parameters; {gpus}")
     config = load_config(recipe, rest)
@@ -349,11 +386,26 @@ def main(arguments: list[str]):
 
         def phases(overrides: list[str], stage=stage) -> dict[str, dict]:
             run = load_config(recipe, [*rest, *overrides])
-            return plan(run, stage, costs, given.gpus, given.text_tokens, given.image_tokens)
+            return plan(run, stage, costs, given.gpus, *lengths)
 
-        print(f"\n{stage}\n" + table(phases([]), memory))
+        def show(overrides: list[str], stage=stage):
+            run = load_config(recipe, [*rest, *overrides])
+            seconds = least_seconds(run, stage, costs, card, given.gpus, *lengths)
+            print(table(phases(overrides), memory))
+            print(besides(run, stage, costs, given.gpus, *lengths), end="; ")
+            print(f"over {seconds:.2g} s a step by the data sheet of an {card[0]}")
+
+        print(f"\n{stage}")
+        show([])
+        if most(phases([])) <= memory:
+            continue
         saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
         if saving is None:
             print("does not fit: take more GPUs, shorter prompts or a smaller model")
-        elif saving:
-            print(f"fits with {' '.join(saving)}\n" + table(phases(saving), memory))
+        else:
+            print(f"fits with {' '.join(saving)}")
+            show(saving)
+        for lora in () if config.adapter.r else LORA:
+            if (size := most(phases(lora))) <= memory:
+                print(f"LoRA fits with {' '.join(lora)}: {size / GB:.1f} GB")
+                break
