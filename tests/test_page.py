@@ -10,6 +10,7 @@ from pytest import approx
 from runs import LETTERS, metrics
 
 from minivlmrl.run import page
+from minivlmrl.run.config import load_config, to_yaml
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -39,8 +40,8 @@ def browse(path, place, folder):
 
 def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
     page.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/3/1", tmp_path)
-    assert '<output id="step">grpo 3</output>' in html
+    html = browse(trained / "page.html", "grpo/4/1", tmp_path)
+    assert '<output id="step">grpo 4</output>' in html  # as the terminal counts: from 1
     rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
     steps = metrics(trained)
     assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[3]["reward"])
@@ -61,14 +62,14 @@ def test_warnings_and_results_come_first(trained, tmp_path):
     assert page.collect(trained)["evaluations"] == [{"step": 12, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     page.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
-    assert html.index("grpo step 2: all &lt;groups&gt; earn the same") < html.index("Curves")
+    assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
     assert re.search(r"grpo: 5 steps in \d+ s; at most [\d.]+ GiB", html)
 
 
 def test_two_runs_are_beside_each_other(trained, tmp_path):
     other = shutil.copytree(trained, tmp_path / "other")
     page.main([str(trained), str(other), "--out", str(tmp_path / "two.html")])
-    html = browse(tmp_path / "two.html", "grpo/0/1", tmp_path)
+    html = browse(tmp_path / "two.html", "grpo/1/1", tmp_path)
     assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
 
 
@@ -79,7 +80,7 @@ def test_what_a_model_writes_is_text(trained, tmp_path):
     lines[-1]["prompt"] = lines[-1]["completions"][0]["tokens"][0][0] = evil
     (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/4/1", tmp_path)
+    html = browse(trained / "page.html", "grpo/5/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
 
 
@@ -92,9 +93,25 @@ def test_without_a_place_it_opens_where_completions_differ(trained, tmp_path):
     (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
-    assert '<output id="step">grpo 1</output>' in html and "teaches nothing" not in html
+    assert '<output id="step">grpo 2</output>' in html and "teaches nothing" not in html
     assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")
     assert "all earn the same, which teaches nothing" in browse(trained / "page.html", "grpo/4/1", tmp_path)
+
+
+def test_it_says_recipe_model_date_and_what_is_otherwise(trained, home, tmp_path):
+    page.main([str(trained)])
+    html = browse(trained / "page.html", "", tmp_path)
+    said = f"{home / 'recipe.yaml'}; evaluated on 4 rows; random weights of {home / 'model.json'}; written 20"
+    assert (
+        said in html and "<code>grpo.max_steps=5</code>" in html and "differences from the recipe as it comes" in html
+    )
+    ours = load_config("shapes.yaml", ["--seed=3", "--output_dir=elsewhere", "--rewards={format: 1.0}"])
+    (trained / "config.yaml").write_text(f"# recipes/shapes.yaml; not evaluated\n{to_yaml(ours)}")
+    assert page.about(trained)["changes"] == ["rewards.format=1.0", "seed=3"]
+    for text in ("- a list", "[" * 10_000, "a: 1\na: 2"):
+        (trained / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"config.yaml: (not YAML|the file is \['a list'\])"):
+            page.about(trained)
 
 
 def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
@@ -103,7 +120,7 @@ def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
     lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = page.collect(tmp_path)
-    assert [line["step"] for line in shown["completions"]] == [0, 0, 3, 3, 6, 6, 7, 7]
+    assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
     assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
 
 

@@ -70,6 +70,8 @@ class GRPOSection(FamilyConfig, PiecesConfig, TrainingConfig):
 class RunConfig:
     """A whole run."""
 
+    recipe = ""  # what it was read from: no option
+
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
     # begin anew in a folder that holds a finished run, and remove its states
@@ -168,6 +170,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
             value = str(Path(value).resolve())  # not beside the recipe, as what a recipe says
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")
+    config.recipe = str(recipe)
     # these two are beside the recipe, the files below are found from where the command runs
     if config.model.config:
         config.model.config = str((path.parent / config.model.config).resolve())
@@ -226,6 +229,15 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved config as a recipe that reproduces it, in a folder that is free."""
     values = dataclasses.asdict(config) | {"overwrite": False, "resume": None}
     return yaml.safe_dump(values, sort_keys=False)
+
+
+def flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
+    found = {}
+    for name, value in values.items():
+        own = f"{prefix}{name}"
+        found |= flat(value, f"{own}.") if isinstance(value, dict) else {own: value}
+    return found
 
 
 def asked_yaml(config: RunConfig) -> str:

@@ -99,7 +99,7 @@ class MetricsLog(ExitStack):
         self.completions.step(self.algorithm, step, number)
         for warning in self.alarms.step(metrics, step.rollout):
             self.write(WARNINGS, line | {"warning": warning})
-            tqdm.write(f"step {number}: {warning}", file=sys.stderr)
+            tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], took: float):
         """Advance the bar; without a terminal print a line."""

@@ -7,15 +7,20 @@ python -m minivlmrl page runs/a runs/b --out ab.html
 
 import argparse
 import base64
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 
+from minivlmrl.hub.checker import build, naming, parse_yaml
 from minivlmrl.hub.folder import json_text, read_json, read_lines
 from minivlmrl.run.completions import COMPLETIONS, IMAGES, Logged
+from minivlmrl.run.config import RunConfig, flat, load_config, recipes_folder
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS
 from minivlmrl.run.trackers import curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+# of a recipe, what every run has of its own, or the page shows by itself
+OWN = {"output_dir", "overwrite", "resume", "model.path", "model.config"}
 STEPS = 60  # logged steps on a page, at most: a page has to open
 
 
@@ -70,8 +75,9 @@ def collect(folder: Path) -> dict:
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
     paths = sorted({path for line in lines for path in line["images"]})
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS, Logged)
-    # the last of each stage
-    timings = {line["stage"]: line for line in read_lines(folder / TIMINGS, Logged)}
+    timings, warnings = (read_lines(folder / name, Logged) for name in (TIMINGS, WARNINGS))
+    for line in (*lines, *metrics, *timings, *warnings):
+        line["step"] += 1  # as the terminal counts
     # steps of earlier stages
     before = {line["stage"]: number for number, line in reversed(list(enumerate(metrics)))}
     evaluations = []
@@ -80,13 +86,36 @@ def collect(folder: Path) -> dict:
         evaluations.append({"step": step} | curves(line))
     return {
         "name": folder.resolve().name,
+        "about": about(folder),
         "metrics": metrics,
-        "timings": list(timings.values()),
-        "warnings": read_lines(folder / WARNINGS, Logged),
+        # the last of each stage
+        "timings": list({line["stage"]: line for line in timings}.values()),
+        "warnings": warnings,
         "evaluations": evaluations,
         "summary": read_json(summary) if summary.is_file() else None,
         "completions": lines,
         "images": {path: data_uri(folder, path) for path in paths},
+    }
+
+
+def about(folder: Path) -> dict | None:
+    """Recipe, model and date of a run, and what it says otherwise than ours of that name."""
+    if not (file := folder / "config.yaml").is_file():
+        return None
+    with naming(file):
+        text = file.read_text(encoding="utf-8")
+        said = parse_yaml(text)
+    run = build(RunConfig, said, str(file), json=True)
+    head = text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+    ours, values = recipes_folder() / Path(head.partition(";")[0]).name, flat(asdict(run))
+    base = flat(asdict(load_config(ours) if ours.is_file() else RunConfig()))
+    new = [name for name in values.keys() - OWN if values[name] != base.get(name)]
+    date = datetime.fromtimestamp((folder / METRICS).stat().st_mtime)
+    return {
+        "recipe": head,
+        "model": run.model.path or f"random weights of {run.model.config}",
+        "date": f"{date:%Y-%m-%d %H:%M}",
+        "changes": [f"{name}={values[name]}"[:100] for name in sorted(new)],
     }
 
 

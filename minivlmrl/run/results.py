@@ -53,7 +53,9 @@ class Results:
         self.held_out, self.progress, self.results = held_out, progress, progress.results
         self.folder = Path(config.output_dir)
         if self.world.is_main:
-            (self.folder / "config.yaml").write_text(to_yaml(config))
+            rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
+            head = f"# {config.recipe}; {rows}\n"  # the page shows it
+            (self.folder / "config.yaml").write_text(head + to_yaml(config))
             print(f"output: {self.folder}", flush=True)
 
     def measure(self, name: str, algorithm=None):

@@ -38,7 +38,7 @@ from minivlmrl.hub.folder import (
     weight_files,
 )
 from minivlmrl.reward_functions.calls import RewardFailed
-from minivlmrl.run.config import RunConfig
+from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import empty_state
 from minivlmrl.run.signals import Preempted, StopSignals
@@ -92,11 +92,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
     own = ("data", "stages", "seed", "output_dir", "overwrite", "resume")  # are checked, or new
-    found = {}
-    for name in values.keys() - own:
-        inner = values[name] if isinstance(values[name], dict) else {"": values[name]}
-        found |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
-    return parse_json(json_text(found))
+    return parse_json(json_text(flat({name: values[name] for name in values.keys() - own})))
 
 
 def base_digest(config: RunConfig) -> str:
