@@ -1,6 +1,7 @@
 """The files of metrics, and how those of micro-batches and ranks are merged."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,15 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     [timing] = metrics(tmp_path, "timings.jsonl")
     said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_notebook_keeps_one_line_in_ten_steps(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    log = begin(open_log(tmp_path), "grpo", 14)
+    for number in range(14):
+        log.step(number, {"reward": 0.25}, STEP)
+    shown = [line.partition(" reward")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["grpo 1/14", "grpo 11/14", "grpo 14/14"] and len(lines(tmp_path)) == 14
 
 
 def test_the_second_rank_writes_nothing(tmp_path, capsys):

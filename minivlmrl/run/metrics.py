@@ -102,7 +102,7 @@ class MetricsLog(ExitStack):
             tqdm.write(f"step {number + 1}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], took: float):
-        """Advance the bar; without a terminal print a line."""
+        """Advance the bar; without a terminal print a line, in a notebook one in ten steps."""
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
@@ -115,7 +115,8 @@ class MetricsLog(ExitStack):
         # more would leave no room for the bar
         self.bar.set_postfix(dict(list(short.items())[:3]), refresh=False)
         self.bar.update()
-        if self.bar.disable:  # no terminal: a line a step
+        every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
+        if self.bar.disable and (number % every == 0 or number + 1 == self.bar.total):
             said = (f"{name}={value}" for name, value in short.items())
             print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{took:.2f} s", flush=True)
 
