@@ -71,8 +71,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
     if not states.restore(algorithm, optimizer):
         algorithm.begin(batches, results.held_out)
     log.stage(algorithm, optimizer, progress.step, progress.seconds.get(stage, 0.0))
-    steps = algorithm.steps(batches)
-    steps = states.saved_before_mistakes(steps, results, progress, algorithm, optimizer, log)
+    steps = states.saved_before_mistakes(algorithm.steps(batches), results, progress, log)
     for number in range(progress.step, config.max_steps):
         try:
             step = next(steps)
@@ -82,7 +81,7 @@ def train(algorithm: Algorithm, rows, results, log, states, progress):
             raise ValueError(f"{stage} step {number}: {error}; {cure}") from error
         log.step(number, metrics, step)
         progress.advance(stage, batches.draws, log.seconds)
-        states.after_step(progress, algorithm, optimizer, log, step.ends_rollout)
+        states.after_step(progress, log, step.ends_rollout)
     progress.seconds[stage] = log.end_stage()
     next(steps, None)  # the evaluation at the end
 

@@ -266,7 +266,7 @@ def test_the_least_seconds_of_a_step_by_hand(options, passes):
     sizes = ["--grpo.prompts_per_step=3", "--grpo.num_generations=2", "--grpo.steps_per_generation=2"]
     run = load_config("recipes/own_data.yaml", ["--model.activation_checkpointing=false", *sizes, *BFLOAT16, *options])
     run.sampling.max_new_tokens, costs = 5, Costs(ModelConfig.from_dict(MODEL))
-    seconds = plans.least_seconds(run, "grpo", costs, ("", 1, 1), 1, 3, 4)
+    seconds = plans.least_seconds(run, "grpo", costs, 1, 7, 1, 1)
     assert seconds == costs.backbone * (3 * (passes * (7 + 10) + 2 * 7) + 5 * 2 / 2)
 
 

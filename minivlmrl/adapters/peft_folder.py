@@ -19,11 +19,9 @@ from minivlmrl.hub.folder import read_json, write_json
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of PEFT's config that would change the result, unless they say nothing
-REFUSED = (
-    "use_qalora bias lora_bias fan_in_fan_out modules_to_save layer_replication "
-    "trainable_token_indices"
-)
-REFUSED = (*REFUSED.split(), "target_parameters", "alora_invocation_tokens")
+REFUSED = ["use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save"]
+REFUSED += ["layer_replication", "trainable_token_indices", "target_parameters"]
+REFUSED += ["alora_invocation_tokens"]
 
 
 @dataclass
@@ -139,31 +137,18 @@ def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path]
     """Return what writes a model's adapters, as they are now, into a folder;
     all ranks of a sharded model call this."""
     layers = {memory_name(name): layer for name, layer in adapters(model).items()}
-    weights = {f"{name}.lora_A.weight": layer.lora_A for name, layer in layers.items()}
-    weights |= {f"{name}.lora_B.weight": layer.lora_B for name, layer in layers.items()}
-    weights |= {
-        f"{name}.lora_magnitude_vector": layer.lora_magnitude for name, layer in layers.items()
-    }
-    tensors = {
-        PREFIX + name: full(w).cpu().contiguous() for name, w in weights.items() if w is not None
-    }
+    tensors, kinds = {}, {"A.weight": "A", "B.weight": "B", "magnitude_vector": "magnitude"}
+    for name, layer in layers.items():
+        for kind, own in kinds.items():
+            if (weight := getattr(layer, f"lora_{own}")) is not None:
+                tensors[f"{PREFIX}{name}.lora_{kind}"] = full(weight).cpu().contiguous()
     ranks = {name: layer.form[0] for name, layer in layers.items()}
     # also where alpha / sqrt(r) was it
     alphas = {name: layer.scaling * ranks[name] for name, layer in layers.items()}
     r, alpha = max(ranks.values()), max(alphas.values())
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-    }
-    config |= {
-        "r": r,
-        "lora_alpha": alpha,
-        "target_modules": sorted(ranks),
-        "lora_dropout": 0.0,
-        "bias": "none",
-    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
+    config |= {"base_model_name_or_path": base, "target_modules": sorted(ranks)}
+    config |= {"r": r, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none"}
     config["rank_pattern"] = {name: own for name, own in ranks.items() if own != r}
     config["alpha_pattern"] = {name: own for name, own in alphas.items() if own != alpha}
     config["use_dora"] = any(layer.form[2] for layer in layers.values())

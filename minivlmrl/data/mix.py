@@ -117,7 +117,7 @@ class _Mix:
 def read_mix(path: Path) -> list[FileSection]:
     """Read VLM-R1's YAML; paths from where it is read, or beside it."""
     with naming(path):
-        listed = parse_yaml(path.read_text(encoding="utf-8"))
+        listed = parse_yaml(path.read_bytes())
     files = []
     for entry in build(_Mix, listed, str(path)).datasets:
         here, beside = Path(entry.json_path), path.parent / entry.json_path

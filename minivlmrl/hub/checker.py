@@ -40,7 +40,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str | bytes) -> Any:
     """Read YAML (ValueError: it is none, says a key twice, or is nested too deep)."""
     try:
         return yaml.load(text, Loader)

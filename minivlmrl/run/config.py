@@ -157,7 +157,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"{recipe}: no such recipe")
     with naming(recipe):
-        values = parse_yaml(path.read_text()) or {}
+        values = parse_yaml(path.read_bytes()) or {}
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")

@@ -103,10 +103,10 @@ def about(folder: Path) -> dict | None:
     if not (file := folder / "config.yaml").is_file():
         return None
     with naming(file):
-        text = file.read_text(encoding="utf-8")
-        said = parse_yaml(text)
+        said = parse_yaml(file.read_bytes())
     run = build(RunConfig, said, str(file), json=True)
-    head = text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+    head = file.read_text(encoding="utf-8").partition("\n")[0]
+    head = head.removeprefix("# ") if head.startswith("# ") else ""
     ours, values = recipes_folder() / Path(head.partition(";")[0]).name, flat(asdict(run))
     base = flat(asdict(load_config(ours) if ours.is_file() else RunConfig()))
     new = [name for name in values.keys() - OWN if values[name] != base.get(name)]

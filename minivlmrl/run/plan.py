@@ -216,10 +216,8 @@ def plan(
     if run.optimizer.name == "adamw_8bit":
         state = _bytes(x for p in trained for x in empty_state(p).values())
     summed = gpus > 1 and not fsdp  # then the ranks sum a copy of the gradients
-    whole, backbone = (
-        _bytes([*model.parameters(), *model.buffers()]),
-        costs.backbone * dtype.itemsize,
-    )
+    whole = _bytes([*model.parameters(), *model.buffers()])
+    backbone = costs.backbone * dtype.itemsize
     adapted = _bytes(adapter_parameters(model))  # all that a second model adds to one with adapters
     # with FSDP models share nothing
     copied = whole - (0 if fsdp else _bytes(shared_parameters(model, layers)))
@@ -281,27 +279,26 @@ def besides(run: RunConfig, stage: str, costs: Costs, gpus: int, *lengths: int) 
     moved, items = (plan(r, stage, costs, gpus, *lengths)["train"] for r in (run, kept))
     shards = gpus // run.sharding.replicas if run.sharding.enabled else 1
     weights = _bytes(adapter_parameters(costs.build(run))) or items["weights"] * shards
-    others = ("optimizer", "value model", "reference", "policy")
+    others = "optimizer", "value model", "reference", "policy"
     state = weights + shards * sum(items.get(name, 0) for name in others)
     host = (sum(items.values()) - sum(moved.values())) / GB
     said = f"{host:.1f} GB of host memory for each GPU; " * (host > 0)
     return f"{said}{state / GB:.1f} GB of disk for each of {run.keep_states + 1} states"
 
 
-def least_seconds(run: RunConfig, stage: str, costs: Costs, card: tuple, gpus: int, *lengths: int):
-    """Seconds of a step by a data sheet: its products, and the weights that decoding reads."""
-    config, algorithm, (_, bandwidth, peak) = getattr(run, stage), find_algorithm(stage, run), card
-    new, prompt = run.sampling.max_new_tokens, sum(lengths)
-    G, backward = len(algorithm.answers) or config.num_generations, 2 if run.adapter.r else 4
-    passes = 2 + backward + 2 * run.model.activation_checkpointing
-    products = passes * (prompt + G * new)
-    if not algorithm.answers:  # its prompts are read in sampling too
-        products += 2 * prompt
-    seconds = products * costs.backbone * config.prompts_per_step / gpus / peak
-    if algorithm.answers:
-        return seconds
+def least_seconds(
+    run: RunConfig, stage: str, costs: Costs, gpus: int, prompt: int, bandwidth: float, peak: float
+) -> float:
+    """Seconds of a step with this peak of products and this bandwidth, by which decoding reads."""
+    config, algorithm, new = getattr(run, stage), find_algorithm(stage, run), 0
+    G, passes = len(algorithm.answers), 4 if run.adapter.r else 6
+    passes += 2 * run.model.activation_checkpointing
+    if not algorithm.answers:
+        G, new = config.num_generations, run.sampling.max_new_tokens / config.steps_per_generation
+    tokens = passes * (prompt + G * run.sampling.max_new_tokens) + 2 * prompt * (new > 0)
     size = DTYPES[run.model.compute_dtype or run.model.dtype].itemsize
-    return seconds + new * costs.backbone * size / bandwidth / config.steps_per_generation
+    products = costs.backbone * tokens * config.prompts_per_step / gpus
+    return products / peak + new * costs.backbone * size / bandwidth
 
 
 def most(phases: dict[str, dict]) -> float:
@@ -349,9 +346,8 @@ def check_memory(run: RunConfig, gpus: int, memory: int):
     for stage in run.stages:
         needed = most(plan(run, stage, costs, gpus, TEXT_TOKENS, image_tokens))
         if needed > memory:
-            each = (
-                f"about {needed / GB:.1f} GB on each of {gpus} GPUs, and one has {memory / GB:.1f}"
-            )
+            has = f"and one has {memory / GB:.1f}"
+            each = f"about {needed / GB:.1f} GB on each of {gpus} GPUs, {has}"
             cure = "`python -m minivlmrl plan` says which options make it fit"
             anyway = "--check_memory=false starts it as it is"
             raise ValueError(f"{stage} needs {each}: {cure}; {anyway}")
@@ -377,35 +373,35 @@ def main(arguments: list[str]):
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
     lengths = given.text_tokens, given.image_tokens
-    card = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
+    card, *speeds = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
     gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
     print(f"{given.model}: {costs.parameters:,} parameters; {gpus}")
     config = load_config(recipe, rest)
     for stage in config.stages:
         find_algorithm(stage, config)  # refuses an unknown one
 
-        def phases(overrides: list[str], stage=stage) -> dict[str, dict]:
+        def planned(overrides: list[str], stage=stage) -> tuple[RunConfig, dict[str, dict]]:
             run = load_config(recipe, [*rest, *overrides])
-            return plan(run, stage, costs, given.gpus, *lengths)
+            return run, plan(run, stage, costs, given.gpus, *lengths)
+
+        def needed(overrides: list[str]) -> float:
+            return most(planned(overrides)[1])
 
         def show(overrides: list[str], stage=stage):
-            run = load_config(recipe, [*rest, *overrides])
-            seconds = least_seconds(run, stage, costs, card, given.gpus, *lengths)
-            print(table(phases(overrides), memory))
-            print(besides(run, stage, costs, given.gpus, *lengths), end="; ")
-            print(f"over {seconds:.2g} s a step by the data sheet of an {card[0]}")
+            run, phases = planned(overrides)
+            seconds = least_seconds(run, stage, costs, given.gpus, sum(lengths), *speeds)
+            print(table(phases, memory), besides(run, stage, costs, given.gpus, *lengths), sep="\n")
+            print(f"over {seconds:.2g} s a step by the data sheet of an {card}")
 
         print(f"\n{stage}")
         show([])
-        if most(phases([])) <= memory:
+        if needed([]) <= memory:
             continue
-        saving = smallest_saving(lambda overrides: most(phases(overrides)), stage, memory)
-        if saving is None:
+        if (saving := smallest_saving(needed, stage, memory)) is None:
             print("does not fit: take more GPUs, shorter prompts or a smaller model")
         else:
             print(f"fits with {' '.join(saving)}")
             show(saving)
-        for lora in () if config.adapter.r else LORA:
-            if (size := most(phases(lora))) <= memory:
-                print(f"LoRA fits with {' '.join(lora)}: {size / GB:.1f} GB")
-                break
+        fitting = (lora for lora in LORA if not config.adapter.r and needed(lora) <= memory)
+        if lora := next(fitting, None):
+            print(f"LoRA fits with {' '.join(lora)}: {needed(lora) / GB:.1f} GB")

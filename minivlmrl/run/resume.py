@@ -130,14 +130,7 @@ class States:
         file = config.data.train_file and Path(config.data.train_file)
         self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
-    def after_step(
-        self,
-        progress: Progress,
-        algorithm: Algorithm,
-        optimizer: Optimizer,
-        log: MetricsLog,
-        ends_rollout,
-    ):
+    def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
         """Save a state at the end of a rollout if one is due or a signal has come;
         after a signal leave (Preempted)."""
         config, stage = self.config, progress.stages[progress.stage]
@@ -150,25 +143,19 @@ class States:
         late = late or (every and progress.steps // every > self.saved // every)
         if stop or late or (stage_ends and (every or minutes)):
             progress.logs = log.written()
-            path = self.save(progress, algorithm, optimizer)
+            path = self.save(progress)
         if stop:
             raise Preempted(f"preempted: the state is in {path}; --resume=auto goes on from there")
 
     def saved_before_mistakes(
-        self,
-        steps: Iterator[Step],
-        results,
-        progress: Progress,
-        algorithm: Algorithm,
-        optimizer: Optimizer,
-        log: MetricsLog,
+        self, steps: Iterator[Step], results, progress: Progress, log: MetricsLog
     ) -> Iterator[Step]:
         """Yield steps; evaluate after each that is due, a resumed run too, and after the last.
 
         Where that or a rollout fails save what was trained (ValueError: says so). Of several ranks
         only a reward that fails ends all at the same moment.
         """
-        between, last = True, algorithm.config.max_steps
+        between, algorithm, last = True, self.algorithm, self.algorithm.config.max_steps
         while True:
             try:
                 if progress.step:
@@ -183,7 +170,7 @@ class States:
                     raise
                 if not (path := self.path(progress)).exists():
                     progress.logs = log.written()
-                    self.save(progress, algorithm, optimizer)
+                    self.save(progress)
                 cure = "mend it, then --resume=auto"
                 raise ValueError(f"{error}; the state is in {path}: {cure}") from error
             between = step.ends_rollout
@@ -237,9 +224,10 @@ class States:
                 print(said, flush=True)
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
-        """Read the state that was found, if any, into a new algorithm and optimizer (ValueError: it
-        does not fit)."""
+        """Take a stage's algorithm and optimizer, and read the state that was found, if any, into
+        them (ValueError: it does not fit)."""
         path, self.resumed = self.resumed, None
+        self.algorithm, self.optimizer = algorithm, optimizer
         if path is None:
             return False
         try:
@@ -319,12 +307,12 @@ class States:
             print(f"state {path} is damaged and not used: {damages[0]}", flush=True)
         return None if damages else (path, progress)
 
-    def save(self, progress: Progress, algorithm: Algorithm, optimizer: Optimizer) -> Path:
+    def save(self, progress: Progress) -> Path:
         """Write a state, all ranks together, and remove the oldest if there are too many;
         returns its folder."""
         path = self.path(progress)
         partial = path.with_name(path.name + ".partial")
-        found, files = tensors(algorithm, optimizer), {}
+        found, files = tensors(self.algorithm, self.optimizer), {}
 
         def write():
             partial.mkdir(parents=True, exist_ok=True)
