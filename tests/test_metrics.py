@@ -58,7 +58,7 @@ def test_a_notebook_keeps_one_line_in_ten_steps(tmp_path, capsys, monkeypatch):
     for number in range(14):
         log.step(number, {"reward": 0.25}, STEP)
     shown = [line.partition(" reward")[0] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["grpo 1/14", "grpo 11/14", "grpo 14/14"] and len(lines(tmp_path)) == 14
+    assert shown == ["grpo 1/14", "grpo 11/14", "grpo 14/14"] and len(metrics(tmp_path)) == 14
 
 
 def test_the_second_rank_writes_nothing(tmp_path, capsys):
