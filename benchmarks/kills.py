@@ -1,0 +1,169 @@
+"""Kill runs at any moment, go on with them, and compare every file with that of a run that was not killed.
+
+python benchmarks/kills.py --kills 300      # a tiny model on one thread; exit status 1 if a file differs
+
+A run is a forked process of train.main with a state after every step. It gets SIGKILL after a random time, or after a
+random file of it was seen to change: a state that is being written, a log, a checkpoint, the page. Then it is started
+again with --resume=auto, until it ends by itself. Only seconds and dates may differ.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+
+from minivlmrl import train  # noqa: E402
+from minivlmrl.run import page  # noqa: E402
+
+import tiny  # noqa: E402
+
+STAGE = {"max_steps": 4, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
+RECIPE = tiny.recipe(
+    STAGE,
+    data={"demonstrations": 8, "eval_rows": 2, "pairs": 8},
+    grpo={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 8},
+    reference={"sync_ref_model": True, "ref_model_sync_steps": 3},
+    ppo={"num_mini_batches": 2, "critic": "separate"},
+    rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_len=6)": 0.1},
+)
+ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled", "--save_total_limit=2"]
+STATES = ["--state_steps=1", "--resume=auto"]
+PLAIN = "--reference.sync_ref_model=false"
+CASES = {
+    "sft": ["--stages=[sft]"],
+    "sft, 8-bit AdamW": ["--stages=[sft]", "--optimizer.name=adamw_8bit"],
+    "grpo": ["--stages=[grpo]"],
+    "sft, grpo with LoRA": ["--stages=[sft, grpo]", "--adapter.r=4", "--adapter.dropout=0.3", PLAIN],
+    "grpo with DoRA on NF4": [
+        "--stages=[grpo]",
+        "--adapter.r=2",
+        "--adapter.dora=true",
+        "--adapter.quantize=nf4",
+        PLAIN,
+    ],
+    "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--keep_best=pairs", PLAIN],
+    "kto": ["--stages=[kto]"],
+    "sft, reward_model": ["--stages=[sft, reward_model]", PLAIN],
+    "ppo": ["--stages=[ppo]"],
+    "sft, ppo with LoRA": ["--stages=[sft, ppo]", "--adapter.r=4", PLAIN],
+}
+
+
+def begin(recipe: Path, output: Path, options: list[str]) -> int:
+    """Fork a run, which writes what it says to log.txt beside its folder; its process."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1), os.dup2(log, 2)
+            code = train.main([str(recipe), f"--output_dir={output}", *ALWAYS, *options])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return child
+
+
+def newest(folder: Path) -> float:
+    """When a file of a run last changed; files come and go meanwhile."""
+    times = [0.0]
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def killed(child: int, output: Path, seconds: float, draw: random.Random) -> bool:
+    """Kill a run somewhere, or let it end (RuntimeError: it failed); whether it was killed."""
+    end, changes, seen = time.monotonic() + draw.uniform(0, seconds), draw.randrange(12), newest(output)
+    aimed = draw.random() < 0.5
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            if status:
+                raise RuntimeError(f"it ended with {os.waitstatus_to_exitcode(status)}: {output}.log")
+            return False
+        now = newest(output) if aimed else seen
+        changes, seen = changes - (now != seen), now
+        if (aimed and changes < 0) or (not aimed and time.monotonic() > end):
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1] != 0
+        time.sleep(0.001)
+
+
+def files(output: Path) -> dict[str, object]:
+    """What a run leaves, by file: bytes, or what is in them besides seconds and dates."""
+    found = {}
+    for path in sorted(path for path in output.rglob("*") if path.is_file()):
+        name = str(path.relative_to(output))
+        if name.startswith("states/") or name in (".lock", "timings.jsonl", "page.html"):
+            continue
+        found[name] = path.read_bytes()
+    found["config.yaml"] = found["config.yaml"].replace(str(output).encode(), b"RUN")
+    for name in [name for name in found if name.endswith("minivlmrl.yaml")]:
+        found[name] = found[name].replace(str(output).encode(), b"RUN")
+    summary = json.loads(found.pop("summary.json"))
+    shown = page.collect(output)
+    for line in shown.pop("timings"):
+        found[f"timings of {line['stage']}"] = line["step"]
+    found["page.html"] = {name: shown[name] for name in ("metrics", "warnings", "evaluations", "completions", "images")}
+    found["timings.jsonl"] = [json.loads(line)["step"] for line in (output / "timings.jsonl").open()]
+    return found | {"summary.json": {name: row for name, row in summary.items() if name != "seconds"}}
+
+
+def differing(one: dict, other: dict) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p.add_argument("--kills", type=int, default=300, help="of all cases together")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", help="write the counts there")
+    options, counts, wrong = p.parse_args(), {}, []
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
+        (home / "recipe.yaml").write_text(json.dumps(RECIPE))
+        draw, straight, number = random.Random(options.seed), {}, 0
+        while sum(counts.values()) < options.kills:
+            name = list(CASES)[number % len(CASES)]
+            if name not in straight:
+                start, whole = time.monotonic(), home / f"straight-{number}"
+                if os.waitpid(begin(home / "recipe.yaml", whole, CASES[name]), 0)[1]:
+                    raise RuntimeError(Path(f"{whole}.log").read_text())
+                # states take time too
+                straight[name] = files(whole), 1.5 * (time.monotonic() - start)
+            output, (expected, seconds) = home / f"run-{number}", straight[name]
+            while killed(begin(home / "recipe.yaml", output, [*CASES[name], *STATES]), output, seconds, draw):
+                counts[name] = counts.get(name, 0) + 1
+            if other := differing(expected, files(output)):
+                wrong.append(f"{name}, run {number}: {', '.join(other)}")
+            number += 1
+            print(f"{sum(counts.values())} kills, {number} runs, {len(wrong)} differ", *wrong[-1:], flush=True)
+    for name, count in counts.items():
+        print(f"{name:24}{count:5} kills")
+    if options.json:
+        Path(options.json).write_text(json.dumps({"kills": counts, "runs": number, "differ": wrong}))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
