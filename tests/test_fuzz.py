@@ -1,8 +1,13 @@
 """Files that are cut, flipped, grown, random or of a wrong value: each is read, or is a ValueError that names it."""
 
+import hashlib
 import json
+import os
 import shutil
+import sys
 import unicodedata
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import PIL.features
@@ -16,15 +21,20 @@ from test_lora import adapted
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.audit import audit, dump
 from minivlmrl.data.fetch import fetch_image
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
 from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from minivlmrl.run import page
+from minivlmrl.run.config import RunConfig, load_config
+from minivlmrl.run.resume import Progress, States
 from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
 
 import tiny
+from stages import ONE
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
 from hypothesis import given, settings
@@ -51,6 +61,21 @@ TEMPLATES = {
 }
 SHARD, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 CHECKPOINT = ["config.json", "preprocessor_config.json", INDEX, SHARD]
+
+
+MORE = int(os.environ.get("FUZZ", 1))  # times as many damaged files: FUZZ=20 pytest tests/test_fuzz.py
+READING, TOUCHED = [], []  # the subject that is read; files that were opened, and what was started or reached
+OURS = sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "/dev", "/proc", "/usr"
+
+
+def watch(event, arguments):
+    if READING and event == "open" and isinstance(arguments[0], str | bytes | Path):
+        TOUCHED.append(os.path.abspath(os.fsdecode(arguments[0])))
+    elif READING and event in ("subprocess.Popen", "os.system", "os.exec", "socket.connect"):
+        TOUCHED.append(event)
+
+
+sys.addaudithook(watch)
 
 
 # a subject: whole files, how a damaged one is read and what must hold of it then, and how an error begins
@@ -194,15 +219,94 @@ def adapters(name):
     return subject
 
 
+def recipes(folder):
+    """A recipe names code, which is not to be executed when it is read."""
+
+    def read(content):
+        (folder / "recipe.json").write_bytes(content)
+        load_config(folder / "recipe.json")
+
+    values = {"seed": 1, "stages": ["sft", "grpo"], "model": {"config": "model.json"}, "output_dir": "runs/x"}
+    values |= {"data": {"task": "evil.py:f", "columns": {"a": "b"}}, "rewards": {"evil.py:f": 1.0, "accuracy": 0.5}}
+    values |= {"grpo": {"learning_rate": "1e-4", "max_steps": 3, "loss_type": "dapo"}, "adapter": {"r": 4, "alpha": 8}}
+    return [json.dumps(values).encode()], read, ""
+
+
+def rows(folder):
+    """Rows of several forms, read with their pictures."""
+    PIL.Image.new("RGB", (4, 4)).save(folder / "a.png")
+    talk = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
+    lines = [
+        {"image": "a.png", "problem": "What?", "solution": "2", "completion": "two", "label": True, "margin": 1.5},
+        {"images": ["a.png"], "prompt": talk, "solution": [1, 2, 3, 4], "completion": "no", "answer_extent": [4, 4]},
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": 2}]},
+        {"question": "Which?", "A": "cat", "B": "dog", "answer": "A", "image": "a.png"},
+    ]  # fmt: skip
+
+    def read(content):
+        (folder / "rows.jsonl").write_bytes(content)
+        found = FileDataset(folder / "rows.jsonl", ("problem",))
+        assert all(found[i].messages for i in range(len(found)))
+
+    return [json.dumps(line).encode() for line in lines], read, f"{folder}/"
+
+
+def runs(name):
+    """The folder of a run that somebody sent: its page shows nothing else of this machine."""
+
+    def subject(folder):
+        run, at = folder / "run", {"stage": "grpo", "step": 0}
+        (run / "images").mkdir(parents=True)
+        PIL.Image.new("RGB", (4, 4)).save(run / "images" / "grpo-0-0.webp")
+        said = {"text": "a", "rewards": {"accuracy": 1.0}, "reward": 1.0, "advantage": 0.0, "boxes": [[0, 0, 1, 1]]}
+        said |= {"stopped": True, "tokens": [["a", -0.5]]}
+        line = at | {"row": 0, "where": "x:1", "prompt": "?", "solution": "a", "truth": [], "completions": [said]}
+        files = {
+            "completions.jsonl": line | {"images": ["images/grpo-0-0.webp"]}, "metrics.jsonl": at | {"reward": 1.0},
+            "timings.jsonl": at | {"seconds": 1.0, "peak_memory_gib": 0.5}, "warnings.jsonl": at | {"warning": "all"},
+            "evaluations.jsonl": at | {"sampled": 0.5}, "summary.json": {"chance": None, "start": {"sampled": 0.5}},
+            "config.yaml": asdict(RunConfig()),
+        }  # fmt: skip
+        for file, values in files.items():
+            (run / file).write_text(json.dumps(values) + "\n")
+
+        def read(content):
+            (run / name).write_bytes(content)
+            page.write_page([run], folder / "page.html")
+
+        return [(run / name).read_bytes()], read, str(run)
+
+    return subject
+
+
+def states(folder):
+    """The progress of a state whose checksums are right: read, or reported and not used."""
+    state = folder / "states" / "000003"
+    state.mkdir(parents=True)
+    progress = Progress(0, ["sft", "grpo"], "", stage=1, step=2, steps=3, logs={"metrics.jsonl": "{}\n"})
+
+    def read(content):
+        (state / "run.json").write_bytes(content)
+        sums = {"run.json": hashlib.blake2b(content).hexdigest()}
+        (state / "complete.json").write_text(json.dumps(sums))
+        States(RunConfig(output_dir=str(folder)), ONE, None).read(state)
+
+    return [json.dumps(asdict(progress)).encode()], read, ""
+
+
 SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
 SUBJECTS |= {name: templates(name) for name in TEMPLATES} | {name: checkpoints(name) for name in CHECKPOINT}
 SUBJECTS |= {name: steps(name) for name in ("step.json", "step.safetensors")}
 SUBJECTS |= {name: adapters(name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+SUBJECTS |= {"recipe.json": recipes, "rows.jsonl": rows, "run.json": states}
+LOGS = ["completions.jsonl", "metrics.jsonl", "timings.jsonl", "warnings.jsonl", "evaluations.jsonl"]
+SUBJECTS |= {name: runs(name) for name in (*LOGS, "summary.json", "config.yaml")}
 
 
 # the damage
 
 LEAVES = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {}, ["a", "b"], "ByteLevel", "BPE"]
+LEAVES += ["/etc/hostname", "../../../../../etc/hostname", "evil.py:f", "(a+)+$", "x" * 300]
 LEAVES += ["F8_E4M3", "I64", "BOOL", "F64", "F16", "F4", "C64"]  # dtypes of safetensors
 WRONG = st.recursive(
     st.sampled_from(LEAVES) | st.integers(-2, 300) | st.floats() | st.text(max_size=8),
@@ -271,19 +375,26 @@ def random(draw, content):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_damaged_file_is_read_or_named(name, tmp_path):
     wholes, read, says = SUBJECTS[name](tmp_path)
-    damages = [flipped, cut, grown, random] + [wrong_value] * 4 * name.endswith((".json", ".safetensors"))
-
+    of_json = name.endswith((".json", ".jsonl", ".yaml", ".safetensors"))
+    damages = [flipped, cut, grown, random] + [wrong_value] * 4 * of_json
     examples = {"image": 300} | dict.fromkeys(CHECKPOINT, 60)
 
-    @settings(max_examples=examples.get(name, 100), deadline=None, database=None)
+    @settings(max_examples=MORE * examples.get(name, 100), deadline=None, database=None)
     @given(data=st.data())
     def fuzz(data):
         damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))
         content = damage(data.draw, whole)
+        TOUCHED.clear()
+        READING.append(name)
         try:
             read(content)
         except ValueError as error:
-            assert says.format(size=len(content)) in str(error), error
+            assert says.format(size=len(content)) in str(error) and len(str(error)) < 3000, error
+        finally:
+            READING.clear()
+        # rows may name any picture of this machine
+        others = [place for place in TOUCHED if not place.startswith((str(tmp_path), *OURS))]
+        assert name == "rows.jsonl" or not others, others
 
     for whole in wholes:
         read(whole)
