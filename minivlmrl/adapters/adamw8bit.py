@@ -83,12 +83,8 @@ class AdamW8bit(torch.optim.Optimizer):
             piece = {name: value[rows] for name, value in state.items() if name != "step"}
             g, new = gradient[rows].to(dtype), weight[rows].to(dtype, copy=True)
             m = self._read(piece, "exp_avg").to(dtype).mul_(beta1).add_(g, alpha=1 - beta1)
-            v = (
-                self._read(piece, "exp_avg_sq")
-                .to(dtype)
-                .mul_(beta2)
-                .addcmul_(g, g, value=1 - beta2)
-            )
+            v = self._read(piece, "exp_avg_sq").to(dtype).mul_(beta2)
+            v.addcmul_(g, g, value=1 - beta2)
             denominator = (v.sqrt() / math.sqrt(1 - beta2**number)).add_(group["eps"])
             new.mul_(1 - lr * group["weight_decay"])
             new += piece.get("rounded_off", 0)
@@ -111,18 +107,16 @@ class AdamW8bit(torch.optim.Optimizer):
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     """Moments of 0, sharded as the parameter is."""
     parameter = parameter.detach()
-    rounded_off = (
-        {"rounded_off": torch.zeros_like(parameter)} if parameter.dtype.itemsize == 2 else {}
-    )
-    state = {"step": torch.zeros(())} | rounded_off
+    state = {"step": torch.zeros(())}
+    if parameter.dtype.itemsize == 2:
+        state["rounded_off"] = torch.zeros_like(parameter)
     small = parameter.dim() == 1 or parameter.numel() < SMALLEST
     dtype = torch.promote_types(parameter.dtype, torch.float32) if small else torch.uint8
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=dtype)
         if not small:
-            state[f"{name}_scale"] = torch.zeros_like(
-                parameter.flatten(1)[:, ::BLOCK], dtype=torch.float32
-            )
+            blocks = parameter.flatten(1)[:, ::BLOCK]
+            state[f"{name}_scale"] = torch.zeros_like(blocks, dtype=torch.float32)
     return state
 
 

@@ -65,15 +65,12 @@ class LoRALinear(nn.Linear):
         self.out_features = base.out_features
         self.scaling = scaling
         self.weight, self.bias = base.weight, base.bias
-        options = {
-            "device": base.weight.device,
-            "dtype": torch.promote_types(base.weight.dtype, torch.float32),
-        }
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        options = {"device": base.weight.device, "dtype": dtype}
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
-        self.lora_magnitude = (
-            nn.Parameter(torch.zeros(self.out_features, **options)) if dora else None
-        )
+        lengths = torch.zeros(self.out_features, **options)
+        self.lora_magnitude = nn.Parameter(lengths) if dora else None
         self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout.py
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,9 +80,8 @@ class LoRALinear(nn.Linear):
             dropped = self.drop(dropped)
         added = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.scaling
         if self.lora_magnitude is not None:
-            lengths = self.lora_magnitude / row_lengths(
-                self.weight, self.lora_A, self.lora_B, self.scaling
-            )
+            rows = row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
+            lengths = self.lora_magnitude / rows
             product = result if self.drop is None else super().forward(dropped.to(x.dtype))
             product = product if self.bias is None else product - self.bias
             added = (lengths - 1) * product + lengths * added  # exactly 0 at first
@@ -105,10 +101,8 @@ class LoRALinear(nn.Linear):
         weight = full(self.weight).to(self.lora_A.device)
         moved = weight + self.scaling * (B @ A)
         if self.lora_magnitude is not None:
-            moved = (
-                moved
-                * (full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling))[:, None]
-            )
+            lengths = full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling)
+            moved = moved * lengths[:, None]
         return moved.to(weight.dtype)
 
 
@@ -131,9 +125,7 @@ def full(tensor: Tensor | LoRALinear) -> Tensor:
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     """The layers that have an adapter, by name; empty without any."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
-    }
+    return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
 def is_adapter(name: str) -> bool:
@@ -144,16 +136,10 @@ def is_adapter(name: str) -> bool:
 def plain_weights(model: nn.Module, merged=True) -> dict[str, nn.Parameter | LoRALinear]:
     """What `full` makes a plain model's weights of: parameters, or packed or merged layers."""
     kind = LoRALinear if merged else NF4LoRALinear
-    layers = {
-        f"{name}.weight": layer
-        for name, layer in adapters(model).items()
-        if isinstance(layer, kind)
-    }
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        if not is_adapter(name) and p.is_floating_point()
-    } | layers
+    named = model.named_parameters()
+    weights = {name: p for name, p in named if not is_adapter(name) and p.is_floating_point()}
+    layers = {name: layer for name, layer in adapters(model).items() if isinstance(layer, kind)}
+    return weights | {f"{name}.weight": layer for name, layer in layers.items()}
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -221,9 +207,8 @@ def draw_adapters(model: nn.Module, seed: int):
         weights[f"{name}.lora_A"] = torch.from_numpy(numbers)
         weights[f"{name}.lora_B"] = torch.zeros(layer.lora_B.shape)
         if layer.lora_magnitude is not None:
-            weights[f"{name}.lora_magnitude"] = (
-                full(layer.weight).to(layer.lora_A.dtype).norm(dim=1)
-            )
+            base = full(layer.weight).to(layer.lora_A.dtype)
+            weights[f"{name}.lora_magnitude"] = base.norm(dim=1)
     set_parameters(model, weights)
 
 
@@ -241,21 +226,16 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
 def target_layers(model: nn.Module, target: str) -> list[str]:
     """Names of the linear layers that one entry of target means;
     the head and the embeddings are none."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    ]
+    linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    names = [name for name in linear if name != "lm_head"]
     try:
         found = [name for name in names if re.fullmatch(TARGETS.get(target, target), name)]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
     if not found:
-        words = (
-            f"{', '.join(TARGETS)} or a regular expression of whole names of linear layers, "
-            f"such as {names[-1]}"
-        )
-        raise ValueError(f"target is {target!r}, which fits no layer; it must be {words}")
+        words = f"a regular expression of whole names of linear layers, such as {names[-1]}"
+        asked = f"it must be {', '.join(TARGETS)} or {words}"
+        raise ValueError(f"target is {target!r}, which fits no layer; {asked}")
     return found
 
 

@@ -48,17 +48,13 @@ def begin_with(model: nn.Module, folder: str | Path):
     """Give a model's adapters the values of a PEFT folder's (ValueError: theirs are others)."""
     forms, weights = _read(model, Path(folder))
     own = {name: layer.form for name, layer in adapters(model).items()}
-    texts = [
-        {name: "r {}, scaling {:g}, dora {}".format(*form) for name, form in x.items()}
-        for x in (forms, own)
-    ]
+    text = "r {}, scaling {:g}, dora {}"
     for name in sorted(forms.keys() | own.keys()):
-        theirs, ours = (text.get(name, "no adapter") for text in texts)
+        given = (text.format(*x[name]) if name in x else "no adapter" for x in (forms, own))
+        theirs, ours = given
         if theirs != ours:
-            cure = "change adapter.r, alpha, target or dora"
-            raise ValueError(
-                f"adapter.path: {folder} has {theirs} on {name}, the recipe says {ours}: {cure}"
-            )
+            cure = f"the recipe says {ours}: change adapter.r, alpha, target or dora"
+            raise ValueError(f"adapter.path: {folder} has {theirs} on {name}, {cure}")
     set_parameters(model, weights)
 
 
@@ -78,9 +74,8 @@ def _read(
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file}: not a whole safetensors file ({error}); PEFT's .bin files are not read"
-        ) from error
+        cure = "PEFT's .bin files are not read"
+        raise ValueError(f"{file}: not a whole safetensors file ({error}); {cure}") from error
     with naming(file):
         for name, tensor in tensors.items():
             kind = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.dtype
@@ -90,11 +85,8 @@ def _read(
         if not pairs:
             raise ValueError("there is no adapter in it")
         forms = {name: _form(model, name, pair, config) for name, pair in pairs.items()}
-    return forms, {
-        f"{name}.lora_{which}": tensor
-        for name, pair in pairs.items()
-        for which, tensor in pair.items()
-    }
+    own = ((name, which, x) for name, pair in pairs.items() for which, x in pair.items())
+    return forms, {f"{name}.lora_{which}": tensor for name, which, tensor in own}
 
 
 def _form(
@@ -105,15 +97,12 @@ def _form(
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")
     shapes = {which: tuple(tensor.shape) for which, tensor in pair.items()}
     r, rows, columns = (*shapes.get("A", ()), 0)[0], found.out_features, found.in_features
-    expected = {"A": (r, columns), "B": (rows, r)} | (
-        {"magnitude": (rows,)} if config.use_dora else {}
-    )
+    expected = {"A": (r, columns), "B": (rows, r)}
+    expected |= {"magnitude": (rows,)} if config.use_dora else {}
     if shapes != expected or not r:
         there = ", ".join(f"lora_{which} {shape}" for which, shape in shapes.items())
-        asked = (
-            f"lora_A (r, {columns}) and lora_B ({rows}, r)"
-            + f" and lora_magnitude ({rows},)" * config.use_dora
-        )
+        asked = f"lora_A (r, {columns}) and lora_B ({rows}, r)"
+        asked += f" and lora_magnitude ({rows},)" * config.use_dora
         raise ValueError(f"{name} has {there}; there must be {asked}: take the one of this base")
     patterns, own = (config.alpha_pattern or {}).items(), f".{memory_name(name)}"
     fits = [alpha for end, alpha in patterns if own.endswith(f".{end}")]  # PEFT takes the first
@@ -125,10 +114,8 @@ def _our_name(name: str) -> tuple[str, str]:
     """The layer of a tensor in the file, and which of it;
     transformers has called the parts of models in two ways."""
     name = name.replace(".lora_magnitude_vector", ".lora_magnitude")
-    match = re.fullmatch(
-        rf"{re.escape(PREFIX)}(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?", name
-    )
-    if not match:
+    form = r"(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?"
+    if not (match := re.fullmatch(re.escape(PREFIX) + form, name)):
         raise ValueError(f"unexpected tensor {name:.80}; an adapter has lora_A and lora_B alone")
     return hub_name(match[1]), match[2]
 

@@ -41,10 +41,9 @@ class DPO(PairAlgorithm):
     @staticmethod
     def check(run):
         config = run.dpo
+        none_kept = config.precompute_ref_log_probs or config.reference_free
         for name in ("sync_ref_model", "num_shared_layers"):
-            if getattr(run.reference, name) and (
-                config.precompute_ref_log_probs or config.reference_free
-            ):
+            if getattr(run.reference, name) and none_kept:
                 without = "dpo leaves out with precompute_ref_log_probs or reference_free"
                 raise ValueError(f"reference.{name} needs a reference model, which {without}")
         if config.precompute_ref_log_probs and config.reference_free:
@@ -77,28 +76,23 @@ class DPO(PairAlgorithm):
         """Score rows with the policy as it is now: index -> log-probabilities of both answers."""
         own = {}
         share = pieces(equal_share(indices, self.world), self.config.micro_batch_size)
-        for piece in tqdm(
-            share, desc="dpo: reference", disable=not self.world.is_main, dynamic_ncols=True
-        ):
+        hidden = not self.world.is_main
+        for piece in tqdm(share, desc="dpo: reference", disable=hidden, dynamic_ncols=True):
             self.world.leave()
             rows = [row(index) for index in piece]
             group = super().micro_batch(rows).group  # images of one piece
             logps = group.split(per_token_logps(self.policy, group)[0].cpu())
             own |= {row.index: torch.cat(logps[2 * i : 2 * i + 2]) for i, row in enumerate(rows)}
-        return {
-            index: logps for part in self.world.gather_objects(own) for index, logps in part.items()
-        }
+        return dict(pair for part in self.world.gather_objects(own) for pair in part.items())
 
     def micro_batch(self, rows: Sequence[Row], dataset: str = "train") -> AnswerBatch:
         batch = super().micro_batch(rows)
         if self.config.precompute_ref_log_probs:
             known = [self.precomputed[dataset].get(row.index) for row in rows]
             if any(logps is None for logps in known):
+                cause = "a row was not scored before the first step"
                 cure = "resume with the rows and dpo.max_steps that this run began with"
-                raise ValueError(
-                    "dpo.precompute_ref_log_probs: a row was not scored before the first step; "
-                    f"{cure}"
-                )
+                raise ValueError(f"dpo.precompute_ref_log_probs: {cause}; {cure}")
             batch.ref_per_token_logps = batch.group.pad(torch.cat(known).to(self.world.device))
         return batch
 
@@ -126,11 +120,9 @@ class DPO(PairAlgorithm):
         state = {}
         for name, known in self.precomputed.items():
             if known:
-                lengths = torch.tensor([[index, len(logps)] for index, logps in known.items()])
-                state |= {
-                    f"{name}/lengths": lengths,
-                    f"{name}/logps": torch.cat(list(known.values())),
-                }
+                lengths = [[index, len(logps)] for index, logps in known.items()]
+                state[f"{name}/lengths"] = torch.tensor(lengths)
+                state[f"{name}/logps"] = torch.cat(list(known.values()))
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]):

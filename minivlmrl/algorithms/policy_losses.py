@@ -115,13 +115,11 @@ def policy_terms(inputs: PolicyInputs, advantages: Tensor, mask: Tensor, options
     else:
         per_token_loss, metrics = two_sided(ratio, advantages, options)
     if options.off_policy_mask_threshold is not None:
-        sampler = (
-            old if inputs.sampling_per_token_logps is None else inputs.sampling_per_token_logps
-        )
+        sampler = inputs.sampling_per_token_logps
+        sampler = old if sampler is None else sampler
         drift = row_mean((sampler - logps.detach()).nan_to_num(0.0), mask)  # (B, 1)
-        per_token_loss = per_token_loss * (
-            (advantages >= 0) | (drift <= options.off_policy_mask_threshold)
-        )
+        near = drift <= options.off_policy_mask_threshold
+        per_token_loss = per_token_loss * ((advantages >= 0) | near)
     kept = mask
     if options.top_entropy_quantile < 1:
         threshold = inputs.entropy_threshold
@@ -159,10 +157,8 @@ def cispo_term(
     logps: Tensor, ratio: Tensor, advantages: Tensor, epsilon_high: float
 ) -> tuple[Tensor, dict]:
     """-sg(min(r, eps_high)) A log pi: all tokens keep a gradient. MiniMax-M1 eq. 4 (2506.13585)."""
-    weight = ratio.clamp(max=epsilon_high).detach()
-    return -weight * advantages * logps, {
-        "cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)
-    }
+    weight, cut = ratio.clamp(max=epsilon_high).detach(), (ratio > epsilon_high) & (advantages > 0)
+    return -weight * advantages * logps, {"cispo_clip_ratio": cut}
 
 
 def sapo_term(ratio: Tensor, advantages: Tensor, options: FamilyLoss) -> tuple[Tensor, dict]:
@@ -176,9 +172,8 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W of a row. VESPO (2602.10693)."""
     k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
-    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(
-        min=1e-4
-    )
+    lam = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
+    lam = lam.clamp(min=1e-4)
     phi = (lam + k * log_weight - lam * log_weight.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
     return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
 
@@ -207,9 +202,8 @@ def family_kl(logps: Tensor, ref_logps: Tensor, ratio: Tensor, options: FamilyLo
 def mean_entropy(inputs: PolicyInputs, kept: Tensor, counts: Counts) -> Tensor:
     """Mean entropy of kept tokens; without num_entropy_tokens by the share of rows, as in TRL."""
     total, over = (inputs.entropies * kept).sum(), inputs.num_entropy_tokens
-    return total / (
-        kept.sum().clamp(min=1) * counts.sequences / len(kept) if over is None else over
-    )
+    share = kept.sum().clamp(min=1) * counts.sequences / len(kept)
+    return total / (share if over is None else over)
 
 
 AVERAGES = losses.AVERAGES | {
@@ -218,9 +212,8 @@ AVERAGES = losses.AVERAGES | {
     # token mean of this micro-batch, by its share of rows: depends on the split, in TRL too
     "bnpo": lambda x, mask, n: x.sum() / mask.sum().clamp(min=1) * (len(mask) / n.sequences),
 }
-AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"]) | dict.fromkeys(
-    ("cispo", "vespo"), AVERAGES["dapo"]
-)
+AVERAGES |= dict.fromkeys(("sapo", "rloo"), AVERAGES["grpo"])
+AVERAGES |= dict.fromkeys(("cispo", "vespo"), AVERAGES["dapo"])
 
 
 def rollout_importance_ratio(

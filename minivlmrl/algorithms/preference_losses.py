@@ -169,20 +169,17 @@ def dpo_loss(
     if (lengths == 0).any():
         raise ValueError("an answer has no tokens: drop the pair, or cut less")
     B = len(mask)
-    num_pairs, tokens = (
-        (B, lengths[:, 0].sum()) if counts is None else (counts.sequences / 2, counts.tokens)
-    )
+    num_pairs, tokens = B, lengths[:, 0].sum()
+    if counts is not None:
+        num_pairs, tokens = counts.sequences / 2, counts.tokens
     counted = mask
     if o.ld_alpha is not None:  # 1 up to the length of the shorter answer, ld_alpha beyond
-        counted = torch.where(
-            mask.cumsum(-1) <= lengths.amin(1)[:, None, None], mask, o.ld_alpha * mask
-        )
+        shared = mask.cumsum(-1) <= lengths.amin(1)[:, None, None]
+        counted = torch.where(shared, mask, o.ld_alpha * mask)
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
-    ref_logps = (
-        logps.new_zeros(()).expand(B, 2)
-        if o.reference_free
-        else (ref_per_token_logps * counted).sum(-1)
-    )
+    ref_logps = logps.new_zeros(()).expand(B, 2)
+    if not o.reference_free:
+        ref_logps = (ref_per_token_logps * counted).sum(-1)
     u, v = (logps - ref_logps).unbind(1)
     scores = f_score(logps - ref_logps, o.f_divergence_type, o.f_alpha_divergence_coef)
     margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))
@@ -198,10 +195,8 @@ def dpo_loss(
         per_pair_loss = per_pair_loss * aligned.sum(-1).exp()
     metrics = _reward_metrics(o.beta * u.detach(), o.beta * v.detach())
     chosen, rejected = logps.detach().mean(0)
-    return per_pair_loss.sum() / num_pairs, metrics | {
-        "logps/chosen": chosen,
-        "logps/rejected": rejected,
-    }
+    metrics |= {"logps/chosen": chosen, "logps/rejected": rejected}
+    return per_pair_loss.sum() / num_pairs, metrics
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:

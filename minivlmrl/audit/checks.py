@@ -17,23 +17,17 @@ def assert_split_invariant(
     trainer does.
     """
     every = list(range(rows))
-    splits = (
-        [[every[::2], every[1::2]], [every[:1], every[1:]], [[row] for row in every]]
-        if splits is None
-        else splits
-    )
+    if splits is None:
+        splits = [every[::2], every[1::2]], [every[:1], every[1:]], [[row] for row in every]
     whole = {name: torch.as_tensor(x).double() for name, x in gradients([every]).items()}
     unit = max(x.abs().max().item() for x in whole.values())
     assert unit > 0, "all gradients are zero: the step teaches nothing, and nothing is compared"
     for parts in splits:
-        apart = {
-            n: (torch.as_tensor(x).double() - whole[n]).abs().max() / unit
-            for n, x in gradients(parts).items()
-        }
+        parted = {name: torch.as_tensor(x).double() for name, x in gradients(parts).items()}
+        apart = {name: (x - whole[name]).abs().max() / unit for name, x in parted.items()}
         worst = max(apart, key=apart.get)
-        assert apart[worst] <= tolerance, (
-            f"{what} {parts}: {worst} differs by {apart[worst]:.1e} of the largest"
-        )
+        says = f"{what} {parts}: {worst} differs by {apart[worst]:.1e} of the largest"
+        assert apart[worst] <= tolerance, says
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
@@ -47,32 +41,22 @@ def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
     """logps(pixel_values) -> log-probabilities in nats: another picture changes them, the same one
     does not."""
     pixels = torch.as_tensor(pixel_values)
-    same, again, other = (
-        torch.as_tensor(logps(x)).double() for x in (pixels, pixels.clone(), pixels.flip(0) * -1)
-    )
-    assert (same - again).abs().max() <= tolerance / 100, (
-        "one picture, other log-probabilities: is dropout on?"
-    )
+    shown = pixels, pixels.clone(), pixels.flip(0) * -1
+    same, again, other = (torch.as_tensor(logps(x)).double() for x in shown)
+    says = "one picture, other log-probabilities: is dropout on?"
+    assert (same - again).abs().max() <= tolerance / 100, says
     moved = (same - other).abs().max().item()
-    assert moved > tolerance, (
-        f"another picture changes log-probabilities by {moved:.1e} nats only: is it ignored?"
-    )
+    says = f"another picture changes log-probabilities by {moved:.1e} nats only: is it ignored?"
+    assert moved > tolerance, says
 
 
 def assert_same_logps(sampler, trainer, mask=None, tolerance: float = 1e-3):
     """Log-probabilities (n, T) of sampler and trainer are equal where the mask is 1, in nats."""
     a, b = torch.as_tensor(sampler).double(), torch.as_tensor(trainer).double()
     mask = torch.ones_like(a) if mask is None else torch.as_tensor(mask).double()
-    gap, (row, token) = (
-        (a - b).abs() * mask,
-        divmod(int(((a - b).abs() * mask).argmax()), a.shape[1]),
-    )
+    gap = (a - b).abs() * mask
+    row, token = divmod(int(gap.argmax()), a.shape[1])
     shifted = [((a - b.roll(s, 1)).abs() * mask)[:, 1:-1] for s in (1, -1)]
-    hint = (
-        "; they agree when shifted by one token"
-        if any(x.numel() and x.max() <= tolerance for x in shifted)
-        else ""
-    )
-    assert gap.max() <= tolerance, (
-        f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats{hint}"
-    )
+    shift = any(x.numel() and x.max() <= tolerance for x in shifted)
+    says = f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats"
+    assert gap.max() <= tolerance, says + "; they agree when shifted by one token" * shift

@@ -9,13 +9,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from minivlmrl.chat import Control
 
 # Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
-NAMES = (
-    "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start "
-    "quad_end vision_start"
-)
-SPECIAL_TOKENS = tuple(
-    f"<|{name}|>" for name in f"{NAMES} vision_end vision_pad image_pad video_pad".split()
-)
+NAMES = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start"
+NAMES += " quad_end vision_start vision_end vision_pad image_pad video_pad"
+SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in NAMES.split())
 # how Qwen2 splits text before byte-pair encoding: contractions, words with one space, digits, ...
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 QWEN2_SPLIT = (
@@ -66,13 +62,9 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer.json of a Qwen2 folder (ValueError: missing, unreadable, loses text)."""
     if not Path(path).is_file():
-        cure = (
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from "
-            "vocab.json and merges.txt"
-        )
-        raise ValueError(
-            f"{path}: no such file; folders of Qwen's VL models have one, and transformers' {cure}"
-        )
+        there = "folders of Qwen's VL models have one, and transformers' AutoTokenizer."
+        cure = "from_pretrained(FOLDER).save_pretrained(FOLDER) writes it from vocab.json and"
+        raise ValueError(f"{path}: no such file; {there}{cure} merges.txt")
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()

@@ -73,14 +73,8 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     below = Fraction(((said and said["below"]) or "1").replace(",", ""))
     if not said or OTHER.fullmatch(word) or below == 0:
         return None
-    unit = next(
-        (
-            u
-            for u in (word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s")))
-            if u in UNITS
-        ),
-        word,
-    )
+    names = word, SPELLINGS.get(word), SPELLINGS.get(word.removesuffix("s"))
+    unit = next(filter(UNITS.__contains__, names), word)
     digits = (said["digits"] or str(WORDS.split("|").index(said["word"]))).replace(",", "")
     value = Fraction(f"{digits}e{said['power'] or 0}") / below + int(said["whole"] or 0)
     value *= SCALES.get(word, 1) * (-1 if said["sign"] == "-" else 1)

@@ -205,9 +205,8 @@ def plan(
     config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
     online, has_reference = not algorithm.answers, algorithm.has_reference(config)
     if gpus % sharding.replicas:
-        raise ValueError(
-            f"sharding.replicas is {sharding.replicas}, of which {gpus} is no multiple"
-        )
+        given = f"sharding.replicas is {sharding.replicas}"
+        raise ValueError(f"{given}, of which {gpus} is no multiple")
     layers = run.reference.num_shared_layers if has_reference else 0  # with the vision tower
     model, dtype = costs.build(run, layers), DTYPES[run.model.dtype]
     fsdp, computed = run.uses_fsdp, DTYPES[run.model.compute_dtype or run.model.dtype]
@@ -236,10 +235,8 @@ def plan(
     always = {name: size * part for name, size in held.items()}
 
     def in_use(module: nn.Module) -> int:
-        sizes = (
-            (p.numel(), computed if p.is_floating_point() else p.dtype) for p in module.parameters()
-        )
-        return sum(count * kind.itemsize for count, kind in sizes)
+        kinds = {p: computed if p.is_floating_point() else p.dtype for p in module.parameters()}
+        return sum(p.numel() * kind.itemsize for p, kind in kinds.items())
 
     every, blocks = in_use(model), [in_use(block) for block in family_of(model).blocks(model)]
     # one block runs while the next arrives
