@@ -43,7 +43,7 @@ class Loader(yaml.SafeLoader):
 def parse_yaml(text: str | bytes) -> Any:
     """Read YAML (ValueError: it is none, says a key twice, or is nested too deep)."""
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text.decode() if isinstance(text, bytes) else text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"not YAML ({error})") from error
 
