@@ -176,8 +176,13 @@ class GRPO:
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
     def diagnose(self, batch: MicroBatch, logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Entropy; and by how many nats trainer and sampler differ about a token, at most."""
+        """Entropy; and by how many nats trainer and sampler differ about a token."""
         old = batch.old_per_token_logps
         old = batch.group.pad(logps.detach()) if old is None else old
-        mismatch = (old - batch.sampler_logps).abs().max()
-        return {"entropy": batch.mean(entropies), "rollout/logp_mismatch": mismatch}
+        mismatch = (old - batch.sampler_logps).abs()
+        square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
+        found = {
+            "rollout/logp_mismatch": mismatch.max(),
+            "rollout/logp_mismatch_rms": square.sqrt(),
+        }
+        return {"entropy": batch.mean(entropies)} | found

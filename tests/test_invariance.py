@@ -283,7 +283,7 @@ def steps(folder, stage, *overrides):
     return lines, {name: p.detach().clone() for name, p in run.algorithm.trained.named_parameters()}
 
 
-CHANGING = {"rollout/logp_mismatch"}  # a largest difference of rounding
+CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
 RUNS = {
     "sft": ("sft", []),
     "sft dft": ("sft", ["--sft.loss_type=dft"]),

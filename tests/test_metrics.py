@@ -27,7 +27,10 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 def begin(log, stage, steps, done=0, seconds=0.0):
     """Begin a stage of an algorithm that has nothing but what the log asks for."""
     config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
-    run = SimpleNamespace(rollout=rollout, rewards={}, sampling=SimpleNamespace(temperature=1.0, max_new_tokens=9))
+    model = SimpleNamespace(dtype="float32", compute_dtype=None)
+    run = SimpleNamespace(
+        rollout=rollout, model=model, rewards={}, sampling=SimpleNamespace(temperature=1.0, max_new_tokens=9)
+    )
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     algorithm = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
     log.stage(algorithm, SimpleNamespace(state={}), done, seconds)
@@ -106,6 +109,7 @@ def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
         ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
     ]
     assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
+    assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)  # of squares the mean counts
     assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
 
 

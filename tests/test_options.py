@@ -249,8 +249,8 @@ def differ(first, second):
     """Whether some metric that both have differs by more than rounding does. The learning rate is no effect."""
     if len(first) != len(second):
         return True
-    names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate", "rollout/logp_mismatch"}
-    values = [(a[k], b[k]) for a, b in zip(first, second, strict=True) for k in names]
+    names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate"}
+    values = [(a[k], b[k]) for a, b in zip(first, second, strict=True) for k in names if "mismatch" not in k]
     return any(abs(a - b) > 1e-4 * max(abs(a), abs(b)) for a, b in values)
 
 

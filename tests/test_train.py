@@ -63,6 +63,7 @@ def test_the_numbers_of_a_run(run, plain):
     assert set(grpo) == {
         "stage", "step", "loss", "entropy", "grad_norm", "learning_rate", "reward_std", "frac_reward_zero_std",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "rollout/logp_mismatch",
+        "rollout/logp_mismatch_rms",
     } | ROLLOUT  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def test_the_numbers_of_the_other_stages(run, plain):
     assert set(reward_model) == common | pairs
     assert set(ppo) == common | {
         "policy_loss", "value_loss", "approx_kl", "clip_ratio/policy", "clip_ratio/value", "ratio", "entropy",
-        "rollout/logp_mismatch",
+        "rollout/logp_mismatch", "rollout/logp_mismatch_rms",
     } | ROLLOUT  # fmt: skip
     table = summary(folder)
     judged = [name for name, values in table.items() if name != "seconds" and "pairs" in str(values)]

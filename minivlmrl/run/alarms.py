@@ -138,12 +138,15 @@ class Alarms:
 
 
 def check_mismatch(run, metrics: dict[str, float]):
-    """Stop a run whose sampler and trainer disagree about a token that was just drawn
-    (ValueError)."""
-    found, bound = metrics.get("rollout/logp_mismatch", 0.0), run.rollout.max_logp_mismatch
+    """Stop a run whose sampler and trainer disagree about tokens that were just drawn (ValueError):
+    in float32 about one of them, in 16 bits, where single tokens do, on average."""
+    bound, tokens, name = run.rollout.max_logp_mismatch, "a token", "rollout/logp_mismatch"
+    if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
+        bound, tokens, name = bound / 10, "tokens (root mean square)", f"{name}_rms"
+    found = metrics.get(name, 0.0)
     if found > bound and not run.adapter.dropout:  # which the sampler has not
         cause = "a bug, or a dtype too coarse"
-        cure = f"rollout.max_logp_mismatch ({bound}) is the bound, .inf does not check"
+        cure = f"rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
         raise ValueError(
-            f"sampler and trainer differ by {found:.3g} nats about a token: {cause}; {cure}"
+            f"sampler and trainer differ by {found:.3g} nats about {tokens}: {cause}; {cure}"
         )

@@ -170,6 +170,9 @@ def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float]
     for name in parts[0][0]:
         if name in OVER_STEP:
             merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)
+        elif name.endswith("_rms"):  # a root of a mean of squares
+            squares = sum(metrics[name] ** 2 * weight for metrics, weight in parts)
+            merged[name] = math.sqrt(squares / (total or 1))
         else:
             merged[name] = sum(metrics[name] * weight for metrics, weight in parts) / (total or 1)
     return merged, total
