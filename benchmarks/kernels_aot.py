@@ -34,7 +34,7 @@ from typing import Any
 import triton
 
 from minivlmrl.kernels import backend as installed
-from minivlmrl.kernels import rotary, swiglu
+from minivlmrl.kernels import nf4_unpack, rotary, swiglu
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
@@ -106,7 +106,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def element_wise_builds() -> list[Build]:
-    """SwiGLU, and the rotary of decoder (tables of bfloat16) and tower."""
+    """SwiGLU, the rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
     tensors, size = dict.fromkeys(["gate", "up", "out"], "*bf16"), {"size": "i32"}
     backward = dict.fromkeys(["grad", "gate", "up", "grad_gate", "grad_up"], "*bf16")
     block, found = {"BLOCK": swiglu.BLOCK}, []
@@ -118,7 +118,10 @@ def element_wise_builds() -> list[Build]:
         given = dict.fromkeys(["x", "out"], "*bf16") | dict.fromkeys(["cos", "sin"], f"*{dtype}") | strides
         sizes = {"HEADS": heads, "HALF": half}
         found.append(Build(f"rotary {heads} heads, tables {dtype}", rotary._kernel, given, sizes))
-    return found
+    given = dict.fromkeys(["packed", "indices"], "*u8") | dict.fromkeys(["scales", "offset", "code", "table"], "*fp32")
+    sizes = {"BYTES": nf4_unpack.BYTES, "GROUP": nf4_unpack.GROUP}
+    given |= {"out": "*bf16", "size": "i32"}
+    return [*found, Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)]
 
 
 def builds() -> list[Build]:

@@ -12,7 +12,7 @@ filter, leaves a little less than 1.
 
 WRONG = {
     "you take the likeliest token: that is greedy, not a draw": (
-        "units = (probs * UNITS).long().cumsum(-1)",
+        "units = running_sum((probs * UNITS).long())",
         "return probs.argmax(-1)\nunits = None",
     ),
     "a token of probability 0 can be drawn: exceed the number, do not just reach it": ("right=True", "right=False"),
@@ -22,14 +22,14 @@ WRONG = {
         "(uniform.float() * units[:, -1]).long().clamp(max=units[0, -1] - 1)",
     ),
     "where nothing exceeds the number, argmax says 0: the row's total is less than 1, take a share of it": (
-        "units = (probs * UNITS).long().cumsum(-1)",
+        "units = running_sum((probs * UNITS).long())",
         "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
     ),
     "you draw from the other end: the first token begins at 0": ("uniform *", "(1 - uniform) *"),
     "that is the token after": ("chosen.clamp(", "chosen.add(1).clamp("),
     "each row has a number of its own": ("uniform * units", "uniform[:1] * units"),
     "sums in float32 lose what is rarer than 1e-7: count in int64": (
-        "(probs * UNITS).long().cumsum(-1)",
+        "running_sum((probs * UNITS).long())",
         "probs.cumsum(-1).double().mul_(UNITS).long()",
     ),
 }

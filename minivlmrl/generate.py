@@ -18,6 +18,7 @@ from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.kernels.running_sum import running_sum
 from minivlmrl.rows import Processor, Prompt, uniform_numbers
 
 UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
@@ -192,7 +193,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     device: a token of probability 0 is never drawn, and rows do not influence each other.
     probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
     """
-    units = (probs * UNITS).long().cumsum(-1)  # (r, V); a product with a power of 2 is exact
+    units = running_sum((probs * UNITS).long())  # (r, V); a product with a power of 2 is exact
     target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

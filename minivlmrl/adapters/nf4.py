@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.adapters.adamw8bit import dequantize, dynamic_code, quantize
+from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.nf4_unpack import BLOCK, nf4_unpack
 
-BLOCK = 64  # values with one scale
 NF4 = (  # the appendix of the paper, in float32
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# of each byte
-_pairs = cache(lambda device: torch.cartesian_prod(torch.tensor(NF4), torch.tensor(NF4)).to(device))
 # kept there: a GPU would wait, a graph refuses it
+_table = cache(lambda device: torch.tensor(NF4).to(device))
+_pairs = cache(lambda device: torch.cartesian_prod(_table(device), _table(device)))  # of each byte
 _scale_code = cache(lambda device: dynamic_code(True).to(device))
 
 
@@ -41,12 +42,16 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def unpack(packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor) -> Tensor:
-    """The (n,) float32 values that pack's result means, n filled up to whole blocks."""
-    scales = (
-        dequantize(scale_indices[None], scale_scales[None], _scale_code(packed.device))[0] + offset
-    )
-    return (_pairs(packed.device)[packed.int()].view(-1, BLOCK) * scales[:, None]).flatten()
+def unpack(
+    packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
+) -> Tensor:
+    """The (n,) values of a dtype that pack's result means, n filled up to whole blocks."""
+    code, table = _scale_code(packed.device), _table(packed.device)
+    if backend_for(offset) == "triton":
+        return nf4_unpack(packed, scale_indices, scale_scales, offset, code, table, dtype)
+    scales = dequantize(scale_indices[None], scale_scales[None], code)[0] + offset
+    values = _pairs(packed.device)[packed.int()].view(-1, BLOCK)
+    return (values * scales[:, None]).flatten().to(dtype)
 
 
 class NF4Product(torch.autograd.Function):
@@ -79,10 +84,9 @@ class NF4Linear(nn.Linear):
     def weight(self) -> Tensor:
         """(out_features, in_features) in the dtype that it was packed from, gathered."""
         packed = self.packed.full_tensor() if hasattr(self.packed, "full_tensor") else self.packed
-        values = unpack(
-            packed.to(self.offset.device), self.scale_indices, self.scale_scales, self.offset
-        )
-        return values[: self.shape.numel()].view(self.shape).to(self.dtype)
+        scales = self.scale_indices, self.scale_scales, self.offset
+        values = unpack(packed.to(self.offset.device), *scales, self.dtype)
+        return values[: self.shape.numel()].view(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         product = NF4Product.apply(x, self)
