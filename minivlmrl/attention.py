@@ -153,15 +153,20 @@ class DecodeAttention:
 
     def keep(self, rows: Tensor) -> Tensor:
         """Keep only these rows (indices, by prompt) and their prompts; returns them on the GPU."""
-        prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
+        return self.move(rows, *self.prompt_index[rows].unique_consecutive(return_inverse=True))
+
+    def move(self, rows: Tensor, prompts: Tensor, prompt_index: Tensor) -> Tensor:
+        """Take over rows and prompts by their indices; prompt_index: of each row among the new."""
+        unchanged = torch.equal(prompts, torch.arange(len(self.bias)))
         rows, prompts = (to_device(x, self.device) for x in (rows, prompts))
         for layer in (*self.own, *self.memory.values()):  # never two copies of all keys
             layer[:] = [x[rows] for x in layer]
-        if len(prompts) < len(self.bias):
+        if not unchanged:
             self.bias = self.bias[prompts]
             for layer in self.prompt:
                 layer[:] = [x[prompts] for x in layer]
-        self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
+        self.prompt_index = prompt_index
+        self.slots = PromptSlots(prompt_index, len(prompts), self.device)
         return rows
 
     def advance(self):  # after all layers
@@ -180,8 +185,8 @@ class DecodeAttention:
         q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k) + self.bias[:, None, None]
-        to_own = attention_scores(q, own_k, self.unseen)
-        weights = torch.cat([self.slots.by_row(to_prompt), to_own], dim=-1).softmax(-1).to(q.dtype)
+        to_own = self.slots.by_prompt(attention_scores(q, own_k, self.unseen))
+        weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_own = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
-        out = self.slots.by_row(self.slots.by_prompt(to_prompt) @ prompt_v) + to_own @ own_v
+        out = self.slots.by_row(to_prompt @ prompt_v) + self.slots.by_row(to_own) @ own_v
         return out.reshape(R, H, D)

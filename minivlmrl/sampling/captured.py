@@ -3,37 +3,44 @@
 A step that the host starts kernel by kernel waits for the host: 36 layers are over a thousand
 launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
 changes from step to step is in tensors, and what the model computes with stays where it is: own
-keys are in buffers of full length, a mask hides what is not there yet, and the host is asked every
-few steps which rows have ended. When a quarter of the slots is enough for the others, they move
-together; then, and when a step must read more keys, a new graph is made.
+keys are in buffers with room, a mask hides what is not there yet, and the host is asked every few
+steps which rows have ended. When a step would read a quarter fewer keys without them, the others
+move together; then, and when own keys need more room, a new graph is made.
 
 Draws are those of the eager step, from logits whose last bits differ: sums go over masked keys too.
 """
 
-from collections.abc import Callable
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.generate import Decode
 
+HEADROOM = 2**30  # bytes of a card that a capture may need of the driver
 KEYS = 256  # own keys that a step reads at first; twice as many when they are full
-SHRINK = 4  # rows move together when one in so many slots is enough
+SIZES = 1, 2, 4, 8  # rows that read a prompt's keys together, when rows have moved
+SHRINK = 4 / 3  # they move when a step reads so many times more than it would
+# one for all captures: a card keeps the workspaces of each
+capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """DecodeAttention on tensors that stay where they are;
-    every prompt has the same number of slots."""
+    """DecodeAttention on tensors that stay where they are, with equally many slots for each prompt;
+    when rows have moved a prompt that many of them read is there more than once."""
 
     ask_every = 16
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int):
-        super().__init__(prompts, prompt_index, capacity)
+        self.read, self.capacity = min(KEYS, capacity), capacity
+        super().__init__(prompts, prompt_index, self.read)
         self.length = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.steps, self.read, self.capacity = 0, min(KEYS, capacity), capacity
+        self.steps = 0
         self.mask = self.bias.new_full((1, capacity + 1), float("-inf"))  # of own keys
         self.mask[:, 0] = 0.0
+        self.prompts = torch.arange(len(self.bias))  # of each group of slots
 
     @property
     def unseen(self) -> Tensor:
@@ -41,19 +48,34 @@ class StaticDecodeAttention(DecodeAttention):
         return self.mask[:, : self.read]
 
     def grow(self):
-        """Count a step on the host, and read more own keys if they are full."""
+        """Count a step on the host, and make room for more own keys if it is full."""
         if self.steps == self.read:
             self.read = min(2 * self.read, self.capacity)
+            for layer in self.own:  # one after the other: never two copies of all keys
+                layer[:] = [F.pad(x, (0, 0, 0, self.read - x.shape[2])) for x in layer]
         self.steps += 1
 
     def select(self, going_on: Tensor) -> Tensor | None:
-        """Move rows together if a quarter of the slots is enough for those that go on."""
-        going_on = going_on.view(len(self.bias), -1)  # (B, slots)
-        prompts, slots = going_on.any(1).nonzero()[:, 0], int(going_on.sum(1).max())
-        if len(prompts) * slots * SHRINK > going_on.numel():
+        """Move rows together where a step then reads a quarter fewer keys: in slots of 1, 2, 4 or 8
+        rows that read one prompt together; what no row fills runs one that has ended."""
+        prompts, rows = self.prompts[self.prompt_index[going_on]], going_on.nonzero()[:, 0]
+        counts = prompts.bincount()
+        sizes = [size for size in SIZES if size <= self.slots.slots]
+        costs = [self.cost(int((-(-counts // size)).sum()), size) for size in sizes]
+        if self.cost(len(self.bias), self.slots.slots) < SHRINK * min(costs):
             return None
-        order = going_on[prompts].byte().argsort(dim=1, descending=True, stable=True)[:, :slots]
-        return self.keep((prompts[:, None] * going_on.shape[1] + order).flatten())
+        size = sizes[costs.index(min(costs))]
+        groups = -(-counts // size)  # of each prompt
+        kept = torch.full((int(groups.sum()) * size,), int(going_on.byte().argmin()))
+        first = (groups.cumsum(0) - groups)[prompts] * size  # where each row's prompt begins
+        kept[first + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[prompts]] = rows
+        owners = self.prompt_index[kept.view(-1, size)[:, 0]]  # the first of each is going on
+        self.prompts = self.prompts[owners]
+        return self.move(kept, owners, torch.arange(len(owners)).repeat_interleave(size))
+
+    def cost(self, groups: int, slots: int) -> int:
+        """Keys that a step reads: a prompt's once in a group, own ones in each slot."""
+        return groups * (self.bias.shape[1] + slots * self.read)
 
     def advance(self):
         self.length += 1
@@ -71,32 +93,43 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        self.form = self.run = None
+        self.form = self.graph = None
 
     def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
         attention.grow()
         form = attention.slots, attention.read  # with others the graph would read other tensors
-        if form != self.form:
-            self.form, self.run = form, None
+        first = form != self.form
+        if first:
+            self.form, self.graph = form, None
             self.ids, self.position = ids.clone(), position.clone()
         self.ids.copy_(ids)
         self.position.copy_(position)
-        if self.run is None:  # the first step prepares what a capture must not: workspaces, kernels
+        if self.graph is not None:
+            self.graph.replay()
+        elif first or ids.device.type != "cuda":  # prepares what a capture must not: workspaces
             self.step(model, attention)
-            on_gpu = ids.device.type == "cuda"
-            self.run = self.capture if on_gpu else self.step
         else:
-            self.run(model, attention)
+            self.capture(model, attention)
         return self.logits
 
     def step(self, model, attention):
         self.logits = super().__call__(model, self.ids, self.position, attention)
 
     def capture(self, model, attention):
-        """Record the kernels, which does not run them, and run them."""
-        graph = torch.cuda.CUDAGraph()
-        # other threads load images
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.step(model, attention)
-        self.run: Callable = lambda *_: graph.replay()
+        """Record the kernels, which does not run them, and run them.
+
+        torch.cuda.graph would give all free memory back to the driver first, .1 to .4 s.
+        """
+        if torch.cuda.mem_get_info()[0] < HEADROOM:
+            torch.cuda.empty_cache()
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self.ids.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads load images
+            try:
+                self.step(model, attention)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = graph
         graph.replay()

@@ -282,7 +282,7 @@ def compute(func, args, kwargs):
 
 
 class Graph:
-    """torch.cuda.CUDAGraph, and with `capture` torch.cuda.graph."""
+    """torch.cuda.CUDAGraph."""
 
     def __init__(self):
         self.operations, self.before = [], []
@@ -300,13 +300,11 @@ class Graph:
         self.operations.append((func, args, kwargs, result))
         return result
 
-    @contextlib.contextmanager
-    def capture(self, **_):
+    def capture_begin(self, **_):
         PretendCuda.current.capturing = self
-        try:
-            yield
-        finally:
-            PretendCuda.current.capturing = None
+
+    def capture_end(self):
+        PretendCuda.current.capturing = None
         for x, value in reversed(self.before):
             x.copy_(value)
         self.before.clear()
@@ -366,12 +364,12 @@ def environment():
         "_maybe_exchange_device": -1, "synchronize": None, "empty_cache": None, "set_rng_state": None,
         "is_bf16_supported": True, "stream": stream, "current_stream": stream, "default_stream": stream,
         "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
-        "is_current_stream_capturing": False,  # a build for CUDA would ask the driver
+        "mem_get_info": (2**37, 2**37), "is_current_stream_capturing": False,  # a build for CUDA would ask the driver
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)  # optimizers ask, from torch 2.15
-    classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph, "graph": Graph.capture}
+    classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph}
     for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
     yield mock.patch.object(dense_attention, "can_use_flash_attention", lambda call: call.query.dtype.itemsize == 2)
