@@ -12,6 +12,9 @@ from minivlmrl.hub.checker import shortened
 # four times as long when other work kept the cores busy. It reads this when torch is imported,
 # which the tools do.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# a card's memory grows in place: rollouts and steps of all lengths leave no holes in it
+if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 # glibc gives free memory back to the kernel, and the next step has it cleared anew, page by page: 1
 # to 4 % of a step.
 if os.name == "posix" and hasattr(libc := ctypes.CDLL(None), "mallopt"):

@@ -1,6 +1,7 @@
 """`python -m minivlmrl`: the table of tools, and a mistake in one line for each of them."""
 
 import importlib
+import os
 
 import pytest
 
@@ -11,6 +12,19 @@ def test_every_tool_exists_and_has_a_sentence():
     for module, _, function in (target.partition(":") for target, _ in start.TOOLS.values()):
         assert callable(getattr(importlib.import_module(module), function))
     assert all(sentence for _, sentence in start.TOOLS.values())
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_card_grows_in_place_unless_the_user_says_otherwise(monkeypatch, name):
+    """Blocks of steps of all lengths would leave holes between them."""
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    importlib.reload(start)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "backend:native")
+    importlib.reload(start)
+    assert {k: v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")} == {name: "backend:native"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)

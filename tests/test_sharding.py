@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from on_ranks import ONE, launch
+from pretend_cuda import CUDA, PretendCuda, pretend
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
@@ -241,6 +242,17 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
     assert vision.after(model, (text,), hidden) is hidden  # of the next forward
+
+
+def test_whether_a_rank_has_images_is_asked_without_waiting_for_its_card(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(1))
+    with PretendCuda() as gpu:
+        model, vision = pretend(tiny.model()), VisionInStep()
+        text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config, CUDA)
+        gpu.waits.clear()
+        vision.before(model, (text,))
+        assert vision.zero is not None and gpu.waits.total() == 0
 
 
 def test_a_rank_that_ends_early_decodes_until_all_have_ended():

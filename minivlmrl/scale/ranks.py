@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64)  # on the host: nobody waits for a GPU
         dist.all_reduce(total)
         return total.tolist()
 
@@ -122,7 +123,10 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     # cuDNN's attention may generate wrongly with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # objects and offloaded parts go by gloo
+        # numbers, objects and offloaded parts go by gloo, which looks for the host's name where it
+        # is not told a network: a container may have none
+        if local_size == size and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(seconds=timeout)
         store = attempt_store(limit) if size > 1 else dist.HashStore()

@@ -145,13 +145,13 @@ class VisionInStep:
     def before(self, model: nn.Module, arguments: tuple):
         batch, vision = arguments[0], model.config.vision_config
         images = len(batch.image_grid_thw) * (batch.vision_embeds is None)
-        device = batch.input_ids.device
         if dist.get_world_size() == 1:
             return
-        on_any_rank = torch.tensor(int(images > 0), device=device)
+        on_any_rank = torch.tensor(int(images > 0))  # on the host: nobody waits for a GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if images or not on_any_rank:
             return
+        device = batch.input_ids.device
         side, channels = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
         black = torch.zeros(side**2, channels * vision.patch_size**2, device=device)
         self.zero = 0 * model.visual(black, torch.tensor([[1, side, side]])).sum()
