@@ -3,13 +3,15 @@
 python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; without one the default recipe's model on the CPU
 python benchmarks/decode.py --toy            # at toy size in float32, on a CPU too: that it runs
 python benchmarks/decode.py --ways vllm      # vLLM, if it is installed; alone, it takes the whole card
+python benchmarks/decode.py --uneven --tokens 256 --ways ours "ours, eager" transformers   # a few rows are long
 
 1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8. On a GPU, in bfloat16, each prompt has an
 image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
 completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
 prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
 kernel by kernel, as on a CPU. `predicted` is roofline.py's. vLLM reads as many tokens of text alone: its processor
-needs files of the hub.
+needs files of the hub. With --uneven the rows of a call end as in a rollout: lengths are exponential with a mean
+of 2 in 7 of the longest, and tokens that are drawn after a row's end do not count.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import roofline
 import torch
 from gpu_step import CARD, Case, build, card, make_case, take_turns, twin, versions
 from sizes import HUB, card_named
+from torch import Tensor
 
 import minivlmrl.__main__  # noqa: F401 (glibc keeps free memory, as in runs)
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate
@@ -42,6 +45,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--repeats", type=int, help="timed calls of each way, by default 2, without a GPU 10")
+    parser.add_argument("--uneven", action="store_true", help="completions of many lengths")
+    parser.add_argument("--tokens", type=int, help="of the longest completion")
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     on_cpu = ["ours, eager", "transformers"]
     parser.add_argument("--ways", nargs="+", choices=("ours", *on_cpu, "vllm"), help="by default all but vllm")
@@ -57,18 +62,21 @@ def main():
     print("| prompt tokens | rows | way | seconds | tokens/s | times transformers | predicted tokens/s |")
     print("|---|---|---|---|---|---|---|")
     for case in small_cases() if small else [make_case(o.toy, peer_rows=1)]:
+        if o.tokens:
+            case.completions = list(torch.zeros(len(case.completions), o.tokens))
         calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy, "transformers" in o.ways)
         for prompts, generations in SIZES:
-            ways = {way: partial(calls[way], prompts, generations) for way in o.ways}
+            lengths = lengths_of(prompts * generations, len(case.completions[0]), o.uneven)
+            ways = {way: partial(calls[way], prompts, generations, lengths) for way in o.ways}
             results = take_turns(ways, o.repeats or (10 if small else 2))
             peer = results.get("transformers", {}).get("seconds")
             for way, numbers in results.items():
                 row = {"prompt_tokens": len(case.prompt.input_ids), "rows": prompts * generations, "way": way}
                 row |= numbers
                 if "seconds" in row:
-                    row["tokens_per_second"] = row["rows"] * len(case.completions[0]) / row["seconds"]
+                    row["tokens_per_second"] = lengths.sum().item() / row["seconds"]
                     row["times_transformers"] = peer and peer / row["seconds"]
-                if way.startswith("ours") and not small:
+                if way.startswith("ours") and not small and not o.uneven:
                     row["predicted"] = predicted(case, prompts, generations, way.replace("ours", "decode"))
                 names = (
                     "prompt_tokens",
@@ -87,6 +95,15 @@ def main():
         o.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
+def lengths_of(rows: int, tokens: int, uneven: bool) -> Tensor:
+    """(rows,) tokens of each completion, the longest has all."""
+    if not uneven:
+        return torch.full((rows,), tokens)
+    shares = (torch.randperm(rows, generator=torch.Generator().manual_seed(0)) + 1) / (rows + 1)
+    lengths = (-(1 - shares).log() * tokens / 3.5).ceil().clamp(1, tokens).long()
+    return lengths.scatter(0, lengths.argmax(0, keepdim=True), tokens)
+
+
 def small_cases() -> Iterator[Case]:
     """The default recipe's model and the prompts of grpo_step.py, one of each length."""
     import grpo_step  # here: a GPU's case needs no TRL
@@ -99,24 +116,31 @@ def small_cases() -> Iterator[Case]:
 
 
 def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
-    """way -> (prompts, completions of each) -> nothing; both share their weights."""
+    """way -> (prompts, completions of each, their lengths) -> nothing; both share their weights."""
     ours = build(case.config, torch.float32 if wide else torch.bfloat16)
     theirs = twin(ours) if peer else None
     if theirs:
         theirs.generation_config.eos_token_id = None  # nothing ends a completion
     tokens = len(case.completions[0])
-    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "pad_token_id": 0}
 
     @torch.inference_mode()
-    def decode(prompts, generations, step=CapturedDecode):
+    def decode(prompts, generations, lengths, step=CapturedDecode):
         draw = draw_by(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        choose = chooser(SamplingConfig(), (), draw, device=CARD)
-        groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
-        assert {len(completion.ids) for group in groups for completion in group} == {tokens}
+        drawn_by, ends = chooser(SamplingConfig(), (), draw, device=CARD), lengths.to(CARD)
 
-    def decode_with_transformers(prompts, generations):
+        def choose(logits, rows, step):
+            ids, logps, _ = drawn_by(logits, rows, step)
+            return ids, logps, ends[rows] <= step + 1
+
+        groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
+        assert [len(completion.ids) for group in groups for completion in group] == lengths.tolist()
+
+    def decode_with_transformers(prompts, generations, lengths):
+        ends = lengths.to(CARD) + len(case.prompt.input_ids)
+        stop = [lambda ids, scores, **_: ids.shape[1] >= ends]
         inputs = {name: torch.cat([x] * prompts) for name, x in case.inputs.items()}
-        ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations)
+        ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations, stopping_criteria=stop)
         assert ids.shape == (prompts * generations, len(case.prompt.input_ids) + tokens)
 
     return {"ours": decode, "ours, eager": partial(decode, step=Decode), "transformers": decode_with_transformers}
@@ -132,8 +156,9 @@ def vllm_calls(case: Case) -> dict[str, Callable]:
     text = {"skip_tokenizer_init": True, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_model_len": 2048}
     model, tokens = LLM(str(folder), load_format="dummy", dtype="bfloat16", **text), len(case.completions[0])
 
-    def decode(prompts, generations):
+    def decode(prompts, generations, lengths):
         ids = [{"prompt_token_ids": [7 + i] * len(case.prompt.input_ids)} for i in range(prompts)]
+        assert set(lengths.tolist()) == {tokens}, "--uneven is for the others"
         sampling = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
         model.generate(ids, SamplingParams(n=generations, temperature=1.0, **sampling), use_tqdm=False)
 

@@ -39,6 +39,15 @@ def call(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
+def test_a_machine_without_other_trainers_measures_our_side():
+    """A rented one has neither TRL nor a network: imports of what is compared are where it is compared."""
+    missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
+    names = "decode, gpu_grpo, gpu_kernels, gpu_profile, gpu_step, grpo_step"
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", f"{missing}; import {names}"], env=environment, check=True)
+
+
 @pytest.mark.parametrize("part", ["group", "windows"])
 def test_ways_of_attention(call, part):
     _, numbers = call("cpu", part, "--toy", "--repeats", "1")

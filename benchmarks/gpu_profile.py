@@ -1,0 +1,50 @@
+"""Which kernels a rollout, scoring and a training step of Qwen2.5-VL-3B spend their time on, by torch's profiler.
+
+python benchmarks/gpu_profile.py         # a table of the most expensive kernels of each phase, beside roofline.py's
+python benchmarks/gpu_profile.py --toy   # at toy size in float32, on a CPU too: that it runs
+
+Read first: embedding_dense_backward or index_put in training; cudaFree, cudaMalloc and cumsum in a rollout.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from gpu_step import CARD, backward, build, grouped, make_case
+from torch.profiler import ProfilerActivity, profile
+
+from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate
+from minivlmrl.sampling.captured import CapturedDecode
+
+
+def main():
+    toy = "--toy" in sys.argv
+    case = make_case(toy, peer_rows=1)
+    ours = build(case.config, torch.float32 if toy else torch.bfloat16)
+    rows, tokens = len(case.completions), len(case.completions[0])
+
+    def rollout(prompts: int):
+        draw = draw_by(torch.rand(prompts * rows, tokens, dtype=torch.float64), CARD)
+        choose = chooser(SamplingConfig(), (), draw, device=CARD)
+        generate(ours, [case.prompt] * prompts, rows, tokens, choose, CapturedDecode())
+
+    phases = {
+        "scoring": torch.no_grad()(partial(grouped, ours, case, range(rows))),
+        "training": partial(backward, grouped, ours, case, rows),
+        "rollout of 1 prompt": partial(rollout, 1),
+        "rollout of 8": partial(rollout, 8),
+    }
+    on_card = CARD.type == "cuda"
+    for name, call in phases.items():
+        for _ in range(1 + on_card):
+            call()
+        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_card) as profiler:
+            call()
+        by = "self_device_time_total" if on_card else "self_cpu_time_total"
+        print(
+            f"\n{name}\n{profiler.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60)}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
