@@ -89,11 +89,16 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute q k^T D^-1/2 + mask (L, T), in float32 (float64 of float64): (..., L, T)."""
+    """Compute q k^T D^-1/2 + mask, in float32 (float64 of float64): (..., L, T).
+
+    mask: (L, T), or of as many dimensions as the scores; 0 or -inf.
+    """
     scale = q.shape[-1] ** -0.5
     if q.dtype != torch.promote_types(q.dtype, torch.float32):
-        scores = float32_matmul(q, k.mT) * scale  # a scaled q would be rounded
-        return scores if mask is None else scores + mask
+        scores = float32_matmul(q, k.mT)  # a scaled q would be rounded
+        return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     added, beta = (q.new_empty(()), 0) if mask is None else (mask, 1)
+    if added.dim() > 2:
+        added = added.expand(*q.shape[:-2], *added.shape[-2:]).flatten(0, -3)
     scores = torch.baddbmm(added, q.flatten(0, -3), k.flatten(0, -3).mT, beta=beta, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])

@@ -11,7 +11,8 @@ def running_sum(x: Tensor) -> Tensor:
 
     A vocabulary took .3 ms of each token.
     """
-    blocks = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).cumsum(-1)
+    missing = -x.shape[1] % BLOCK
+    blocks = (F.pad(x, (0, missing)) if missing else x).unflatten(1, (-1, BLOCK)).cumsum(-1)
     totals = blocks[..., -1]  # (r, blocks)
     sums = (blocks + (totals.cumsum(-1) - totals)[..., None]).flatten(1)
     return sums[:, : x.shape[1]].contiguous()

@@ -184,7 +184,8 @@ class DecodeAttention:
         prompt_k, prompt_v = self.prompt[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
         # all rows of a prompt are queries of one product with its keys
-        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k) + self.bias[:, None, None]
+        hidden = self.bias[:, None, None]  # (B, 1, 1, P)
+        to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, hidden)
         to_own = self.slots.by_prompt(attention_scores(q, own_k, self.unseen))
         weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
         to_prompt, to_own = weights.split([prompt_k.shape[2], own_k.shape[2]], dim=-1)
