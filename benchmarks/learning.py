@@ -79,8 +79,11 @@ PLAN = [
     Entry("qwen3-vl, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_vl_model.json"], 0.25),
     Entry("qwen3.5, grpo", "shapes.yaml", ["--model.config=recipes/shapes_qwen3_5_model.json"], 0.25),
 ]
+THOUSANDTHS = ["--model.config=recipes/shapes_qwen3_vl_model.json", "--data.task=recipes/localisation.py:PIXELS"]
+THOUSANDTHS += ["--data.rescale_boxes=true", "--sampling.max_new_tokens=36"]  # a demonstrated answer has 31
 LONG = [
     Entry("localisation", "localisation.yaml", sampled_gain=0.25),
+    Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
     Entry("localisation of three", "localisation_three.yaml"),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="digits.py digits"),
 ]

@@ -47,6 +47,7 @@ class Localisation:
     jitter: int = 0  # units by which each coordinate of a demonstrated box may be moved, see `jittered`
     wrong_boxes: float = 0.0  # share of rows that demonstrate, before jitter, a box drawn at random
     thinking: str = "name"  # of a demonstration: "name" or "position", see `answer`
+    in_pixels: bool = False  # demonstrate [7 14 35 42]; answers are then in data.box_space, not in units
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -63,8 +64,9 @@ class Localisation:
         shown = jittered(shown, self.jitter, noise)
         messages = conversation(PROBLEM.format(name), {"image": 1}, self.prompt_template, self.system_prompt)
         columns = {"problem": PROBLEM.format(name), "solution": pixels(box)}
-        columns |= {"answer_extent": (GRID, GRID), "unseen": is_unseen(box)}
-        return Row(messages, [image], columns, answer(name, shown, self.thinking))
+        columns |= {} if self.in_pixels else {"answer_extent": (GRID, GRID)}
+        columns["unseen"] = is_unseen(box)
+        return Row(messages, [image], columns, answer(name, shown, self.thinking, self.in_pixels))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
         """Draw names and boxes; the prompt names the first."""
@@ -82,7 +84,7 @@ class Localisation:
         return (rng.randint(2, 5),) * 2 if self.objects[1] == 1 else (rng.randint(2, 4), rng.randint(2, 4))
 
 
-def answer(name: str, box: Box, thinking: str = "name") -> str:
+def answer(name: str, box: Box, thinking: str = "name", in_pixels: bool = False) -> str:
     """Write a box in the demonstrated form, with its object's name or its position as the thought.
 
     Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
@@ -91,7 +93,8 @@ def answer(name: str, box: Box, thinking: str = "name") -> str:
     color, thought = name.split()[0], name
     if thinking == "position":
         thought = " ".join(f"{color} {word}" for word in position(box))
-    return f"<think>{thought}</think><answer>{' '.join(map(str, box))}</answer>"
+    numbers = " ".join(map(str, pixels(box) if in_pixels else box))
+    return f"<think>{thought}</think><answer>{f'[{numbers}]' if in_pixels else numbers}</answer>"
 
 
 def position(box: Box) -> tuple[str, str]:
@@ -160,11 +163,11 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(texts, vocab_size=512)
 
 
-def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, thinking: str = "name") -> Task:
+def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, thinking: str = "name", in_pixels: bool = False) -> Task:
     """Make the task; the arguments are those of Localisation, and only demonstrations are jittered."""
 
     def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
-        same = {"objects": objects, "thinking": thinking}
+        same = {"objects": objects, "thinking": thinking, "in_pixels": in_pixels}
         same |= {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
         noise = {"jitter": jitter, "wrong_boxes": data.wrong_demonstrations}
         demonstrations = Localisation(data.demonstrations, f"{seed}/sft", **noise, **same)
@@ -176,4 +179,5 @@ def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, thinking: str = "na
 
 
 TASK = task()
+PIXELS = task(in_pixels=True)  # with data.rescale_boxes: true every family learns boxes in its own space
 THREE = task(objects=(3, 3), jitter=0, thinking="position")

@@ -9,7 +9,7 @@ import torch
 
 from minivlmrl.data.video import Video
 from minivlmrl.image import ImageProcessor
-from minivlmrl.reward_functions.box_rewards import acc_0_5, box_columns, box_format, giou, iou
+from minivlmrl.reward_functions.box_rewards import acc_0_5, box_columns, box_format, giou, iou, point
 from minivlmrl.rows import Processor, Row
 from recipes import localisation
 
@@ -219,6 +219,40 @@ def test_an_answer_counts_in_its_own_space(extent, said):
 
 def test_the_edge_of_the_image_is_inside():
     assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("solution", "said", "inside", "near"),
+    [
+        (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
+        (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
+        (SOLUTION, "19.9 20", 0, 1 - 20.2 / 50),
+        (SOLUTION, "90 20", 0, 0),
+        (SOLUTION, RIGHT, 0, 0),  # a box is no point
+        (SOLUTION, "the cat", 0, 0),
+        (SOLUTION, "[]", 0, 0),
+        (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
+        ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
+        ([SOLUTION, [100, 20, 120, 60]], "[30, 20]", 0.5, 0.5),
+        ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
+        ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
+        ([[60, 40], [110, 40]], "(55, 20), (30, 20)", 1, 1),
+        ([], "[]", 1, 1),
+        ([], "[30, 20]", 0, 0),
+        (None, "[30, 20]", None, None),
+    ],
+)
+def test_points(solution, said, inside, near):
+    """`within` is here 50 pixels of the file."""
+    within = 50 / math.hypot(*SIZE)
+    assert point([said], **columns(solution)) == approx(inside)
+    assert point([said], **columns(solution), within=within) == approx(near)
+
+
+def test_a_solution_that_is_no_point_is_named():
+    for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
+        with pytest.raises(ValueError, match=r"reward point: solution .* is no box or point; it needs \[x1, y1"):
+            point(["[1, 2]"], **columns(wrong))
 
 
 # what box rewards are told about each row

@@ -8,6 +8,7 @@ import torch
 from minivlmrl import decoder, rope, vision
 from minivlmrl.batch import pack
 from minivlmrl.hub import qwen3_vl
+from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.checkpoint import load_model
 
 import tiny
@@ -73,6 +74,10 @@ def test_gradients_equal_transformers(pair):
     ):
         model.zero_grad()
         sum(torch.nn.functional.cross_entropy(x, y) for x, y in zip(all_logits, labels, strict=True)).backward()
+    have_equal_gradients(ours, theirs)
+
+
+def have_equal_gradients(ours, theirs):
     expected = {
         name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): p.grad
         for name, p in theirs.named_parameters()
@@ -81,6 +86,26 @@ def test_gradients_equal_transformers(pair):
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 1e-12, f"{name}: {difference:.1e}"
     assert not expected  # every parameter of theirs was compared
+
+
+def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
+    """transformers computes the single rows, given the positions as above."""
+    theirs, ours = pair
+    rows, generator = prompts(4, VIDEO_ROWS), torch.Generator().manual_seed(4)
+    groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
+    theirs.zero_grad(), ours.zero_grad()
+    logps, _ = per_token_logps(ours, pack(rows, groups, ours.config))
+    expected = []
+    for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
+        whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
+        positions = rope.get_rope_index(whole.input_ids, row.image_grid_thw, ours.config, row.second_per_grid_ts)
+        logits = theirs(**their_inputs(whole), position_ids=positions[:, None]).logits[0, -len(ids) - 1 : -1]
+        expected.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    expected = torch.cat(expected)
+    assert (logps - expected).abs().max() <= 1e-13 * expected.abs().max()
+    weights = torch.rand(len(logps), generator=generator).double()
+    (logps * weights).sum().backward(), (expected * weights).sum().backward()
+    have_equal_gradients(ours, theirs)
 
 
 def test_states_of_selected_tokens_and_of_known_images_are_those_of_the_whole_run():

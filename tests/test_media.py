@@ -64,12 +64,12 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
         ({"video": {"video": "clip.mkv", "fps": 8}}, {"fps": 4, "max_frames": 12}, 12),
     ]
     for row, options, count in asked:
-        assert len(read(folder, row | problem, video_options=options).videos[0].load().frames) == count
+        assert len(read(folder, row | problem, media_options={"video": options}).videos[0].load().frames) == count
 
 
 def test_what_a_run_asks_of_video_files_is_not_asked_of_frames(folder):
     asked = {"fps": 1, "max_frames": 2, "max_pixels": 40000}
-    row = read(folder, {"video": FRAMES, "problem": "a"}, video_options=asked)
+    row = read(folder, {"video": FRAMES, "problem": "a"}, media_options={"video": asked})
     assert len(row.videos[0].load().frames) == 4 and row.videos[0].load().fps == 2
     assert row.messages[0]["content"][0] == {"type": "video", "max_pixels": 40000}
 
@@ -168,6 +168,17 @@ def test_the_options_of_a_video_reach_the_grid(folder):
     sides = [side(), side(min_pixels=784, max_pixels=784), side(min_pixels=784, total_pixels=3 * 784)]
     assert sides == [24, 4, 4]  # 128 tokens a frame at least, unless the row asks for less
     assert side(resized_height=42, resized_width=42) == 6
+
+
+def test_one_size_for_all_images_but_those_that_say_their_own(folder):
+    rows = [{"image": "red.png"}, {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}]}]
+    options = {"image": {"resized_height": 60, "resized_width": 84}}
+    grids = [
+        prompt(read(folder, row | {"problem": "a"}, media_options=options)).image_grid_thw.tolist() for row in rows
+    ]
+    size = PROCESSOR.image_processor
+    tall, wide = (round(side / size.factor) * size.merge_size for side in (60, 84))
+    assert grids[0] == [[1, tall, wide]] == grids[1][:1] and grids[1][1] != grids[0][0]
 
 
 def test_missing_files_are_all_named_before_the_first_row_is_read(folder):

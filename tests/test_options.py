@@ -16,6 +16,7 @@ from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 from minivlmrl.data.boxes import SPACES
 from minivlmrl.generate import chooser
 from minivlmrl.rows import Processor
+from minivlmrl.run.batches import load_datasets
 from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.model import build_model
 from minivlmrl.sampling import sample
@@ -294,6 +295,17 @@ def test_every_choice_is_in_the_table():
     others |= {"adapter.quantize", "sampling.graph"}
     others |= {f"{stage}.{name}" for stage in STAGES for name in ("lr_scheduler_type",)} | {"optimizer.name"}
     assert literal - others == {name for name, _, _ in ENUMERATIONS} - {"dpo.loss_type"}
+
+
+def test_resize_can_be_the_size_of_every_image(home, own):
+    """Its area keeps the bounds of the folder."""
+    config = load_config(home / "recipe.yaml", [*own, "--data.resize=[50, 86]", "--data.min_pixels=784"])
+    (_, processor), rows = build_model(config, ONE), load_datasets(config, {"sft": "demonstrations"})["sft"]
+    seen = [rows[i].prompt(processor).image_grid_thw.tolist() for i in range(3)]
+    assert seen == [[[1, 4, 6]]] * 3
+    for wrong in ("50", "[50]", "[50, 0]", "[50, a]"):
+        with pytest.raises(ValueError, match=r"data\.resize is .*, it must be of type 'pil' or 'torch' or tuple"):
+            load_config(home / "recipe.yaml", [f"--data.resize={wrong}"])
 
 
 def test_resize_reaches_the_image_processor(home, own):

@@ -201,7 +201,6 @@ TALKS = {
     "video": [system("s"), user([{"type": "video"}, text("What?")])],
     "an answer of parts": [user("a"), assistant([text("b\n"), text("c")]), user("d")],
     "a call": [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}, user("So?")],
-    "a late system message": [user("a"), system("b"), user("c")],
 }
 
 
@@ -209,8 +208,16 @@ TALKS = {
 def test_the_published_template_and_ours_lay_out_what_transformers_does(template, talk):
     assert template.is_qwen3 and ChatTemplate(DEFAULT_QWEN3, "ours").is_qwen3
     renders_as_transformers(template, talk)
-    if talk not in (TALKS["a call"], TALKS["a late system message"]):  # which the published one drops
+    if talk is not TALKS["a call"]:
         assert ChatTemplate(DEFAULT_QWEN3, "ours").render(talk) == template.render(talk)
+
+
+def test_a_late_system_message_which_the_published_template_drops_is_refused(template):
+    for known in (template, ChatTemplate(DEFAULT_QWEN3, "ours")):
+        with pytest.raises(ValueError, match="drops a system message after the first turn; begin with it"):
+            known.render([user("a"), system("b"), user("c")])
+        with pytest.raises(ValueError, match="drops a system message"):
+            known.render_completion([user("a")], [assistant("b"), system("c"), assistant("d")])
 
 
 def test_a_text_that_spells_a_control_token_stays_text(template):

@@ -179,7 +179,7 @@ def test_the_settings_are_those_of_the_papers():
         assert (run.adapter.r, run.adapter.alpha, run.adapter.target) == (64, 128, ["language"])
         assert run.grpo.learning_rate == 1e-5 and run.model.dtype == "bfloat16"
     assert (cls.grpo.num_generations, cls.grpo.prompts_per_step, cls.max_epochs) == (4, 16, 50)
-    assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.max_pixels == 401408
+    assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.resize == (384, 384)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
+POINT = rf"(?:\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]|{PAIR})"
+POINTS = re.compile(rf"{NUMBER}{COMMA}{NUMBER}|{POINT}(?:\s*(?:,\s*)?{POINT})*", re.ASCII)
 KEYS = ("bbox_2d", "bbox", "Position")  # of an object in JSON, where its box may be
+POINT_KEYS = ("point_2d", "point")
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
@@ -160,6 +163,20 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     group that is no box. The numbers are finite; corners may be out of order or of the image, see
     Box.valid. Source: the cookbook of Qwen2.5-VL for "bbox_2d".
     """
+    return _parse(text, KEYS, 4, GROUPS)
+
+
+def parse_points(text: str) -> list[tuple[float, float]]:
+    """Read the points of a text, as parse_boxes does boxes.
+
+    {"point_2d": [1, 2], "label": "cat"} as Qwen3-VL writes it, or "point"; a JSON list of such or
+    of lists of two; (1, 2) or several; 1 2. Source: the cookbook of Qwen3-VL for "point_2d".
+    """
+    return _parse(text, POINT_KEYS, 2, POINTS)
+
+
+def _parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
+    """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
     text = QWEN2.sub(" ", text).strip()
     fenced = FENCED.fullmatch(text)
     text = (fenced[1] if fenced else text).strip().removesuffix(".")
@@ -167,23 +184,23 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         text = text if '"' in text else text.replace("'", '"')  # as Python writes it
         said = json.loads(text, parse_int=float, object_pairs_hook=_object)
         several = isinstance(said, list) and all(isinstance(item, list | dict) for item in said)
-        groups = [_group(item) for item in (said if several else [said])]
+        groups = [_group(item, keys, count) for item in (said if several else [said])]
     except (ValueError, RecursionError):
-        numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
-        groups = [tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
+        numbers = [float(n) for n in re.findall(NUMBER, text)] if plain.fullmatch(text) else []
+        groups = [tuple(numbers[i : i + count]) for i in range(0, len(numbers), count)]
     return groups if all(group and all(map(math.isfinite, group)) for group in groups) else []
 
 
-def _group(item: object) -> tuple[float, ...] | None:
-    """Return the four numbers of {"bbox_2d": [...]} or [...], else None."""
-    numbers = box_of(item) if isinstance(item, dict) else item
-    four = isinstance(numbers, list) and len(numbers) == 4
-    return tuple(numbers) if four and all(isinstance(n, float) for n in numbers) else None
+def _group(item: object, keys: Sequence[str], count: int) -> tuple[float, ...] | None:
+    """Return the numbers of {"bbox_2d": [...]} or [...] if there are so many, else None."""
+    numbers = value_of(item, keys) if isinstance(item, dict) else item
+    fits = isinstance(numbers, list) and len(numbers) == count
+    return tuple(numbers) if fits and all(isinstance(n, float) for n in numbers) else None
 
 
-def box_of(item: dict) -> object:
-    """Return what an object in JSON says of its box, in the first of KEYS; None: nothing."""
-    return next((item[key] for key in KEYS if key in item), None)
+def value_of(item: dict, keys: Sequence[str] = KEYS) -> object:
+    """Return what an object in JSON says of its box, in the first of the keys; None: nothing."""
+    return next((item[key] for key in keys if key in item), None)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

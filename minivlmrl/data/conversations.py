@@ -17,7 +17,7 @@ def read_conversation(
     listed: dict[str, list[Media]],
     prompt_template="{problem}",
     system_prompt=None,
-    video_options=None,
+    media_options=None,
 ) -> tuple[list[dict], list[Media], dict[str, str | list[dict]]]:
     """Find the prompt of a row, what its parts show in order, and its answers by column.
 
@@ -28,7 +28,7 @@ def read_conversation(
             assistant turn is the prompt, the rest the completion. completion, chosen, rejected:
             text, or turns that begin and end with one of the assistant's. chosen, rejected: alone
             two whole conversations; what both begin with is the prompt (TRL's implicit one).
-        listed, video_options: see place_media.
+        listed, media_options: see place_media.
     """
     found = {column: row[column] for column in FORMS if row.get(column) is not None}
     try:
@@ -48,7 +48,7 @@ def read_conversation(
             column = name if name in found else source
             _check_answer(as_turns(answer))
         column = source
-        return *_place(prompt, listed, prompt_template, system_prompt, video_options), answers
+        return *_place(prompt, listed, prompt_template, system_prompt, media_options), answers
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from error
 
@@ -65,14 +65,14 @@ def conversation(
 
 
 def _place(
-    prompt, listed, prompt_template, system_prompt, video_options=None
+    prompt, listed, prompt_template, system_prompt, media_options=None
 ) -> tuple[list[dict], list[Media]]:
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if prompt_template != "{problem}":
         turns = _fill(prompt_template, turns)
-    messages, media = place_media(turns, listed, video_options or {})
+    messages, media = place_media(turns, listed, media_options or {})
     if system_prompt is not None and (not turns or turns[0]["role"] != "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages, media

@@ -30,8 +30,8 @@ class RowOptions:
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # replaces Qwen's default system message
     constants: dict = field(default_factory=dict)  # columns that every row gets unless it has them
-    # asked of every video, see sizes.OPTIONS; a row's own win
-    video_options: dict = field(default_factory=dict)
+    # by kind, what is asked of every image and video, see sizes.OPTIONS; a row's own win
+    media_options: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)  # column of the file -> its name here
     allow_urls: bool | str = False  # fetch http(s) URLs of rows; "private": of private networks too
 
@@ -118,7 +118,7 @@ def read_row(
         asked = f"a text with {{problem}} in it, as the row has {own}"
         require(not own, "data.prompt_template", template, asked)
         columns, template = columns | {"problem": template}, "{problem}"
-    asked = template, options.system_prompt, options.video_options
+    asked = template, options.system_prompt, options.media_options
     try:
         messages, media, answers = read_conversation(columns, listed, *asked)
     finally:  # also where the text says <image> and none came

@@ -60,7 +60,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 
 
 def place_media(
-    turns: list[dict], listed: dict[str, list[Media]], video_options: dict[str, float]
+    turns: list[dict], listed: dict[str, list[Media]], media_options: dict[str, dict]
 ) -> tuple[list[dict], list[Media]]:
     """Give a prompt a part for each image and video; return also what parts show, in order.
 
@@ -70,17 +70,20 @@ def place_media(
     Args:
         listed: by kind, the media that come with the row. The options of a part win over those
             listed here.
-        video_options: of every video, unless it has its own; which frames to take only of files
-            without nframes.
+        media_options: by kind, those of every image without its own, and those that a video does
+            not say itself; which frames to take only of files without nframes.
     """
     waiting, used = {kind: iter(media) for kind, media in listed.items()}, []
 
     def show(kind: str, part: dict | None = None) -> dict:
         media = _media(part, kind) if part and _sources(part, kind) else next(waiting[kind])
         options = media.options | (_options(part, kind) if part else {})
-        if kind == "video":
-            fixed = isinstance(media.source, list) or "nframes" in options
-            common = _without(video_options, SAMPLING_OPTIONS) if fixed else video_options
+        common = media_options.get(kind, {})
+        if kind == "image":
+            options = options or common
+        elif isinstance(media.source, list) or "nframes" in options:
+            options = _without(common, SAMPLING_OPTIONS) | options
+        else:
             options = common | options
         used.append(Media(kind, media.source, options))
         return {"type": kind, **_without(options, SAMPLING_OPTIONS)} if options else {"type": kind}

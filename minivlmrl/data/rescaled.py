@@ -14,10 +14,12 @@ FOUR = BETWEEN.join([f"({NUMBER})"] * 4)
 WRITTEN = re.compile(
     rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){FOUR}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")'
 )
+# alone in its key: [1, 2] in a text could be anything
+POINTED = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 
 
 class Rescaled(Sequence):
-    """Rows with answers' boxes in box_space: [x1, y1, x2, y2], data-bbox="...", <|box_start|>."""
+    """Rows whose answers have boxes and points in box_space, as WRITTEN and POINTED know them."""
 
     def __init__(self, rows: Dataset, sized: Callable[[Row], tuple], box_space: str = "resized"):
         # row -> (width, height) of its image file, and as the model sees it
@@ -29,7 +31,7 @@ class Rescaled(Sequence):
     def __getitem__(self, index: int) -> Row:
         row = self.rows[index]
         answers = {name: getattr(row, name) for name in ("completion", "chosen", "rejected")}
-        if not row.images or not WRITTEN.search(str(answers)):
+        if not row.images or not re.search(f"{WRITTEN.pattern}|{POINTED.pattern}", str(answers)):
             return row
         with naming(row.where):
             if len(row.images) > 1:
@@ -49,20 +51,21 @@ class Rescaled(Sequence):
 def rescale(
     text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None
 ) -> str:
-    """Write the boxes of a text in other units, rounded to whole numbers or to some digits.
+    """Write the boxes and points of a text in other units, rounded to whole numbers or some digits.
 
     Example: "[10, 10, 20, 20]" of an image of 100 x 50 is "[100, 200, 200, 400]" in thousandths.
     """
 
     def written(found: re.Match) -> str:
-        corners = Box(*map(float, found.groups()[1:5]), tuple(map(float, size))).to(target)
+        before, *corners, after = found.groups()
+        corners = Box(*map(float, (corners * 2)[:4]), tuple(map(float, size))).to(target)
         numbers = iter(
             round(value, digits) for value in (corners.x1, corners.y1, corners.x2, corners.y2)
         )
-        between = found[0][len(found[1]) : len(found[0]) - len(found[6])]
-        return found[1] + re.sub(NUMBER, lambda _: str(next(numbers)), between) + found[6]
+        between = found[0][len(before) : len(found[0]) - len(after)]
+        return before + re.sub(NUMBER, lambda _: str(next(numbers)), between) + after
 
-    return WRITTEN.sub(written, text)
+    return POINTED.sub(written, WRITTEN.sub(written, text))
 
 
 def _answer(answer: str | list | None, size, target, space: str) -> str | list | None:

@@ -251,7 +251,10 @@ def _needs_jinja(messages: list[dict]) -> bool:
     check_messages(messages, tool_calls=True)
     shown = {m["role"] for m in messages for p in content_parts(m) or () if part_kind(p) != "text"}
     roles = [message["role"] for message in messages]
-    known = set(roles) <= {"system", "user", "assistant"} and "system" not in roles[1:]
+    if "system" in roles[1:]:
+        late = "chat template: Qwen3-VL's drops a system message after the first turn"
+        raise ValueError(f"{late}; begin with it, or make it a user's")
+    known = set(roles) <= {"system", "user", "assistant"}
     return not known or not shown <= {"user"} or any(m.get("tool_calls") for m in messages)
 
 

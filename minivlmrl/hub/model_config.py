@@ -156,27 +156,20 @@ class ModelConfig:
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         vision = _section(config, "vision_config", where)
-        for name, value, known in (
-            ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
-            ("hidden_act", flat.get("hidden_act"), ("silu",)),
-            ("attention_bias", flat.get("attention_bias"), (family.text["attention_bias"],)),
-            (
-                "rope_scaling.mrope_interleaved",
-                rope.get("mrope_interleaved"),
-                (family.text["mrope_interleaved"],),
-            ),
-            ("use_sliding_window", flat.get("use_sliding_window"), (False,)),
-            ("attn_output_gate", flat.get("attn_output_gate"), (True,)),
-            (
-                "vision_config.hidden_act",
-                vision.get("hidden_act"),
-                (HIDDEN_ACT[family.tower["mlp"]],),
-            ),
-        ):
+        turns = rope.get("mrope_interleaved"), family.text["mrope_interleaved"]
+        only = {  # key: what the file says, and what is computed
+            "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
+            "hidden_act": (flat.get("hidden_act"), "silu"),
+            "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
+            "rope_scaling.mrope_interleaved": turns,
+            "use_sliding_window": (flat.get("use_sliding_window"), False),
+            "attn_output_gate": (flat.get("attn_output_gate"), True),
+            "vision_config.hidden_act": (vision.get("hidden_act"), HIDDEN_ACT[family.tower["mlp"]]),
+        }
+        for name, (value, *known) in only.items():
             with naming(where):
-                require(
-                    value in (None, *known), name, value, f"{known[0]!r}; no other is supported"
-                )
+                needed = f"{known[0]!r}; no other is supported"
+                require(value in (None, *known), name, value, needed)
         vision = {**vision, "in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
         flat |= {"vision_config": family.read_vision(vision, where) | family.tower, **family.text}
         known = {field.name for field in fields(cls)}

@@ -10,6 +10,7 @@ number of boxes on the longer side.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 
 from minivlmrl.data import boxes
@@ -71,15 +72,29 @@ def giou(
     )
 
 
+def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
+    """Share of points inside best-matched true boxes, missing and extra ones as 0: see iou.
+
+    Example: one true box and a point in it: 1; a second point as well: 1/2; a box as answer: 0.
+
+    Args:
+        solution: also true points, [x, y] or a list of such, for the pixel around each.
+        within: earn 1 at the centre of a box instead, and less in a straight line down to 0 at
+            this share of the image's diagonal.
+    """
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("point", POINTS, mean(lambda a, b: nearness(a[1], b[1], within)), *columns)
+
+
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for rewards.format's form around boxes that are all valid and inside, or around none."""
     found = []
     for completion, form, extent in zip(
         completions, format(completions), answer_extents, strict=True
     ):
-        said = extent and answered_boxes(completion, extent)
+        said = extent and read_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
-        fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for box in said)
+        fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for _, box in said)
         found.append(None if extent is None else float(bool(fits)))
     return found
 
@@ -106,11 +121,6 @@ def box_columns(
     return {"image_sizes": sizes, "answer_extents": extents}
 
 
-def answered_boxes(text: str, extent: tuple[float, float]) -> list[Box]:
-    """Read the boxes of an answer, in its units; of a completion those in its tags, if any."""
-    return [Box(*numbers, extent) for numbers in boxes.parse_boxes(find_answer(text) or text)]
-
-
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     """IoU of two objects, 0 if they have different labels."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
@@ -130,12 +140,14 @@ def mean(
     return measure
 
 
-def judge_boxes(
-    name: str, kind: tuple[Callable, str], measure: Callable, *columns: list, nothing=0.0
-) -> list:
-    """Measure what n answers say against the truth, see iou;
-    `nothing`: what an answer without objects earns."""
-    found, (read, wrong) = [], kind
+def judge_boxes(name: str, kind: tuple, measure: Callable, *columns: list, nothing=0.0) -> list:
+    """Measure what n answers say against the truth, see iou.
+
+    Args:
+        kind: how a truth and an answer are read, and what is wrong with a truth without objects.
+        nothing: what an answer without objects earns.
+    """
+    found, (read, read_answer, wrong) = [], kind
     for said, solution, size, extent in zip(*columns, strict=True):
         if solution is None or size is None or extent is None:
             found.append(None)
@@ -148,13 +160,34 @@ def judge_boxes(
         true = read(find_answer(text) or text, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"reward {name}: solution {solution!r:.300} {wrong}")
-        given = [(label, box.to(size)) for label, box in read(said or "", extent)]
+        given = [(label, box.to(size)) for label, box in read_answer(said or "", extent)]
         found.append(measure(given, true) if given else nothing)
     return found
 
 
-# how objects are read from text, and what is wrong with a solution without any
-BOXES = (
-    lambda text, extent: [("", box) for box in answered_boxes(text, extent)],
-    "is no box; it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of such, or []",
+def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
+    """Read the boxes of an answer, in its units; of a completion those in its tags, if any."""
+    return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
+
+
+def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Objects:
+    """Read points as boxes of twice `half` a side."""
+    points = boxes.parse_points(find_answer(text) or text)
+    return [("", Box(x - half, y - half, x + half, y + half, extent)) for x, y in points]
+
+
+def nearness(point: Box, box: Box, within: float | None) -> float:
+    """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
+    x, y = box.x1 + box.x2 - 2 * point.x1, box.y1 + box.y2 - 2 * point.y1  # twice as far as it is
+    if within is None:
+        return float(abs(x) <= box.x2 - box.x1 and abs(y) <= box.y2 - box.y1)
+    return max(0.0, 1 - math.hypot(x, y) / 2 / math.hypot(*box.extent) / within)
+
+
+NEEDED = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
+BOXES = read_boxes, read_boxes, f"is no box; {NEEDED} a list of such, or []"
+POINTS = (
+    lambda text, extent: read_points(text, extent, half=0.5) or read_boxes(text, extent),
+    read_points,
+    f"is no box or point; {NEEDED} or [x, y], a list of such, or []",
 )

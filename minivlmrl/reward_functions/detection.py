@@ -84,7 +84,7 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
     try:
         said = json.loads(fenced[1] if fenced else text)
         return [
-            (item["label"].strip().casefold(), Box(*map(float, boxes.box_of(item)), extent))
+            (item["label"].strip().casefold(), Box(*map(float, boxes.value_of(item)), extent))
             for item in said
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
@@ -92,6 +92,7 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
 
 
 LABELLED = (
+    read_objects,
     read_objects,
     'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []',
 )

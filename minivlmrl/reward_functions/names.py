@@ -18,7 +18,7 @@ FILES = {  # file: its rewards, and the function where a name cannot be one in P
     "minivlmrl.reward_functions.number": "number",
     "minivlmrl.reward_functions.math_answer": "math",
     "minivlmrl.reward_functions.lengths": "cosine repetition",
-    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou box_format",
+    "minivlmrl.reward_functions.box_rewards": "iou acc_0_5 giou point box_format",
     "minivlmrl.reward_functions.detection": "detection ap_50 weighted_sum",
     "minivlmrl.reward_functions.http_judge": "judge",
     "minivlmrl.algorithms.reward_model_scores": "reward_model",

@@ -12,6 +12,7 @@ import torch
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.mix import FileSection, mix, pick, read_mix, shuffled, split
 from minivlmrl.hub.checker import require
+from minivlmrl.hub.preprocessor import Count
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rows import Dataset, Processor, Prompt, Row
 from minivlmrl.tasks.task import get_task
@@ -61,8 +62,9 @@ class DataSection:
     system_prompt: str | None = None  # None: Qwen's default
     min_pixels: int | None = None  # bounds of an image's area; None: as the model's folder says
     max_pixels: int | None = None  # upper bound of the area
-    # how images are resized: see image.py; None: as the folder says
-    resize: Literal["pil", "torch"] | None = None
+    # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
+    # to this size, rounded to tokens, all images of files that have no options of their own
+    resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
     video: VideoSection = field(default_factory=VideoSection)
     # fetch http(s) URLs of rows; "private": of private networks too
     allow_urls: bool | Literal["private"] = False
@@ -155,8 +157,10 @@ def _rows(
     names = "prompt_template", "system_prompt", "allow_urls", "columns"
     options = {name: getattr(config, name) for name in names}
     options["constants"] = dict(constants)
-    video = asdict(config.video).items()
-    options["video_options"] = {name: value for name, value in video if value is not None}
+    video = {name: value for name, value in asdict(config.video).items() if value is not None}
+    size = config.resize if isinstance(config.resize, tuple) else ()
+    image = dict(zip(("resized_height", "resized_width"), size, strict=False))
+    options["media_options"] = {"image": image, "video": video}
     return FileDataset(path, ("problem", *columns), limit, root or config.image_root, **options)
 
 

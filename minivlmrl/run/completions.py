@@ -27,7 +27,7 @@ from minivlmrl.generate import Completion
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.hub.tokenizer import Tokenizer
-from minivlmrl.reward_functions.box_rewards import answered_boxes, box_columns
+from minivlmrl.reward_functions.box_rewards import box_columns, read_boxes
 from minivlmrl.rows import Row
 from minivlmrl.scale.ranks import World
 
@@ -131,8 +131,8 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Read the boxes of a text, in shares of the image's sides; none without an image."""
-    found = answered_boxes(text, extent) if extent else []
-    shares = [box.to((1.0, 1.0)) for box in found if box.valid]
+    found = read_boxes(text, extent) if extent else []
+    shares = [box.to((1.0, 1.0)) for _, box in found if box.valid]
     return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 

@@ -70,7 +70,7 @@ def build_model(
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
-    if data.resize is not None:
+    if isinstance(data.resize, str):
         processor.image_processor.resize = RESIZE[data.resize]
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer
     processor.box_space = data.box_space or processor.box_space

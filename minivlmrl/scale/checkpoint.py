@@ -76,13 +76,11 @@ def load_model(
     config, files = read_config(folder), weight_files(folder)
     try:
         with torch.device("meta"):
-            model = (
-                FAMILIES[config.model_type].model(config).to(dtype or DTYPES[config.torch_dtype])
-            )
+            model = FAMILIES[config.model_type].model(config)
+            model = model.to(dtype or DTYPES[config.torch_dtype])
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(
-            f"{folder}/config.json: there is no model of these sizes ({error})"
-        ) from error
+        cause = f"there is no model of these sizes ({error})"
+        raise ValueError(f"{folder}/config.json: {cause}") from error
     if adapt is not None:
         adapt(model)
     if sharding is not None:
@@ -151,10 +149,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
-                cure = (
-                    "quantised checkpoints are not read, take the bfloat16 one that this was "
-                    "made of"
-                )
+                cure = "quantised ones are not read, take the bfloat16 one that this was made of"
                 raise ValueError(f"{file}: tensor {name:.80} is {tensor.dtype}; {cure}")
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
@@ -162,11 +157,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_model(
-    config_file: str,
-    tokenizer,
-    seed: int,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
+    config_file: str, tokenizer, seed: int, min_pixels=None, max_pixels=None
 ) -> tuple[nn.Module, Processor]:
     """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
@@ -177,11 +168,8 @@ def random_model(
     initialize(model, torch.Generator().manual_seed(seed))
     vision = config.vision_config
     patch, merge = vision.patch_size, vision.spatial_merge_size
-    settings = {
-        "patch_size": patch,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "merge_size": merge,
-    }
+    settings = {"patch_size": patch, "merge_size": merge}
+    settings["temporal_patch_size"] = vision.temporal_patch_size
     # from one merged token on
     bounds = min_pixels or (patch * merge) ** 2, max_pixels or ImageProcessor.max_pixels
     images = family.read_image_processor(settings, "data", *bounds)
@@ -323,10 +311,11 @@ def save_model(
 
 def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
-    if name := next(
-        (name for name, tensor in tensors.items() if not tensor.isfinite().all()), None
-    ):
-        raise ValueError(f"{where}: not saved, {name} is not finite; what was there is untouched")
+    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if wrong:
+        raise ValueError(
+            f"{where}: not saved, {wrong[0]} is not finite; what was there is untouched"
+        )
 
 
 def _full_weights(
@@ -344,15 +333,13 @@ def _full_weights(
 
 
 def _write_processor(folder: Path, processor: Processor):
-    write_json(
-        folder / "preprocessor_config.json", write_image_processor(processor.image_processor)
-    )
+    images = processor.image_processor
+    write_json(folder / "preprocessor_config.json", write_image_processor(images))
     carried = processor.tokenizer.files
     for name, content in carried.items():
         (folder / name).write_bytes(content)
-    if processor.image_processor.videos is not None:
-        videos = write_videos(processor.image_processor)
-        write_json(folder / "video_preprocessor_config.json", videos)
+    if images.videos is not None:
+        write_json(folder / "video_preprocessor_config.json", write_videos(images))
     template, end_of_text = processor.template, processor.tokenizer.special_tokens["<|endoftext|>"]
     if template is not None and Path(template.source).name == "processor_config.json":
         # not carried: its image settings may be others now; this is the next that a loader reads

@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     media = {"action": "append", "default": [], "metavar": "FILE"}
     p.add_argument("--image", **media, help="or a URL; may be given again")
     p.add_argument("--video", **media, help="or a URL; may be given again")
-    p.add_argument("--system", help="instead of Qwen's system message")
+    p.add_argument("--system", help="instead of the family's system message, if it has one")
     p.add_argument("--seed", type=int, default=0, help="the same seed gives the same answer")
     p.add_argument("--device", help="by default cuda if there is one")
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")

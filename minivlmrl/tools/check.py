@@ -18,7 +18,7 @@ import torch
 
 from minivlmrl.advantages import combine, group_std
 from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.data.boxes import Box, parse_boxes, says_none
+from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
 from minivlmrl.generate import Completion
@@ -186,10 +186,13 @@ def unread_boxes(config, texts: Sequence[str], processor: Processor) -> Iterator
     functions = {name: signature(get_reward(name)) for name in online_rewards(config)}
     judges = [name for name in functions if "answer_extents" in functions[name].parameters]
     answers = [find_answer(text, processor.answer) for text in texts]
-    unread = [said for said in answers if said and not (parse_boxes(said) or says_none(said))]
+    read, form = parse_boxes, '{"bbox_2d": [x1, y1, x2, y2]}'
+    if judges and judges[0].startswith("point"):
+        read, form = parse_points, '{"point_2d": [x, y]}'
+    unread = [said for said in answers if said and not (read(said) or says_none(said))]
     if judges and len(unread) > 0.2 * len(texts):
-        cure = 'ask for {"bbox_2d": [x1, y1, x2, y2]}, or write a reward that reads them'
-        what = f"such as {unread[0]!r:.80}, hold no box that {judges[0]} reads"
+        cure = f"ask for {form}, or write a reward that reads them"
+        what = f"such as {unread[0]!r:.80}, hold nothing that {judges[0]} reads"
         yield f"{len(unread)} of {len(texts)} answers, {what}; {cure}"
 
 
