@@ -113,7 +113,7 @@ FAMILIES["qwen3_5"] = replace(
     tower=qwen3_5.TOWER,
     text=qwen3_vl.TEXT,
     defaults=qwen3_5.TEXT_DEFAULTS,
-    read_vision=qwen3_5.read_vision,
+    read_vision=lambda vision, where: qwen3_vl.read_vision(vision | qwen3_5.NO_DEEPSTACK, where),
     write=qwen3_5.write_config,
     unread=("mtp.",),  # a layer that predicts the token after the next
     model=partial(FAMILIES["qwen3_vl"].model, layer=qwen3_5.Layer, norm=qwen3_5.CentredRMSNorm),

@@ -108,18 +108,16 @@ class ModelConfig:
         deep, layers = vision.deepstack_visual_indexes, self.num_hidden_layers
         fewer = f"fewer than num_hidden_layers ({layers})"
         require(len(deep) < layers, "vision_config.deepstack_visual_indexes", list(deep), fewer)
-        if self.full_attention_interval is not None:
-            self._check_layer_types()
-
-    def _check_layer_types(self):
-        layers, heads = self.num_hidden_layers, self.linear_num_value_heads
+        if self.full_attention_interval is None:
+            return
         if not self.layer_types:
             every = ["linear_attention"] * (self.full_attention_interval - 1) + ["full_attention"]
             self.layer_types = tuple((every * layers)[:layers])
         known = len(self.layer_types) == layers and "full_attention" in self.layer_types
         words = f"the types of {layers} layers, of which one at least is full_attention"
         require(known, "layer_types", list(self.layer_types), words)
-        groups, words = self.linear_num_key_heads, f"a divisor of linear_num_value_heads ({heads})"
+        heads, groups = self.linear_num_value_heads, self.linear_num_key_heads
+        words = f"a divisor of linear_num_value_heads ({heads})"
         require(heads % groups == 0, "linear_num_key_heads", groups, words)
 
     @property

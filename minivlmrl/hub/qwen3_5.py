@@ -54,9 +54,7 @@ class Layer(nn.Module):
             index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, index)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select=None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, select=None):
         normed = self.input_layernorm(x)
         if hasattr(self, "linear_attn"):
             x = x + self.linear_attn(normed, attention)
@@ -102,11 +100,16 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = nn.Conv1d(
             width, width, config.linear_conv_kernel_dim, groups=width, bias=False
         )
-        # heads forget half after 0.4 to 700 tokens at first; softplus(dt_bias) is 0.001 to 0.1
-        self.dt_bias = nn.Parameter(torch.logspace(-3, -1, self.v_heads).expm1().log())
-        self.A_log = nn.Parameter(torch.linspace(1, 16, self.v_heads).log())
+        self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
+        self.A_log = nn.Parameter(torch.empty(self.v_heads))
         self.norm = RMSNorm(self.v_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Let heads forget half after 0.4 to 700 tokens; softplus(dt_bias) is 0.001 to 0.1."""
+        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
+        self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """(N, hidden_size) -> the same; `attention` knows what follows what in the run."""
@@ -172,18 +175,14 @@ def go_on(attention: Attention, index: int, inputs: tuple, scan: Callable) -> Te
 
 
 # what config.json does not say, and transformers' defaults for what it may leave out
-TOWER = qwen3_vl.TOWER | {"deepstack_visual_indexes": ()}
+NO_DEEPSTACK = {"deepstack_visual_indexes": ()}
+TOWER = qwen3_vl.TOWER | NO_DEEPSTACK
 LAYERS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
 LAYERS |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
 TEXT_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "mrope_section": [11, 11, 10], **LAYERS}
 TEXT_DEFAULTS |= {"head_dim": 256, "partial_rotary_factor": 0.25, "bos_token_id": None}
 TEXT_DEFAULTS |= {"eos_token_id": None, "image_token_id": 248056, "video_token_id": 248057}
 TEXT_DEFAULTS |= {"vision_start_token_id": 248053, "vision_end_token_id": 248054}
-
-
-def read_vision(vision: dict, where: str) -> dict:
-    """Complete the vision_config of a config.json."""
-    return qwen3_vl.read_vision({**vision, "deepstack_visual_indexes": []}, where)
 
 
 def write_config(config: dict) -> dict:

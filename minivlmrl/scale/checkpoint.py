@@ -31,6 +31,7 @@ from minivlmrl.hub.folder import (
 )
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.hub.preprocessor import write_image_processor
+from minivlmrl.hub.qwen3_5 import GatedDeltaNet
 from minivlmrl.hub.qwen3_vl import write_videos
 from minivlmrl.hub.tokenizer import load_tokenizer
 from minivlmrl.image import ImageProcessor
@@ -180,10 +181,13 @@ def random_model(
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator):
-    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), biases 0; norms stay.
+    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
     The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
     """
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm | GatedDeltaNet):
+            module.reset_parameters()
     for name, parameter in model.named_parameters():
         if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
             parameter.normal_(0, 0.02, generator=generator)

@@ -229,8 +229,7 @@ class Lockstep:
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(GroupLayout([1], [[]], device))
         while self.world.sum(0)[0]:
-            embeds = model.model.embed_tokens(token)
-            model.model(embeds, position_ids, attention)
+            model.model(model.model.embed_tokens(token), position_ids, attention)
 
 
 @torch.no_grad()
