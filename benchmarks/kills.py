@@ -35,7 +35,7 @@ RECIPE = tiny.recipe(
     grpo={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "max_steps": 8},
     reference={"sync_ref_model": True, "ref_model_sync_steps": 3},
     ppo={"num_mini_batches": 2, "critic": "separate"},
-    rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_len=6)": 0.1},
+    rewards={"format": 0.5, "accuracy": 1.0, "cosine(max_length=6)": 0.1},
 )
 ALWAYS = ["--log_completions=1", "--eval_steps=2", "--save_steps=2", "--keep_best=sampled", "--save_total_limit=2"]
 STATES = ["--state_steps=1", "--resume=auto"]
