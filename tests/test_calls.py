@@ -150,7 +150,9 @@ def test_a_reward_that_fails_loses_nothing_and_the_run_says_how_to_go_on(run, tm
 
 
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize(("fails", "steps"), [(4, 1), (7, 2), (9, 3)])
+@pytest.mark.parametrize(
+    ("fails", "steps"), [(9, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(7, 2, marks=pytest.mark.slow)]
+)
 def test_a_reward_that_fails_in_an_evaluation_loses_nothing(run, tmp_path, monkeypatch, fails, steps):
     """It is asked when it is tried, and twice by each evaluation: before the stage, after each step, at the end."""
     options = ["--stages=[sft]", "--sft.max_steps=3", "--eval_steps=1", "--state_minutes=0", "--keep_best=sampled"]

@@ -245,6 +245,7 @@ def test_the_command(tmp_path, capsys):
     assert "no such file or folder; of a repository do: hf download" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_small_card_is_told_of_the_host_the_disk_and_lora(tmp_path, capsys):
     """A 3B of 3.75 billion weights in 16 bytes each (15 with the tied head's share): 60 GB in the host's memory."""
     (tmp_path / "config.json").write_text(json.dumps(real_config("Qwen2.5-VL-3B")))
