@@ -7,8 +7,11 @@ mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
 recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
+zoom.svg     rewards of recipes/zoom.yaml on two seeds, and what seed 0 wrote: zoom.json, of `keep`
 """
 
+import base64
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -354,8 +357,61 @@ def recurrent() -> str:
     return picture.svg()
 
 
+def keep(runs: list[Path], chosen: dict[int, int]):
+    """Write zoom.json: rewards of each step of these runs, and of steps of the first a completion with this reward."""
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    rewards = [[round(line["reward"], 4) for line in run if line["stage"] == "grpo"] for run in lines]
+    logged = [json.loads(line) for line in (runs[0] / "completions.jsonl").read_text().splitlines()]
+    rollouts = []
+    for step, reward in chosen.items():
+        found = [(line, one) for line in logged if line["step"] == step for one in line["completions"]]
+        line, said = next(pair for pair in found if pair[1]["reward"] == reward and pair[1].get("pictures"))
+        shown = [*line["images"], *said["pictures"]]
+        shown = [base64.b64encode((runs[0] / path).read_bytes()).decode() for path in shown]
+        kept = {"step": step, "text": said["text"], "solution": line["solution"], "reward": said["reward"]}
+        rollouts.append(kept | {"images": shown})
+    (Path(__file__).parent / "zoom.json").write_text(json.dumps({"rewards": rewards, "rollouts": rollouts}, indent=0))
+
+
+def zoom() -> str:
+    """The curve of each seed, means of five steps; three completions with the crop where it was asked for."""
+    data = json.loads((Path(__file__).parent / "zoom.json").read_text())
+    picture = Picture(860, 300, "a model learns to ask for a closer look")
+    picture.text(430, 26, "Look again: reward for the right label alone", 16, bold=True)
+    left, top, wide, high = 50, 50, 300, 190
+    for share in (0, 0.5, 1):
+        y = top + high * (1 - share)
+        picture.line([(left, y), (left + wide, y)], FAINT)
+        picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
+    for rewards, color in zip(data["rewards"], (BLUES[0], BLUES[1], ORANGES[1]), strict=False):
+        means = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        points = [(left + wide * i / (len(means) - 1), top + high * (1 - mean)) for i, mean in enumerate(means)]
+        picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 1.8)
+    picture.text(left, top + high + 20, "0", 12, SOFT)
+    picture.text(left + wide, top + high + 20, f"{len(data['rewards'][0])} steps of GRPO", 12, SOFT, "end")
+    picture.text(left, top + high + 38, f"mean reward, {len(data['rewards'])} seeds", 12, INK, "start")
+    for number, one in enumerate(data["rollouts"]):
+        x, y = 390, 62 + 78 * number
+        before, _, after = one["text"].partition("</zoom>")
+        picture.text(x, y - 6, f"step {one['step']}: {one['solution']}, reward {one['reward']:g}", 12, SOFT, "start")
+        for at, image in zip((x, x + 300), one["images"], strict=False):
+            picture.lines.append(
+                f"<image x='{at}' y='{y}' width='52' height='52' style='image-rendering:pixelated' "
+                f"href='data:image/webp;base64,{image}'/>"
+            )
+        for row, words in enumerate((before.replace("</think>", "</think>\n") + "</zoom>").split("\n")):
+            picture.text(x + 60, y + 22 + 17 * row, words.replace("<", "&lt;"), 12, INK, "start")
+        picture.text(
+            x + 360, y + 30, after.replace("<answer>", "").replace("</answer>", ""), 12, INK, "start", bold=True
+        )
+    picture.text(
+        390, 290, "what the model is shown, what it writes, the crop that it asks for, its answer", 12, SOFT, "start"
+    )
+    return picture.svg()
+
+
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
-PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
+PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent, "zoom.svg": zoom}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

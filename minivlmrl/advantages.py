@@ -1,7 +1,4 @@
-"""Rewards -> advantages: how much better a completion is than the others of its group.
-
-Other baselines (leave-one-out, GDPO, a critic's values) are in algorithms/baselines.py.
-"""
+"""Rewards -> advantages: how much better a completion is than the others of its group."""
 
 import torch
 from torch import Tensor

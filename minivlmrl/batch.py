@@ -12,7 +12,7 @@ from torch import Tensor
 from minivlmrl.attention import GroupLayout
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.rope import get_rope_index
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 
 
 @dataclass
@@ -21,10 +21,11 @@ class GroupBatch:
 
     input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
     position_ids: Tensor  # (3, N) int64: time, height, width
-    pixel_values: Tensor  # (patches, patch_dim) float32, images and videos of all prompts in order
+    pixel_values: Tensor  # (patches, patch_dim) float32, images and videos in order
     image_grid_thw: Tensor  # (images and videos, 3) int64
-    vision_index: Tensor  # (merged tokens,) where the prompts' images and videos are in the run
+    vision_index: Tensor  # (merged tokens,) where images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
+    written: Tensor  # (M,) float32: 1 for those that the policy wrote, 0 for those that were forced
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
     vision_embeds: Tensor | None = None  # of all of them, if all prompts have theirs
@@ -41,12 +42,12 @@ class GroupBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """(R, T): 1 where a row has a token. It comes from lengths, not from what the ids are."""
-        return self.pad(torch.ones_like(self.completion_ids, dtype=torch.float32))
+        """(R, T): 1 where a row has a token that was written, whatever its id is."""
+        return self.pad(self.written)
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device="cpu"
+    prompts: Sequence[Prompt], completions: Sequence[Sequence], config, device="cpu"
 ) -> GroupBatch:
     """Lay prompts and their completions end to end.
 
@@ -56,38 +57,49 @@ def pack(
         predicts        a0   a1 a2   b1      p2 predicts b0 as well
 
     Args:
-        prompts: B of them.
-        completions: for each prompt the ids of its completions, each (C,) int64; may be empty.
+        completions: for each prompt its Completions, maybe none; ids (C,) alone are written whole.
         config: the ModelConfig.
     """
-    lengths = [[len(completion) for completion in group] for group in completions]
+    groups = [[Completion(c.cpu()) if isinstance(c, Tensor) else c for c in g] for g in completions]
+    lengths = [[len(completion.ids) for completion in group] for group in groups]
     if any(length == 0 for group in lengths for length in group):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
-    completions = [[completion.cpu() for completion in group] for group in completions]
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    ids, positions, vision_index, start = [], [], [], 0
-    for prompt, group in zip(prompts, completions, strict=True):
-        grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
-        position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
-        next_position = int(position_ids.max()) + 1
-        following = [next_position + i for c in group for i in range(len(c) - 1)]
-        positions += [position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
-        ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
-        vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
-        start += len(prompt.input_ids) + len(following)
+    ids, forced, positions, pixels, grids = [], [], [], [], []
+    for prompt, group in zip(prompts, groups, strict=True):
+        shown, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
+        positions.append(get_rope_index(prompt.input_ids, shown, config, seconds))  # (3, P)
+        next_position = int(positions[-1].max()) + 1
+        ids.append(prompt.input_ids)
+        forced.append(prompt.input_ids)
+        pixels.append(prompt.pixel_values)
+        grids += shown.tolist()
+        for c in group:
+            ids.append(c.ids[:-1])
+            forced.append(
+                ids[-1].masked_fill(c.written[:-1], -1)
+            )  # a written <|image_pad|> is text
+            shown = [grid for *_, grid in c.pictures]
+            own = get_rope_index(forced[-1], torch.tensor(shown), config)
+            positions.append(own + next_position)
+            pixels += [patches for _, patches, _ in c.pictures]
+            grids += shown
+    vision_index = torch.isin(torch.cat(forced), placeholders).nonzero()[:, 0]
+    flat = [c for group in groups for c in group]
     seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
         input_ids=to_device(torch.cat(ids), device),
         position_ids=to_device(torch.cat(positions, dim=1), device),
-        pixel_values=to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device),
-        image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in prompts]),
-        vision_index=to_device(torch.cat(vision_index), device),
-        completion_ids=to_device(torch.cat(sum(completions, [nothing])), device),
+        pixel_values=to_device(torch.cat(pixels), device),
+        image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
+        vision_index=to_device(vision_index, device),
+        completion_ids=to_device(torch.cat([nothing, *(c.ids for c in flat)]), device),
+        written=to_device(torch.cat([nothing, *(c.written for c in flat)]).float(), device),
         layout=layout,
         prompts=prompts,
-        vision_embeds=torch.cat(seen) if len(seen) == len(prompts) else None,
+        vision_embeds=torch.cat(seen) if len(seen) == len(pixels) else None,
     )
 
 

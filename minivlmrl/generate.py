@@ -19,7 +19,7 @@ from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.running_sum import running_sum
-from minivlmrl.rows import Processor, Prompt, uniform_numbers
+from minivlmrl.rows import Completion, Processor, Prompt, uniform_numbers
 
 UNITS = 2**52  # per probability 1: sums stay below 2^53, where float64 is exact
 # choose(logits (r, V), rows (r,), step) -> ids (r,), logps (r,) nats, ends (r,) bool: stopped
@@ -35,20 +35,8 @@ class SamplingConfig:
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
 
 
-@dataclass
-class Completion:
-    """What was drawn for one row."""
-
-    ids: Tensor  # (C,) int64, with the token that it stopped at
-    logps: Tensor  # (C,) float32, nats, under softmax(logits / temperature), or 1 for 0
-    stopped: bool  # by a stop token or stop string; False: cut at max_new_tokens
-
-
 class Sampler:
-    """Samples completions by the key of each prompt alone: any number of ranks draws the same.
-
-    sampling/sample.py extends it to filters, stop strings, sharded weights and CUDA graphs.
-    """
+    """Samples by the key of each prompt alone; sampling/sample.py has filters and CUDA graphs."""
 
     def __init__(self, model, processor: Processor, sampling: SamplingConfig):
         self.model, self.processor, self.sampling = model, processor, sampling
@@ -87,7 +75,7 @@ def generate(
     Args:
         prompts: B, of any lengths and numbers of images.
         choose: takes logits and says each row's next token, and whether the row ends with it.
-        decode: how a step is computed, default Decode().
+        decode: how a step is computed, default Decode(); both may force tokens, environments/.
         device: where to compute; default: where the head is (offloaded weights are elsewhere).
     """
     decode, device = decode or Decode(), device or model.lm_head.weight.device

@@ -3,8 +3,7 @@
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
 B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
-longest in a micro-batch. Left out: the paper's outer loop. algorithms/grpo_stage.py makes GRPO by a
-recipe, algorithms/grpo_family.py has the other losses and advantages.
+longest in a micro-batch. Left out: the paper's outer loop. More is in algorithms/grpo_family.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from minivlmrl.advantages import combine, group_advantages
 from minivlmrl.batch import GroupBatch, MicroBatch, Step, pack
-from minivlmrl.generate import Completion, Sampler
+from minivlmrl.generate import Sampler
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.losses import Counts, PolicyLoss, grpo_loss
 from minivlmrl.rewards import ask_rewards, reward_columns
-from minivlmrl.rows import Processor, Prompt, Row
+from minivlmrl.rows import Completion, Processor, Prompt, Row
 
 
 @dataclass
@@ -82,14 +81,10 @@ class GRPO:
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions of each row and ask the rewards about them."""
-        prompts = self.prompts(rows)
+        prompts = [row.prompt(self.processor) for row in rows]
         completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
         rewards = ask_rewards(self.rewards, self.columns(rows, prompts, completions))
         return Rollout(rows, prompts, completions, rewards)
-
-    def prompts(self, rows: Sequence[Row]) -> list[Prompt]:
-        """Make tensors of the questions."""
-        return [row.prompt(self.processor) for row in rows]
 
     def columns(self, rows, prompts, completions) -> dict[str, list]:
         """Collect what the rewards are given."""
@@ -120,19 +115,19 @@ class GRPO:
         """
         G, device = self.config.num_generations, self.world.device
         answers = [completion for group in rollout.completions for completion in group]  # n
-        lengths = [len(c.ids) for c in answers[part.start * G : part.stop * G]]
+        lengths = [int(c.written.sum()) for c in answers[part.start * G : part.stop * G]]
         totals = self.world.sum(len(lengths), sum(lengths))
         counts = Counts(*totals, self.sample.sampling.max_new_tokens)
         batches = []
         for rows in self.split(rollout, part):
             rows = rows if advantages is None else self.teaching(rows, advantages)
             groups = [(i, list(own)) for i, own in groupby(rows, key=lambda row: row // G)]
-            ids = [[answers[row].ids for row in own] for _, own in groups]
             prompts = [rollout.prompts[i] for i, _ in groups]
-            group = pack(prompts, ids, self.policy.config, device)
+            drawn = [[answers[row] for row in own] for _, own in groups]
+            group = pack(prompts, drawn, self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            drawn = torch.cat([answers[row].logps for row in rows])
-            batch.sampler_logps = group.pad(drawn.to(device))
+            logps = torch.cat([answers[row].logps for row in rows])
+            batch.sampler_logps = group.pad(logps.to(device))
             batch.advantages = None if advantages is None else advantages[rows].to(device)
             self.add_logps(batch)
             batches.append(batch)
@@ -145,10 +140,7 @@ class GRPO:
         return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
 
     def teaching(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Leave out completions that have no gradient: without a KL those of advantage 0.
-
-        One stays, for sharded weights are computed by all ranks together.
-        """
+        """Leave out what has no gradient; one stays, as all ranks compute sharded weights."""
         if self.config.beta:
             return rows
         return [row for row in rows if advantages[row] != 0] or rows[:1]
@@ -179,7 +171,7 @@ class GRPO:
         """Entropy; and by how many nats trainer and sampler differ about a token."""
         old = batch.old_per_token_logps
         old = batch.group.pad(logps.detach()) if old is None else old
-        mismatch = (old - batch.sampler_logps).abs()
+        mismatch = ((old - batch.sampler_logps) * batch.group.completion_mask).abs()
         square = (mismatch.square() * batch.loss_mask).sum() / batch.loss_mask.sum().clamp(min=1)
         found = {
             "rollout/logp_mismatch": mismatch.max(),

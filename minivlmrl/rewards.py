@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.generate import Completion
-from minivlmrl.rows import Processor, Row
+from minivlmrl.rows import Completion, Processor, Row
 
 THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -78,11 +77,9 @@ def normalize(text: str) -> str:
 def reward_columns(
     rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
 ) -> dict[str, list]:
-    """Collect what rewards are given about G completions of each of B rows.
+    """Collect what rewards are given, n = B * G values each, None where a row lacks a column.
 
-    Returns:
-        Lists of n = B * G values: the texts under `completions`, what they answer under
-        `answer_texts`, and every column of their rows, None where a row lacks it.
+    `completions` are the texts that were written, `answer_texts` what they answer.
     """
     G = len(completions[0])
     names = sorted(set().union(*(row.columns for row in rows)))
@@ -91,7 +88,7 @@ def reward_columns(
     columns["images"] = [row.images for row in rows for _ in range(G)]
     columns["row_names"] = [row.where or f"row {row.index}" for row in rows for _ in range(G)]
     columns["completion_ids"] = [c.ids.tolist() for group in completions for c in group]
-    texts = [processor.decode(c.ids) for group in completions for c in group]
+    texts = [processor.decode(c.ids[c.written]) for group in completions for c in group]
     columns["completions"] = texts
     columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
     return columns

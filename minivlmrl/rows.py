@@ -26,6 +26,23 @@ class Prompt:
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32: 0 for an image
     vision_embeds: Tensor | None = None  # what a frozen tower returned for its images
+    row = None  # its Row, for an environment; not a field: FSDP2 walks through all fields
+
+
+@dataclass
+class Completion:
+    """What answers a prompt, drawn or given: one run of ids, which is not made again from text."""
+
+    ids: Tensor  # (C,) int64, with the token that it stopped at
+    logps: Tensor | None = None  # (C,) float32, nats, at the temperature of the draw, or 1 for 0
+    stopped: bool = True  # by a stop token or stop string; False: cut at max_new_tokens
+    written: Tensor | None = None  # (C,) bool: by the policy; others are forced; None: all are
+    pictures: Sequence[tuple] = ()  # forced ones in order: PIL image, its patches, image_grid_thw
+    environment: object = None  # what forced them, see environments/
+
+    def __post_init__(self):
+        if self.written is None:
+            self.written = torch.ones_like(self.ids, dtype=torch.bool)
 
 
 @dataclass

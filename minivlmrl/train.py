@@ -60,10 +60,7 @@ def run(config: RunConfig, algorithms: dict[str, type[Algorithm]], world, signal
 
 
 def train(algorithm: Algorithm, rows, results, log, states, progress):
-    """Run one stage, from its first step or from a state, and evaluate.
-
-    A loss, gradient or logit that is not finite ends it with a ValueError before the update.
-    """
+    """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
     stage, config = algorithm.stage, algorithm.config
     progress.check_rows(len(rows))
     batches = Batches(rows, algorithm, progress.draws)

@@ -86,7 +86,7 @@ def sampled(**options) -> Callable:
             other = replace(self.sampling, **options)
             return sample.RunSampler(self.model, self.processor, other, self.world).chooser(*given)
 
-    return lambda put: put(grpo_stage, "RunSampler", Other)
+    return lambda put: put(grpo_stage, "build_sampler", Other)
 
 
 def other_prompts(change: Callable) -> Callable:
@@ -377,7 +377,7 @@ BUGS = {
     "reference_follows": Bug(GITHUB + "aburkov/theLMbook/issues/8", around(Reference, "after_step", follow)),
     "stale_sampler": Bug(  # all completions are the first policy's
         GITHUB + "huggingface/trl/issues/3679",
-        around(grpo_stage, "RunSampler", lambda sampler, model, *rest: sampler(copy.deepcopy(model), *rest)),
+        around(grpo_stage, "build_sampler", lambda sampler, model, *rest: sampler(copy.deepcopy(model), *rest)),
     ),
     "one_seed": Bug(  # the completions of a group are equal
         GITHUB + "NVIDIA-NeMo/RL/pull/171",

@@ -14,8 +14,10 @@ from children import exit_code, fork
 from minivlmrl.__main__ import main as start
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.video import load_video
+from minivlmrl.environments import tool_sampler
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import load_image
+from minivlmrl.sampling import sample
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import token_bytes
@@ -127,7 +129,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never",
+        "max_tokens_at_once": 500, "graph": "never", "environment": "zoom", "max_tool_calls": 3,
     }  # fmt: skip
     assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]
@@ -215,7 +217,7 @@ def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, messa
 @pytest.mark.parametrize("arguments, dtype", [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
 def test_weights_are_read_in_the_dtype_that_is_asked_for(ask, monkeypatch, arguments, dtype):
     dtypes = []
-    monkeypatch.setattr(command, "generate", lambda model, *rest, **_: dtypes.append(model.lm_head.weight.dtype))
+    monkeypatch.setattr(sample, "generate", lambda model, *rest, **_: dtypes.append(model.lm_head.weight.dtype))
     with pytest.raises(TypeError):  # nothing was generated
         ask(*arguments)
     assert dtypes == [dtype]
@@ -238,5 +240,13 @@ def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
     def interrupted(*arguments, **_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "generate", interrupted)
+    monkeypatch.setattr(sample, "generate", interrupted)
     assert ask() == (130, "\n", "")
+
+
+def test_a_tool_answers(ask, monkeypatch):
+    """It is called after the first words; what it says is printed with the rest."""
+    called = lambda text, tools, ended: [("calculator", "1 + 1")] if len(text) > 2 and not ended else []  # noqa: E731
+    monkeypatch.setattr(tool_sampler, "find_calls", called)
+    status, out, _ = ask("--environment", "calculator", "--max_tool_calls", "1", "--max_new_tokens", "40")
+    assert status == 0 and out.count("<result>2</result>") == 1

@@ -11,9 +11,9 @@ from docs import bias
 from minivlmrl.algorithms.policy_losses import FamilyLoss
 from minivlmrl.algorithms.preference_losses import DPOLoss
 from minivlmrl.batch import pack
-from minivlmrl.generate import Completion
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.reward_functions import names
+from minivlmrl.rows import Completion
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes
 

@@ -13,12 +13,11 @@ import torch
 from on_ranks import ONE
 from runs import metrics, summary
 
-from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import calls as file
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rewards import ask_rewards, reward_columns
-from minivlmrl.rows import Processor, Row
+from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.tasks import shapes
 
 from earnings import earnings
@@ -229,7 +228,8 @@ def test_a_recipes_rewards_also_know_sizes_of_images(made):
     grid = prompts[0].image_grid_thw[0].tolist()
     seen = (14 * grid[2], 14 * grid[1])
     assert columns == book | {
-        "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2
+        "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2,
+        "environments": [None] * 4,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from on_ranks import ONE
 from pytest import approx
 from runs import LETTERS, metrics
 
+from minivlmrl.rows import Completion
 from minivlmrl.run.completions import CompletionsLog, tokens
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.resume import Progress
@@ -82,7 +83,7 @@ def test_boxes_are_shares_of_the_image(run, own, rows):
 def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
     tokenizer = load_processor(checkpoint).tokenizer
     ids = tokenizer.encode("a \u4f60!")
-    drawn = type("Drawn", (), {"ids": torch.tensor(ids), "logps": torch.full((len(ids),), -0.5)})
+    drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
     texts = [text for text, _ in tokens(drawn, tokenizer)]
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
 

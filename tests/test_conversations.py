@@ -161,8 +161,12 @@ MISTAKES = [
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing; keep one"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
-    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': there is an image in or after the assista"),
-    ({"messages": [HI, YES, user("<image>?"), YES]}, "column 'messages': there is <image> after the assistant's firs"),
+    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image part(s) but 0 image"),
+    ({"messages": [HI, YES, user("<image>?"), YES]}, "column 'messages': the prompt has 1 <image> placeholder(s) but "),
+    (
+        {"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
+        "column 'messages': there is a video after the as",
+    ),
     ({"solution": "a"}, "column 'problem' is missing; the row has ['solution']; name its question"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
     ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen' must go on with the assistant after"),
@@ -195,9 +199,9 @@ BAD_ANSWERS = [
     ([], "needs turns with the roles system, user, assistant, tool; it has []"),
     ([HI, YES], "turns must begin and end with an assistant turn; their roles: ['user', 'assistant']"),
     ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
-    ([assistant([IMAGE_PART])], "there is an image in or after the assistant's first turn; images belong into the p"),
-    ([YES, user([IMAGE_PART]), YES], "there is an image in or after the assistant's first turn; images belong"),
-    ([YES, user("<image>"), YES], "there is <image> after the assistant's first turn; images belong into the prompt"),
+    ([assistant([IMAGE_PART])], "an answer is empty or blank"),
+    ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image part(s) but 0 image(s) came with it"),
+    ([YES, user("<image>"), YES], "the prompt has 1 <image> placeholder(s) but 0 image(s) came with it"),
 ]
 
 MISTAKES += [

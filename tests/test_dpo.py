@@ -93,7 +93,7 @@ def test_pair_accuracy(stage, share):
     @torch.no_grad()
     def likelihood(row, answer):
         processor = run.algorithm.processor
-        prompt, ids = processor(row.messages, row.images), encode_completion(processor, row.messages, answer)[0]
+        prompt, ids = processor(row.messages, row.images), encode_completion(processor, row.messages, answer).ids
         return per_token_logps(run.model, pack([prompt], [[ids]], run.model.config))[0].sum().item()
 
     run.hold_out(share, likelihood)

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.generate import Completion
-from minivlmrl.rows import Row
+from minivlmrl.rows import Completion, Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.sampling.filters import SamplingOptions
@@ -49,7 +48,7 @@ def scripted(monkeypatch):
             assert self.sampling == SamplingOptions(self.sampling.temperature, 20, stop_strings=["</answer>"])
             texts = [f"{row.columns['name']} {kind}" for row in rows]
             asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
-            return [[Completion(text, None, True)] for text in texts]
+            return [[Completion(text, None, True, torch.ones(1))] for text in texts]
 
     def ask_by_name(names, columns, together):
         assert set(names) == set(REWARDS)
@@ -60,7 +59,7 @@ def scripted(monkeypatch):
         texts = [completion.ids for [completion] in completions]
         return {"completions": texts}
 
-    monkeypatch.setattr(file, "RunSampler", Sampler)
+    monkeypatch.setattr(file, "build_sampler", Sampler)
     monkeypatch.setattr(file, "ask_by_name", ask_by_name)
     monkeypatch.setattr(file, "recipe_columns", recipe_columns)
     return asked

@@ -4,10 +4,10 @@ import gc
 
 import PIL.Image
 import pytest
-from talk import assistant, user
+from talk import assistant, text, user
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.turns import text_of
+from minivlmrl.data.turns import encode_completion, text_of
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 from minivlmrl.tasks import shapes
@@ -140,3 +140,47 @@ def test_rows_of_file_and_label(write_rows, tmp_path):
     message = r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "file": "1.png"}), **options)
+
+
+LOOK, THERE = {"type": "image"}, {"type": "image", "image": "blue.png", "max_pixels": 5000}
+LATER = {
+    "LLaVA": {"images": ["red.png", "blue.png"], "conversations": [
+        {"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "red"},
+        {"from": "human", "value": "And <image>?"}, {"from": "gpt", "value": "blue"}]},
+    "ms-swift": {"images": ["red.png", "blue.png"], "messages": [
+        user("<image>What?"), assistant("red"), user("And <image>?"), assistant("blue")]},
+    "parts": {"messages": [user([{"type": "image", "image": "red.png"}, text("What?")]), assistant("red"),
+                           user([text("And "), THERE, text("?")]), assistant("blue")]},
+    "listed parts": {"images": ["red.png", "blue.png"], "messages": [
+        user([LOOK, text("What?")]), assistant("red"), user([text("And "), LOOK, text("?")]), assistant("blue")]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", LATER)
+def test_pictures_of_later_turns_are_in_the_answers_parts(write_rows, form):
+    row = FileDataset(write_rows(LATER[form]), ("problem", "completion"))[0]
+    assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
+    assert [part["type"] for part in row.messages[0]["content"]].count("image") == 1
+    said = encode_completion(Processor(shapes.tokenizer(), ImageProcessor()), row.messages, row.completion)
+    [(image, patches, grid)] = said.pictures
+    assert image.getpixel((0, 0)) == (0, 0, 255) and len(patches) == grid[1] * grid[2]
+
+
+def test_each_answer_of_a_pair_shows_its_own_pictures(write_rows):
+    turns = [[assistant("a"), user([LOOK]), assistant(said)] for said in ("b", "c")]
+    pair = {
+        "prompt": [user([LOOK, text("?")])],
+        "chosen": turns[0],
+        "rejected": turns[1],
+        "images": ["red.png", "blue.png"],
+    }
+    row = FileDataset(write_rows(pair))[0]
+    assert len(row.images) == 1
+    for answer in (row.chosen, row.rejected):
+        assert answer[1]["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_a_missing_picture_of_a_later_turn_is_named(write_rows):
+    row = {"messages": [user("?"), assistant("a"), user([{"type": "image", "image": "gone.png"}]), assistant("b")]}
+    with pytest.raises(ValueError, match=r"1 file.s. that its rows name are not in .*: gone\.png \(line 1\)"):
+        FileDataset(write_rows(row))

@@ -61,7 +61,7 @@ def peek(run):
 
 
 def answer(run, row):
-    return encode_completion(run.algorithm.processor, row.messages, row.completion)[0]
+    return encode_completion(run.algorithm.processor, row.messages, row.completion).ids
 
 
 def test_good_answers_get_likelier_and_bad_ones_less(stage):

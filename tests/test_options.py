@@ -181,7 +181,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # (micro_batch_size), test_dpo.py (precompute_ref_log_probs), test_reward_model.py (path), test_ppo.py (critic_path),
 # test_results.py (evaluations, checkpoints), test_trackers.py (report_to),
 # test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
-# test_sharding.py or test_ranks.py.
+# test_tool_sampler.py (environment, max_tool_calls), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
@@ -193,6 +193,7 @@ OTHERS = {
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
+    *("sampling.environment", "sampling.max_tool_calls"),
     *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),

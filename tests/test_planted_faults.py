@@ -9,7 +9,7 @@ import torch
 from bugs import FAULTS
 from runs import LETTERS
 
-from minivlmrl.generate import Completion
+from minivlmrl.rows import Completion
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.tasks.shapes import Shapes, answer
 from minivlmrl.tools import check

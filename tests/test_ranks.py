@@ -34,6 +34,12 @@ RECIPE = recipe(
     STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
+TOOLS = [
+    *REFERENCE,
+    "--sampling.environment=on_ranks:Eye",
+    "--sampling.max_tool_calls=2",
+    "--sampling.max_new_tokens=30",
+]
 STAGES = {
     "sft": ["--stages=[sft]"],
     "grpo": ["--stages=[grpo]"],
@@ -59,6 +65,8 @@ FURTHER = {
                                  "--reward_model.path=FOLDER/judge"],
     "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
     "grpo without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
+    "grpo with tools": TOOLS,
+    "grpo of Qwen3-VL with tools": [*TOOLS, "--model.config=FOLDER/qwen3_vl.json"],
     "grpo of Qwen3-VL": [*REFERENCE, "--model.config=FOLDER/qwen3_vl.json"],
     "grpo of Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
 }  # fmt: skip
@@ -166,6 +174,7 @@ def gather(folder, overrides, world):
 
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation, "gather": gather}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
+LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, those of a critic, and a reference that is the base
@@ -182,6 +191,7 @@ QUICK = {
     "adapters, sharded": [*ADAPTED, *SHARDED],
     "dropout": [*ADAPTED, *DROPOUT], "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
+    "tools, replicated": LOOKING, "tools, sharded": [*LOOKING, *SHARDED],
 }  # fmt: skip
 NF4_WAYS = {
     "NF4, layer by layer": [*ADAPTED, NF4, *ONE_BY_ONE],
@@ -198,7 +208,7 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], **ADAPTED_WAYS, **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **ADAPTED_WAYS, **COUNTS}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
@@ -210,6 +220,16 @@ def test_two_ranks_equal_one(quick_results, way):
     alone, ranks = quick_results
     for rank in ranks:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("way", ["tools, replicated", "tools, sharded"])
+def test_two_ranks_with_tools_equal_one(quick_results, way):
+    """Completions that hold pictures or text of a tool; in the second step no prompt has an image."""
+    alone, ranks = quick_results
+    texts = [text for _, group in alone["tools"].texts for text in group]
+    assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
+    for rank in ranks:
+        assert_equal(rank[way], alone["tools"], 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])

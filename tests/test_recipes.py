@@ -10,7 +10,7 @@ from runs import metrics, summary
 
 from benchmarks.digits import write_digits
 from minivlmrl import train
-from minivlmrl.generate import Completion
+from minivlmrl.rows import Completion
 from minivlmrl.run.config import load_config
 from minivlmrl.sampling import sample as sample_file
 from minivlmrl.scale.checkpoint import load_model, random_model, save_model

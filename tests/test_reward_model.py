@@ -48,8 +48,8 @@ def test_pair_accuracy(stage, share):
     @torch.no_grad()
     def number(row, answer):
         processor = run.algorithm.processor
-        ids, _ = encode_completion(processor, row.messages, answer)
-        batch = pack_to_end([row.prompt(processor)], [[ids]], run.model.config, "cpu")
+        said = encode_completion(processor, row.messages, answer)
+        batch = pack_to_end([row.prompt(processor)], [[said]], run.model.config, "cpu")
         return run.algorithm.trained.at_end(batch).item()
 
     run.hold_out(share, number)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from minivlmrl import rewards as rewards_file
-from minivlmrl.generate import Completion
 from minivlmrl.reward_functions.names import get_reward, required_columns
 from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns
-from minivlmrl.rows import Row
+from minivlmrl.rows import Completion, Row
 
 from earnings import earnings
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minivlmrl.algorithms.rollout_metrics import rollout_metrics
-from minivlmrl.generate import Completion
+from minivlmrl.rows import Completion
 
 from stages import ONE, SECOND
 

@@ -9,13 +9,17 @@ import pytest
 import torch
 from talk import IMAGE_PART, assistant, system, text, user
 
+from minivlmrl.batch import pack
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
+from minivlmrl.rope import get_rope_index
 from minivlmrl.rows import Processor, Row, uniform_numbers
 from minivlmrl.tasks import shapes
+
+import tiny
 
 
 def test_a_row_becomes_messages_images_and_columns(write_rows):
@@ -134,7 +138,8 @@ def test_an_image_token_in_a_users_text_is_plain_text():
 
 @pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
 def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
-    ids, trained = encode_completion(PROCESSOR, [], words)
+    said = encode_completion(PROCESSOR, [], words)
+    ids, trained = said.ids, said.written
     assert ids[-1] == PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
     assert (ids.dtype, trained.dtype) == (torch.int64, torch.bool)
     assert ids.shape == trained.shape and trained.all()
@@ -144,7 +149,8 @@ def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
 def test_ids_and_mask_of_several_turns():
     """By hand: what is trained is encoded for itself, each control token is one id."""
     turns = [assistant("red"), *asked(text("Is"), text(" it?")), assistant("no, blue")]
-    ids, trained = encode_completion(PROCESSOR, [], turns)
+    said = encode_completion(PROCESSOR, [], turns)
+    ids, trained = said.ids, said.written
     end, start = PROCESSOR.tokenizer.special_tokens["<|im_end|>"], PROCESSOR.tokenizer.special_tokens["<|im_start|>"]
     encode = PROCESSOR.tokenizer.encode
     between = [*encode("\n"), start, *encode("user\nIs it?"), end, *encode("\n"), start, *encode("assistant\n")]
@@ -156,9 +162,36 @@ def test_ids_and_mask_of_several_turns():
 
 
 def test_a_control_token_that_an_answer_spells_is_text():
-    ids, _ = encode_completion(PROCESSOR, [], [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")])
+    turns = [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")]
+    ids = encode_completion(PROCESSOR, [], turns).ids
     assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_end|>"]) == 3
     assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_start|>"]) == 2
+
+
+def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
+    """Ids, what is written, patches and positions: of a user's later picture, and of one in an assistant's turn."""
+    first, second, third = (picture(size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
+    turns = [assistant("red"), *asked(text("and"), {"type": "image", "image": second}, text("it?")), assistant([
+        text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
+    messages = asked(IMAGE_PART, text("What?"))
+    prompt, said = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
+    sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in said.pictures[1:]]
+    shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
+    rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
+    expected = oracle(text=[rendered], images=shown, return_tensors="pt")
+    ids = torch.cat([prompt.input_ids, said.ids])
+    assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
+    grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
+    assert grids.tolist() == expected["image_grid_thw"].tolist()
+    assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
+    written = [PROCESSOR.tokenizer.decode([i]) for i, own in zip(said.ids.tolist(), said.written, strict=True) if own]
+    assert "".join(written) == "red<|im_end|>lookblue<|im_end|>"
+    config = tiny.config()
+    special = PROCESSOR.tokenizer.special_tokens
+    config.image_token_id, config.video_token_id = special["<|image_pad|>"], special["<|video_pad|>"]
+    batch = pack([prompt], [[said]], config)
+    assert torch.equal(batch.position_ids, get_rope_index(ids, grids, config)[:, :-1])
+    assert torch.equal(batch.vision_index, (ids == config.image_token_id).nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -170,7 +203,7 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, nam
     images = [picture(size, seed) for seed, size in enumerate(sizes)]
     rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
     expected = oracle(text=[rendered], images=images or None, return_tensors="pt")["input_ids"][0]
-    ids = torch.cat([PROCESSOR(messages, images).input_ids, encode_completion(PROCESSOR, [], turns)[0]])
+    ids = torch.cat([PROCESSOR(messages, images).input_ids, encode_completion(PROCESSOR, [], turns).ids])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected.tolist()
 
 
@@ -180,7 +213,8 @@ def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     assert len(tokenizer.encode("\n\n")) == 1
     processor = Processor(tokenizer, ImageProcessor())
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
-        ids, trained = encode_completion(processor, [], turns)
+        said = encode_completion(processor, [], turns)
+        ids, trained = said.ids, said.written
         last = [*tokenizer.encode("\nred"), processor.tokenizer.special_tokens["<|im_end|>"]]
         assert ids.tolist()[-len(last) :] == last
         assert trained[-len(last) :].all() and not trained[: -len(last)][-1:].any()

@@ -49,7 +49,7 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
         return -(group.completion_ids % 7 + 1) / 4, None
 
     monkeypatch.setattr(file, "per_token_logps", logps)
-    ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion)[0] for i in (0, 2, 3)]
+    ids = [encode_completion(run.algorithm.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
 
     def mean(ids):
         losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]

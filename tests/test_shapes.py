@@ -150,4 +150,4 @@ def test_tokens_of_a_prompt_and_of_a_completion():
     prompt = processor(row.messages, row.images)
     assert len(prompt.input_ids) == 41
     assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
-    assert {len(encode_completion(processor, [], answer(label))[0]) for label in LABELS} == {14}
+    assert {len(encode_completion(processor, [], answer(label)).ids) for label in LABELS} == {14}

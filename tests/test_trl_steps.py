@@ -19,10 +19,9 @@ from minivlmrl.audit.audit import TOLERANCE, audit, main, report
 from minivlmrl.audit.dump import read
 from minivlmrl.audit.updates import pictures
 from minivlmrl.batch import Step
-from minivlmrl.generate import Completion
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.family import hub_name
-from minivlmrl.rows import Prompt, Row
+from minivlmrl.rows import Completion, Prompt, Row
 from minivlmrl.run.config import RunConfig
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.scale.checkpoint import load_model, load_processor
@@ -53,14 +52,15 @@ def dumped(folder, output, kind, late=None, at=0, **options):
 
 
 def rows_of(d):
-    """Prompts, and answers (ids) in the order of the dump."""
+    """Prompts, and answers in the order of the dump; what does not count of them was forced."""
     patches, grids = pictures(d)
-    real, answer = d["attention_mask"].bool(), d.completion & d["completion_mask"].bool()
+    real, counted = d["attention_mask"].bool(), d["completion_mask"].bool()
     prompts = [
         Prompt(ids[here & ~after], patches[i], grids[i], torch.ones(len(grids[i])))
         for i, (ids, here, after) in enumerate(zip(d["input_ids"], real, d.completion, strict=True))
     ]
-    return prompts, [ids[mask] for ids, mask in zip(d["input_ids"], answer, strict=True)]
+    of = zip(d["input_ids"], counted, d.completion & real, strict=True)
+    return prompts, [Completion(ids[own], torch.zeros(int(own.sum())), written=mask[own]) for ids, mask, own in of]
 
 
 def step_of(kind, d, folder, **options):
@@ -76,7 +76,7 @@ def step_of(kind, d, folder, **options):
     if kind == "grpo":
         order = d["row"].argsort().tolist()
         groups = [order[i : i + 4] for i in range(0, len(order), 4)]
-        completions = [[Completion(answers[i], torch.zeros(len(answers[i])), True) for i in group] for group in groups]
+        completions = [[answers[i] for i in group] for group in groups]
         rewards = d["rewards"].float()
         rollout = Rollout([Row([], []) for _ in groups], [prompts[group[0]] for group in groups], completions, rewards)
         step = Step(*algorithm.prepare(rollout, [range(len(groups))]))
@@ -84,7 +84,7 @@ def step_of(kind, d, folder, **options):
         first = range(len(prompts)) if kind == "sft" else d["chosen"].nonzero()[:, 0].tolist()
         second = {int(p): i for i, p in enumerate(d["pair"].tolist()) if not d["chosen"][i]} if kind == "dpo" else {}
         of = [[i] + ([second[int(d["pair"][i])]] if second else []) for i in first]
-        coded = [[(answers[i], torch.ones(len(answers[i]), dtype=torch.bool)) for i in group] for group in of]
+        coded = [[answers[i] for i in group] for group in of]
         step = algorithm.step([algorithm.pack([prompts[group[0]] for group in of], coded)])
     optimizer_step(algorithm, step, build_optimizer(algorithm.trained, algorithm.config, algorithm.run.optimizer), 0)
     return dict(model.named_parameters())
@@ -98,17 +98,33 @@ def encoded(inputs):
         after = inputs["completion_mask"][i].bool()
         patches = inputs["pixel_values"][[0, *ends][i] : ends[i]].double()
         prompts.append(Prompt(ids[real & ~after], patches, grids[i : i + 1], torch.ones(1)))
-        answers.append([(ids[after], torch.ones(int(after.sum()), dtype=torch.bool))])
+        answers.append([Completion(ids[after])])
     return prompts, answers
 
 
-@pytest.mark.parametrize(("kind", "theirs", "ours"), [
-    pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
-    pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
-    ("grpo", {"beta": 0.1}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
-    pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
-     {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
-])  # fmt: skip
+def forced(trainer):
+    """Let TRL take some tokens of each completion as a tool's: its tool_mask."""
+    generate = trainer._generate
+
+    def masked(*given, **named):
+        found = list(generate(*given, **named))
+        found[2] = [[int(not 1 <= i % 5 < 3) for i in range(len(ids))] for ids in found[1]]
+        return tuple(found)
+
+    trainer._generate = masked
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "ours"),
+    [
+        ("grpo", {"beta": 0.1, "late": forced}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
+        pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
+        pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
+        pytest.param("grpo", {"beta": 0.1}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
+        pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
+         {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
+    ],
+)  # fmt: skip
 def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypatch):
     """Same weights, completions and rewards: parameters after the step agree within 1e-6; they moved by 3e-4.
 
@@ -120,6 +136,8 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
         if hasattr(norms, name):
             monkeypatch.setattr(getattr(norms, name), "forward", patients.plain_norm)
     d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **theirs)
+    if "late" in theirs:
+        assert 0 < d["completion_mask"].sum() < (d["attention_mask"].bool() & d.completion).sum()
     mine = step_of(kind, d, folder, **ours)
     after = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("after").items()}
     before = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("before").items()}

@@ -14,7 +14,7 @@ from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import MicroBatch, Step, pack
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.losses import Counts
-from minivlmrl.rows import Dataset, Prompt, Row
+from minivlmrl.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.scale.sharding import reshard
 
 
@@ -45,21 +45,19 @@ class AnswerAlgorithm(Algorithm):
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
         return self.pack(*self.encode(rows))
 
-    def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list]]:
-        """The prompts; and each row's answers: ids (C,) int64, (C,) bool of the assistant's."""
+    def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
+        """The prompts, and each row's answers."""
         encode = functools.partial(encode_completion, self.processor)
         answers = [
             [encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows
         ]
         return [row.prompt(self.processor) for row in rows], answers
 
-    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list]) -> MicroBatch:
+    def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
         """Lay encoded rows end to end, answers in order;
         the reference scores them, if there is one."""
-        ids, device = [[ids for ids, _ in row] for row in answers], self.world.device
-        group = pack(prompts, ids, self.policy.config, device)
-        loss_mask = torch.cat([mask for row in answers for _, mask in row])
-        batch = self.batch_type(group, group.pad(loss_mask.float().to(device)), None)
+        group = pack(prompts, answers, self.policy.config, self.world.device)
+        batch = self.batch_type(group, group.completion_mask, None)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(group)
         return batch

@@ -120,7 +120,8 @@ class Family(GRPOStage):
         ]
         rows, completions, rewards, _ = zip(*local, strict=True)
         rows = [self.batches.row(*row) for row in rows]
-        return Rollout(rows, self.prompts(rows), list(completions), torch.cat(rewards))
+        prompts = [row.prompt(self.processor) for row in rows]
+        return Rollout(rows, prompts, list(completions), torch.cat(rewards))
 
     def all_groups(self, rollout: Rollout) -> list[tuple]:
         """(row, completions, rewards (G, K), whether these differ) of all groups, in row order."""
@@ -129,6 +130,8 @@ class Family(GRPOStage):
         # NaN: no
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
         rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
+        for completion in chain(*rollout.completions):
+            completion.environment = None  # it has been asked, and may not be sent
         local = list(zip(rows, rollout.completions, rewards, differs.tolist(), strict=True))
         groups = [group for groups in self.world.gather_objects(local) for group in groups]
         # a key ends with the position
@@ -262,7 +265,7 @@ def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroB
     for batch in batches:
         own = counts[batch.completion_index].to(batch.loss_mask.device)
         batch.loss_mask = batch.loss_mask * own[:, None]
-    lengths = torch.tensor([[len(c.ids) for c in group] for group in rollout.completions])  # (B, G)
+    lengths = torch.tensor([[int(c.written.sum()) for c in group] for group in rollout.completions])
     tokens = (lengths * counts.view_as(lengths))[part.start : part.stop].sum().item()
     batches[0].counts.tokens = max(world.sum(tokens)[0], 1)  # one object for all of the step
 

@@ -6,10 +6,10 @@ from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reference import Reference, check_online
 from minivlmrl.algorithms.reward_model_scores import build_reward_model
 from minivlmrl.algorithms.rollout_metrics import rollout_metrics
+from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.reward_functions.calls import recipe_columns, recipe_rewards
 from minivlmrl.sampling.pieces import pieces
-from minivlmrl.sampling.sample import RunSampler
 
 
 class GRPOStage(Algorithm, GRPO):
@@ -30,7 +30,7 @@ class GRPOStage(Algorithm, GRPO):
         Algorithm.__init__(self, run, model, processor, world)
         config = self.config
         reference = Reference(model, run.reference) if self.has_reference(config) else None
-        sample = RunSampler(model, processor, run.sampling, world, run.rollout.gather_weights)
+        sample = build_sampler(model, processor, run.sampling, world, run.rollout.gather_weights)
         rewards = recipe_rewards(run.rewards, world)
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
         self.steps_per_rollout = config.steps_per_generation

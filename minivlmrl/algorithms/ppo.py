@@ -77,6 +77,8 @@ class PPO(GRPOStage):
     @staticmethod
     def check(run):
         check_online("ppo", run, run.ppo.kl_coef)
+        if run.sampling.environment:
+            raise ValueError("sampling.environment: ppo has no values of forced tokens; take grpo")
         if run.ppo.critic_path is not None:
             value_model.check_value_model_folder(run.ppo.critic_path)
 

@@ -40,8 +40,7 @@ class RewardModel(PairAlgorithm):
 
     def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
         prompts, answers = self.encode(rows)
-        ids = [[ids for ids, _ in row] for row in answers]
-        group = pack_to_end(prompts, ids, self.policy.config, self.world.device)
+        group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor(
             [row.columns.get("margin") or 0.0 for row in rows], device=self.world.device
         )

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from minivlmrl.algorithms.value_model import check_value_model_folder, load_beside, pack_to_end
-from minivlmrl.generate import Completion
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 from minivlmrl.scale.sharding import reshard
 
 # the name of the stage, of its reward, and of what it leaves in the run's folder
@@ -34,8 +33,7 @@ class RewardModelScores:
         scores, config = [], self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
-            ids = [[completion.ids for completion in group] for group in completions[part]]
-            batch = pack_to_end(prompts[part], ids, config, self.world.device)
+            batch = pack_to_end(prompts[part], completions[part], config, self.world.device)
             scores += self.model.at_end(batch).tolist()
         reshard(self.model)
         return scores

@@ -10,7 +10,7 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     if rewards.isnan().all():
         names = ", ".join(algorithm.run.rewards)
         raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions")
-    local = [(len(c.ids), c.stopped) for group in rollout.completions for c in group]
+    local = [(int(c.written.sum()), c.stopped) for group in rollout.completions for c in group]
     drawn = [one for rank in algorithm.world.gather_objects(local) for one in rank]
     lengths = [length for length, _ in drawn]
     ended = [length for length, stopped in drawn if stopped]

@@ -1,6 +1,7 @@
 """A model that outputs a number instead of a token: the reward model, or a separate critic."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
 from minivlmrl.logprobs import completion_states
-from minivlmrl.rows import Prompt
+from minivlmrl.rows import Completion, Prompt
 from minivlmrl.scale.checkpoint import load_model, read_tensors, save_model
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard
 
@@ -37,15 +38,16 @@ class ValueModel(nn.Module):
 
 
 def pack_to_end(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Tensor]], config, device
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config, device
 ) -> GroupBatch:
     """Pack with the last token of each completion in the run, which leaves out one after it."""
-    return pack(
-        prompts,
-        [[torch.cat([ids, ids[-1:]]) for ids in group] for group in completions],
-        config,
-        device,
-    )
+
+    def longer(c: Completion) -> Completion:
+        again = torch.cat([c.ids, c.ids[-1:]]), torch.cat([c.written, c.written[-1:]])
+        return replace(c, ids=again[0], written=again[1])
+
+    groups = [[longer(completion) for completion in group] for group in completions]
+    return pack(prompts, groups, config, device)
 
 
 class ValueHead(nn.Linear):

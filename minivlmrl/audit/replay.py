@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> int:
     config = load_config(recipe, [*own, *overrides])
     if folder.is_dir() and not options.recipe:
         names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
+        names.append(config.sampling.environment or "")
         check_found(recipe, names, overrides)
     stage = options.stage or ["none", *config.stages][-1]
     algorithm, optimizer, step, rows = go_to(config, stage, number)
@@ -108,33 +109,33 @@ def show(algorithm, step, rows, index: int):
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
         raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(prompts) - 1}")
-    row, drawn, temperature = rows[prompts[index]], [], 1.0
+    row, temperature = rows[prompts[index]], 1.0
     if step.rollout:
-        drawn = step.rollout.completions[prompts[index]]
+        answers = step.rollout.completions[prompts[index]]
         temperature = algorithm.run.sampling.temperature
-        ids = [completion.ids for completion in drawn]
         earned = list(groups(algorithm, step))[index][1]["completions"]
         names = "reward", "advantage"
         table = [one["rewards"] | {name: one[name] for name in names} for one in earned]
     else:
         _, [answers] = algorithm.encode([row])
-        ids, table = [ids for ids, _ in answers], [{"answer": name} for name in algorithm.answers]
+        table = [{"answer": name} for name in algorithm.answers]
     prompt, policy = row.prompt(algorithm.processor), algorithm.policy
-    group = pack([prompt], [ids], policy.config, algorithm.world.device)
+    group = pack([prompt], [answers], policy.config, algorithm.world.device)
     trained = group.split(per_token_logps(policy, group, temperature)[0].cpu())
-    for line, now in zip(table, trained, strict=True):
+    for line, now, completion in zip(table, trained, answers, strict=True):
+        now = now[completion.written]
         line |= {"tokens": len(now), "trained": now.sum().item()}
-    # given answers were not drawn
-    for line, now, completion in zip(table, trained, drawn, strict=False):
-        sampled = completion.logps
-        line |= {"sampled": sampled.sum().item(), "differ by": (now - sampled).abs().max().item()}
+        if completion.logps is not None:  # given answers were not drawn
+            sampled = completion.logps[completion.written]
+            worst = (now - sampled).abs().max().item()
+            line |= {"sampled": sampled.sum().item(), "differ by": worst}
     said = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
     print(f"row {row.index} {row.where}: {said}")
     print("completion", *(f"{name:>10}" for name in table[0]))
-    for number, (line, own) in enumerate(zip(table, ids, strict=True)):
+    for number, (line, own) in enumerate(zip(table, answers, strict=True)):
         values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
         print(f"{number:<10}", *(f"{value:>10}" for value in values))
-        print(f"    {algorithm.processor.decode(own)!r}")
+        print(f"    {algorithm.processor.decode(own.ids)!r}")
 
 
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:

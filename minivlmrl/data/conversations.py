@@ -48,9 +48,35 @@ def read_conversation(
             column = name if name in found else source
             _check_answer(as_turns(answer))
         column = source
-        return *_place(prompt, listed, prompt_template, system_prompt, media_options), answers
+        asked = prompt, listed, prompt_template, system_prompt, media_options
+        messages, media = None, []
+        for name, turns in {n: as_turns(said) for n, said in answers.items()}.items():
+            if _shows(turns):
+                column = name if name in found else source
+                whole, media = _place(*asked, turns)
+                messages, answers[name] = whole[: -len(turns)], whole[-len(turns) :]
+                media = _hand_over(answers[name], media)
+        return *((messages, media) if messages else _place(*asked)), answers
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from error
+
+
+def _shows(turns: list[dict]) -> bool:
+    """Tell whether an answer shows pictures; `<image>` in a text of the assistant is text."""
+    parts = [part for turn in turns for part in content_parts(turn) or ()]
+    others = [text_of(turn) for turn in turns if turn["role"] != "assistant"]
+    return any(part_kind(part) == "image" for part in parts) or any(map(MARK.search, others))
+
+
+def _hand_over(turns: list[dict], media: list[Media]) -> list[Media]:
+    """Give the parts of an answer the last media, file_dataset.py reads them; return the others."""
+    parts = [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
+    if any(part_kind(part) == "video" for part in parts):
+        raise ValueError("there is a video after the assistant's first turn; put it in the prompt")
+    rest = len(media) - len(parts)
+    for part, own in zip(parts, media[rest:], strict=True):
+        part["image"] = own
+    return media[:rest]
 
 
 def conversation(
@@ -65,14 +91,14 @@ def conversation(
 
 
 def _place(
-    prompt, listed, prompt_template, system_prompt, media_options=None
+    prompt, listed, prompt_template, system_prompt, media_options=None, answer=()
 ) -> tuple[list[dict], list[Media]]:
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant turn; move that turn into the answers")
     if prompt_template != "{problem}":
         turns = _fill(prompt_template, turns)
-    messages, media = place_media(turns, listed, media_options or {})
+    messages, media = place_media([*turns, *answer], listed, media_options or {})
     if system_prompt is not None and (not turns or turns[0]["role"] != "system"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages, media
@@ -148,9 +174,5 @@ def _check_form(value: str | list[dict], types: tuple[type, ...]):
 def _check_answer(turns: list[dict]):
     check_ends(turns)
     for turn in turns:
-        text = text_of(turn)
-        if turn["role"] != "assistant" and (mark := MARK.search(text)):
-            cure = f"{mark[1]}s belong into the prompt"
-            raise ValueError(f"there is {mark[0]} after the assistant's first turn; {cure}")
-        if turn["role"] == "assistant" and not text.strip():
+        if turn["role"] == "assistant" and not text_of(turn).strip():
             raise ValueError("an answer is empty or blank; write it or drop the row")

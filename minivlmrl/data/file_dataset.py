@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from os.path import join
 from pathlib import Path
 
+from minivlmrl.chat import content_parts, part_kind
 from minivlmrl.data.conversations import PROMPTS, read_conversation
 from minivlmrl.data.forms import to_columns
 from minivlmrl.data.media import Media, check_unread, load_media, missing_files, read_media
@@ -66,6 +67,7 @@ class FileDataset:
                 raise ValueError(f"{self.source.where(index)}: {shortened(error)}") from error
             kinds = [one.kind for one in media]
             self.counts[kinds.count("image"), kinds.count("video")] += 1
+            media += [part["image"] for part in answer_pictures(row)]
             missing += [(file, index) for file in missing_files(media, folder)]
             columns.update(row.columns)
             files = [isinstance(one.source, str) and join(folder, one.source) for one in media]
@@ -98,7 +100,17 @@ class FileDataset:
         row, media = self.read(range(self.size)[index])
         with naming(row.where):
             row.images, row.videos = load_media(media, self.folder, self.options.allow_urls)
+            for part in answer_pictures(row):
+                images, _ = load_media([part["image"]], self.folder, self.options.allow_urls)
+                part["image"] = images[0]
         return row
+
+
+def answer_pictures(row: Row) -> list[dict]:
+    """List the parts of a row's answers that show something."""
+    said = [x for x in (row.completion, row.chosen, row.rejected) if isinstance(x, list)]
+    parts = [part for turns in said for turn in turns for part in content_parts(turn) or ()]
+    return [part for part in parts if part_kind(part) == "image"]
 
 
 def read_row(
@@ -144,7 +156,7 @@ def _extent(value: object) -> bool:
 
 # what rewards are given besides the columns of their rows, which these names would hide
 GIVEN = {"prompts", "images", "row_names", "completions", "completion_ids", "answer_texts"}
-GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards"}
+GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards", "environments"}
 # column: whether its value is valid, and what it must be
 TAKEN = "called otherwise: this is the name of something else that rewards are given; rename it"
 CHECKED = dict.fromkeys(GIVEN - {"images"}, (lambda value: False, TAKEN))

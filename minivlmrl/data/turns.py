@@ -1,24 +1,24 @@
 """Answers as tokens, for what is trained on demonstrations."""
 
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
-from torch import Tensor
+from PIL.Image import Image
 
-from minivlmrl.chat import ENDS, content_parts, join_text, layout_turn, part_kind
-from minivlmrl.rows import Processor
+from minivlmrl.chat import ENDS, IMAGE, Control, content_parts, join_text, layout_turn, part_kind
+from minivlmrl.rows import Completion, Processor, shown_parts
 
+VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # the environment's, whoever's turn it is
 MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
 def encode_completion(
     processor: Processor, messages: list[dict], completion: str | list
-) -> tuple[Tensor, Tensor]:
+) -> Completion:
     """Turn an answer to a prompt (messages) into tokens, as the model has to write them.
 
-    Returns:
-        ids (C,) int64: the text, then <|im_end|>; of several turns also what is between them.
-        loss_mask (C,) bool: written by the assistant; all True if the completion is one turn.
+    They are the text, then <|im_end|>; of several turns also what is between them. What the
+    assistant's turns say is written; other turns, and pictures wherever they are, are forced.
     """
     turns, template = as_turns(completion), processor.template
     if template is None:
@@ -28,9 +28,22 @@ def encode_completion(
     if pieces[-1][0] not in ENDS:
         closes = f"closes a turn with {pieces[-1][0]!r}, at which no completion stops"
         raise ValueError(f"the chat template {closes}")
-    encoded = [(processor.tokenizer.encode(piece), written) for piece, written in pieces]
-    ids = [token for tokens, _ in encoded for token in tokens]
-    return torch.tensor(ids), torch.tensor([written for tokens, written in encoded for _ in tokens])
+    parts = [part for turn in turns for part in content_parts(turn) or ()]
+    images = [part["image"] for part in parts if isinstance(part.get("image"), Image)]
+    shown = shown_parts(turns, images, ())
+    pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
+    encoded = encode_pieces(processor, [p for p, _ in pieces], [grid for *_, grid in pictures])
+    flags = [flag and not (isinstance(p, Control) and p in VISION) for p, flag in pieces]
+    written = [flag for ids, flag in zip(encoded, flags, strict=True) for _ in ids]
+    ids = torch.tensor([*chain(*encoded)])
+    return Completion(ids, written=torch.tensor(written), pictures=pictures)
+
+
+def encode_pieces(processor: Processor, pieces: list[str], grids: list) -> list[list[int]]:
+    """Return the ids of each piece of a layout, a placeholder's as often as its grid needs."""
+    lengths = map(processor.image_processor.num_tokens, grids)
+    counts = [next(lengths) if piece is IMAGE else 1 for piece in pieces]  # not ==, as in rows.py
+    return [processor.tokenizer.encode(p) * n for p, n in zip(pieces, counts, strict=True)]
 
 
 def as_turns(said: str | list[dict], role: str = "assistant") -> list[dict]:
@@ -76,19 +89,10 @@ def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 def check_ends(turns: list[dict]):
-    """Refuse turns that do not begin and end with the assistant's, or show images or videos."""
+    """Refuse turns that do not begin and end with the assistant's."""
     if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         roles = [turn["role"] for turn in turns]
         raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
-    for turn in turns:
-        content = turn.get("content")
-        for kind in map(part_kind, content if isinstance(content, list) else ()):
-            if kind != "text":
-                where = (
-                    f"{'an' if kind == 'image' else 'a'} {kind} in or after the assistant's "
-                    "first turn"
-                )
-                raise ValueError(f"there is {where}; {kind}s belong into the prompt")
 
 
 def check_messages(messages: list[dict], tool_calls=False):

@@ -35,6 +35,7 @@ def recipe_rewards(weights: dict[str, float], world) -> dict[Callable, float]:
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
     """Collect what a recipe's rewards are given: see rewards.reward_columns and box_columns."""
     columns = reward_columns(rows, completions, processor)
+    columns["environments"] = [c.environment for group in completions for c in group]
     return columns | box_columns(rows, prompts, processor, len(completions[0]))
 
 

@@ -171,6 +171,7 @@ class MadeRow(Row):
     made: Prompt | None = None
 
     def prompt(self, processor: Processor) -> Prompt:
+        self.made.row = self
         return self.made
 
 

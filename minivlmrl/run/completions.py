@@ -4,7 +4,8 @@ completions.
 A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the
 run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
 advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
-y2] in shares of the image's width and height.
+y2] in shares of the image's width and height. A token that an environment forced has no
+log-probability, and a completion with pictures names them: pictures.
 """
 
 import json
@@ -23,12 +24,11 @@ from minivlmrl.advantages import combine
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.chat import content_parts
-from minivlmrl.generate import Completion
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.folder import json_text, read_lines
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.reward_functions.box_rewards import box_columns, read_boxes
-from minivlmrl.rows import Row
+from minivlmrl.rows import Completion, Row
 from minivlmrl.scale.ranks import World
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
@@ -70,7 +70,13 @@ class CompletionsLog:
         if not self.every or number % self.every or step.rollout is None:
             return
         lines = []
-        for row, line in islice(groups(algorithm, step), GROUPS):
+        some = zip(step.prompts, islice(groups(algorithm, step), GROUPS), strict=False)
+        for index, (row, line) in some:
+            for said, drawn in zip(
+                line["completions"], step.rollout.completions[index], strict=True
+            ):
+                for path, (image, *_) in zip(said.get("pictures", ()), drawn.pictures, strict=True):
+                    self.save(image, Path(path).stem)
             name = f"{algorithm.stage}-{row.index}"
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]
             lines.append({"stage": algorithm.stage, "step": number} | line | {"images": images})
@@ -119,11 +125,15 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
     total = combine(rewards, torch.tensor(list(names.values()))).tolist()
     of = rollout.completions[index], rewards.tolist(), total, advantages
     for completion, values, reward, advantage in zip(*of, strict=True):
-        text = processor.decode(completion.ids)
+        text = processor.decode(completion.ids[completion.written])
         line = {"text": text, "rewards": dict(zip(names, map(finite, values), strict=True))}
         line |= {"reward": finite(reward), "advantage": advantage, "stopped": completion.stopped}
         line["tokens"] = list(tokens(completion, processor.tokenizer))
-        said.append(line | {"boxes": boxes(text, extent) if truth else []})
+        line["boxes"] = boxes(text, extent) if truth else []
+        if completion.pictures:
+            name = f"{IMAGES}/{row.key.replace('/', '-')}-{len(said)}"
+            line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
+        said.append(line)
     parts = [part.get("text") or "" for m in row.messages for part in content_parts(m)]
     about = {"row": row.index, "where": row.where, "prompt": "\n".join(parts).strip()}
     return about | {"solution": solution, "truth": truth, "completions": said}
@@ -136,12 +146,14 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
 
 
-def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float]]:
+def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float | None]]:
     """Text and log-probability of each token; a character of several tokens is with the last of
     them."""
     stream = DecodeStream(skip_special_tokens=False)
-    for token_id, logp in zip(completion.ids.tolist(), completion.logps.tolist(), strict=True):
-        yield stream.step(tokenizer.backend, token_id) or "", round(logp, 4)
+    of = completion.ids, completion.logps, completion.written
+    for token_id, logp, written in zip(*(x.tolist() for x in of), strict=True):
+        text = stream.step(tokenizer.backend, token_id) or ""
+        yield text, round(logp, 4) if written else None
 
 
 def finite(value: float) -> float | None:

@@ -166,7 +166,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         value = _value(key, text)
-        if value and (key == "model.config" or (key == "data.task" and ".py:" in value)):
+        code = key in ("data.task", "sampling.environment") and ".py:" in (value or "")
+        if value and (key == "model.config" or code):
             value = str(Path(value).resolve())  # not beside the recipe, as what a recipe says
         values = _replace(values, key.split("."), value)
     config = build(RunConfig, values, "command line")
@@ -174,8 +175,9 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     # these two are beside the recipe, the files below are found from where the command runs
     if config.model.config:
         config.model.config = str((path.parent / config.model.config).resolve())
-    if config.data.task and ".py:" in config.data.task:
-        config.data.task = str((path.parent / config.data.task).resolve())
+    for section, name in ((config.data, "task"), (config.sampling, "environment")):
+        if ".py:" in (getattr(section, name) or ""):
+            setattr(section, name, str((path.parent / getattr(section, name)).resolve()))
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
     files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
     files += [(config.model, "path"), (config.adapter, "path"), (config.reward_model, "path")]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.algorithms.answers import equal_share, pieces
+from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.run.metrics import progress_bar
@@ -42,7 +43,7 @@ def evaluate(
     means = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         options = replace(plain, temperature=temperature)
-        sample = RunSampler(model, processor, options, world, gather)
+        sample = build_sampler(model, processor, options, world, gather)
         said = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe)))
         earned = torch.tensor([values for values, _ in said], dtype=torch.float64)  # (rows, K)
         unseen = torch.tensor([unseen for _, unseen in said])
@@ -86,6 +87,8 @@ def answer_rows(
 def draw(sample: RunSampler, rows, count: int, rewards) -> tuple[Tensor, list]:
     """Draw `count` completions of each row; returns what they earn, (n, K), and the groups."""
     prompts = [row.prompt(sample.processor) for row in rows]
+    for prompt, row in zip(prompts, rows, strict=True):
+        prompt.row = row
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
     return ask_by_name(rewards, columns, sample.world.together), completions

@@ -30,6 +30,7 @@ class Earned:
 
     reward: float | None = None
     boxes: list[list[float]] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -73,7 +74,9 @@ def collect(folder: Path) -> dict:
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     kept = set(steps[:: -(-len(steps) // STEPS) or 1]) | set(steps[-1:])
     lines = [line for line in lines if (line["stage"], line["step"]) in kept]
-    paths = sorted({path for line in lines for path in line["images"]})
+    shown = [one for line in lines for one in line.get("completions", ())]
+    paths = {path for line in lines for path in line["images"]}
+    paths |= {path for one in shown for path in one.get("pictures", ())}
     summary, metrics = folder / "summary.json", read_lines(folder / METRICS, Logged)
     timings, warnings = (read_lines(folder / name, Logged) for name in (TIMINGS, WARNINGS))
     for line in (*lines, *metrics, *timings, *warnings):
@@ -94,7 +97,7 @@ def collect(folder: Path) -> dict:
         "evaluations": evaluations,
         "summary": read_json(summary) if summary.is_file() else None,
         "completions": lines,
-        "images": {path: data_uri(folder, path) for path in paths},
+        "images": {path: data_uri(folder, path) for path in sorted(paths)},
     }
 
 

@@ -13,12 +13,11 @@ from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.base import TrainingConfig
 from minivlmrl.data.rescaled import Rescaled
 from minivlmrl.data.row_summary import check_lengths, seen_sizes, summary, without_long
-from minivlmrl.generate import Completion
 from minivlmrl.image import ImageProcessor
 from minivlmrl.kernels.backend import backend_for
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
-from minivlmrl.rows import Dataset, Processor, Prompt, Row
+from minivlmrl.rows import Completion, Dataset, Processor, Prompt, Row
 from minivlmrl.run.batches import check_shares, load_datasets
 from minivlmrl.run.model import build_model
 from minivlmrl.scale.checkpoint import DTYPES

@@ -64,7 +64,7 @@ class RunSampler(Sampler):
     ) -> list[list[Completion]]:
         """Sample completions of these prompts together."""
         limit = self.sampling.max_new_tokens
-        decode = CapturedDecode() if self.captured else Decode()
+        decode = self.decode()
         with rollout_weights(self.model, self.world, self.gather_weights) as (model, lockstep):
             choose = self.chooser(prompts, num_generations, keys)
             if lockstep is not None:
@@ -73,6 +73,14 @@ class RunSampler(Sampler):
             if self.keeps_vision and lockstep is None and self.sampling.max_tokens_at_once is None:
                 keep_vision(model, prompts, device)
             return generate(model, prompts, num_generations, limit, choose, decode, device)
+
+    def decode(self) -> Decode:
+        """Make what computes a decode step; environments/ has one that feeds pictures."""
+        return CapturedDecode() if self.captured else Decode()
+
+    def forcing(self, choose: Choose) -> Choose:
+        """Return the chooser that filters and stop strings hear; environments/ forces tokens."""
+        return choose
 
     def chooser(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
@@ -87,6 +95,7 @@ class RunSampler(Sampler):
         if sampling.filtered:
             filters = Filters(sampling, ids, num_generations, stop, device)
         choose = chooser(sampling, stop, draw_by(numbers, device), filters, device)
+        choose = self.forcing(choose)
         if filters is not None:
             choose = filters.remembering(choose)
         if sampling.stop_strings:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
 from minivlmrl.reward_functions.names import required_columns
@@ -35,7 +36,6 @@ from minivlmrl.run.completions import finite
 from minivlmrl.run.config import check_found, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
-from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
 
 RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy 1, or an IoU of 0.5
@@ -91,7 +91,7 @@ def run(tool: str, arguments: list[str]):
     sampling = replace(config.sampling, temperature=temperature)
     names = config.data.eval_rewards if tool == "evaluate" else []
     if not options.recipe:
-        check_found(recipe, names, overrides)
+        check_found(recipe, [*names, config.sampling.environment or ""], overrides)
     rows = load_datasets(config, {}, (), required_columns(names))["eval"]
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
@@ -101,7 +101,7 @@ def run(tool: str, arguments: list[str]):
     # the likeliest answer does not depend on it
     decoding["seed"] = config.seed if temperature > 0 else None
     summary = {"rows": len(rows), "pin": pin(config, model, processor, decoding)}
-    lines, sample = [], RunSampler(model, processor, sampling, world)
+    lines, sample = [], build_sampler(model, processor, sampling, world)
     home = Path(options.model).resolve().parent if Path(options.model).is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
     key, describe = f"{config.seed}/evaluate", partial(line, processor, names)
@@ -124,7 +124,7 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
     """Make a row's line of the results file."""
     answers = []
     for completion, worth in zip(completions, earned, strict=True):
-        text = processor.decode(completion.ids)
+        text = processor.decode(completion.ids[completion.written])
         found = {"text": text, "answer": find_answer(text, processor.answer)}
         found |= {"tokens": len(completion.ids), "stopped": completion.stopped}
         found["rewards"] = dict(zip(names, map(finite, worth), strict=True))

@@ -17,15 +17,16 @@ from torch import Tensor
 from minivlmrl.data.conversations import conversation
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import VideoFile, load_video
-from minivlmrl.generate import Choose, generate
+from minivlmrl.environments.tool_sampler import build_sampler
+from minivlmrl.generate import Choose
 from minivlmrl.hub.checker import build, help_of
 from minivlmrl.hub.folder import ASKED, find_folder, read_json
 from minivlmrl.hub.tokenizer import Tokenizer
+from minivlmrl.rows import Row
 from minivlmrl.run.batches import DataSection
 from minivlmrl.run.config import load_config
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.generation_config import from_generation_config
-from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import token_bytes
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.scale.ranks import World, find_device
@@ -52,12 +53,17 @@ def main(arguments: list[str]):
     processor.add_vision_id = data.add_vision_id
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    sampler = RunSampler(model, processor, params, World(0, 1, device))
+    sampler = build_sampler(model, processor, params, World(0, 1, device))
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-    choose = sampler.chooser([prompt], 1, [f"ask/{options.seed}"])
-    stream = Stream(choose, processor.tokenizer, hidden)
-    [[completion]] = generate(model, [prompt], 1, params.max_new_tokens, stream)
-    stream.end()
+    chooser, streams, prompt.row = sampler.chooser, [], Row(messages, images)
+
+    def streaming(*given) -> Stream:
+        streams.append(Stream(chooser(*given), processor.tokenizer, hidden))
+        return streams[-1]
+
+    sampler.chooser, sampler.captured = streaming, False  # each token is printed when it is there
+    [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
+    streams[-1].end()
     if not completion.stopped:
         print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
 

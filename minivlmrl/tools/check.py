@@ -21,11 +21,11 @@ from minivlmrl.algorithms.table import find_algorithm
 from minivlmrl.data.boxes import Box, parse_boxes, parse_points, says_none
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.turns import as_turns, encode_completion, text_of
-from minivlmrl.generate import Completion
+from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import get_reward, required_columns
 from minivlmrl.rewards import find_answer
-from minivlmrl.rows import Processor, Row
+from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
 from minivlmrl.run.evaluate import draw
@@ -77,7 +77,7 @@ def check(config) -> Iterator[str]:
         yield from check_rewards(config, rows, processor)
         if config.model.path and config.stages[0] in online:  # else the model is another by then
             gather, G = config.rollout.gather_weights, getattr(config, online[0]).num_generations
-            sample = RunSampler(model, processor, config.sampling, world, gather)
+            sample = build_sampler(model, processor, config.sampling, world, gather)
             yield from check_rollouts(config, sample, rows, G)
         else:
             print(f"no completions were drawn of a model without its form; after that {AGAIN}")
@@ -153,7 +153,7 @@ def check_answers(config, names, rows: Sequence[Row], processor: Processor) -> I
     stops = config.sampling.stop_token_ids or processor.stop_token_ids
     most = config.sampling.max_new_tokens
     for name in names:
-        ids = [encode_completion(processor, row.messages, getattr(row, name))[0] for row in rows]
+        ids = [encode_completion(processor, row.messages, getattr(row, name)).ids for row in rows]
         if last := {int(one[-1]) for one in ids} - set(stops):
             yield f"a {name} ends with {min(last)}: name it in sampling.stop_token_ids, or none"
         if {"grpo", "ppo"} & set(config.stages) and (longest := max(map(len, ids))) > most:
@@ -250,7 +250,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
     asked = "<answer>" in "".join(text_of(message) for row in rows for message in row.messages)
     if "format" in names and not asked and rewards[:, names.index("format")].nanmean() < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
-    texts = [processor.decode(c.ids) for c in flat]
+    texts = [processor.decode(c.ids[c.written]) for c in flat]
     unparsed = sum(find_answer(text, processor.answer) is None for text in texts) / len(texts)
     if unparsed > 0.5:
         what = f"{unparsed:.0%} of the completions have no answer"

@@ -1,0 +1,47 @@
+"""Environments by name, and their tools; docs/tools.md says what they are, and has one."""
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import make_dataclass
+
+from minivlmrl.hub.load import load_name
+
+ENVIRONMENTS = {
+    "zoom": "minivlmrl.environments.zoom:Zoom",
+    "calculator": "minivlmrl.environments.calculator:calculator",
+}
+
+
+def get_environment(name: str) -> type:
+    """Find the class of an environment, or make one of functions (ValueError: it cannot be)."""
+    try:
+        found = load_name(ENVIRONMENTS.get(name, name))
+    except (OSError, ImportError, KeyError, AttributeError, ValueError) as error:
+        known = f"there are {', '.join(ENVIRONMENTS)} and file.py:NAME"
+        raise ValueError(f"sampling.environment {name}: {error!r}; {known}") from error
+    if not inspect.isclass(found):
+        functions = found if isinstance(found, list) else [found]
+        members = {function.__name__: staticmethod(function) for function in functions}
+        found = type("Functions", (), {"reset": lambda self, **columns: None, **members})
+    for tool in tools_of(found()).values():
+        arguments_of(tool)
+    return found
+
+
+def tools_of(environment: object) -> dict[str, Callable]:
+    """List the tools of an environment by name: public methods but TRL's reset and get_reward."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    names = [name for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
+    return {name: getattr(environment, name) for name in names}
+
+
+def arguments_of(tool: Callable) -> type:
+    """Make a dataclass of a tool's arguments, for hub/checker.py (ValueError: one has no type)."""
+    hints, fields = typing.get_type_hints(tool, include_extras=True), []
+    for name, parameter in inspect.signature(tool).parameters.items():
+        if name not in hints:
+            raise ValueError(f"tool {tool.__name__}: its argument {name!r} needs a type")
+        default = [] if parameter.default is parameter.empty else [parameter.default]
+        fields.append((name, hints[name], *default))
+    return make_dataclass(tool.__name__, fields)

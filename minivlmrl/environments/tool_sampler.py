@@ -1,0 +1,156 @@
+"""Completions that call tools: an answer's tokens are forced, one at each decode step of the batch.
+
+Draws still go by key; what is trained on are the ids, positions and patches of here.
+"""
+
+from collections import deque
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from minivlmrl.chat import IMAGE
+from minivlmrl.data.boxes import extent
+from minivlmrl.data.turns import encode_pieces
+from minivlmrl.environments.environment import get_environment, tools_of
+from minivlmrl.environments.tool_calls import answer, find_calls, lay_out
+from minivlmrl.generate import Choose, Decode
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.float32_matmul import float32_matmul
+from minivlmrl.rope import get_rope_index
+from minivlmrl.rows import Completion, Prompt
+from minivlmrl.sampling.sample import RunSampler
+from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
+
+
+def build_sampler(model, processor, sampling, *rest) -> RunSampler:
+    """Make the sampler of a recipe, with tools if it names an environment."""
+    return (ToolSampler if sampling.environment else RunSampler)(model, processor, sampling, *rest)
+
+
+class Play:
+    """One completion while it is written."""
+
+    def __init__(self, environment: object):
+        self.environment, self.tools, self.calls = environment, tools_of(environment), 0
+        self.text = b""  # since the last answer
+        self.written, self.pictures, self.cut = [], [], False
+        self.shift, self.moved = 0, [0] * 3  # position, less the tokens before it: next and last
+        self.queue = deque()  # forced tokens that are not read yet: id, moved
+        self.unseen, self.embeds = [], deque()  # pictures, and what the tower made of them
+
+    def step(self, drawn: tuple, left: int, sampler: "ToolSampler") -> tuple[int, float, bool]:
+        """Take a drawn token (id, logp, whether it ends) or a forced one; `left` can follow."""
+        self.written.append(not self.queue)
+        if self.queue:
+            token, self.moved = self.queue.popleft()
+            return token, 0.0, False
+        token, logp, ends = drawn
+        self.moved = [self.shift] * 3
+        self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
+        calls = []
+        if self.calls < sampler.sampling.max_tool_calls and (ends or b">" in self.text[-16:]):
+            calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
+        return token, logp, self.answer(calls, ends, left, sampler) if calls else ends
+
+    def answer(self, calls: list, ended: bool, left: int, sampler: "ToolSampler") -> bool:
+        """Queue the answers of calls; True: they do not fit, and the row ends."""
+        processor = sampler.processor
+        said = [answer(self.tools, *one, processor) for one in calls]
+        pictures = [picture for _, shown in said for picture in shown]
+        grids = [grid for *_, grid in pictures]
+        pieces = encode_pieces(processor, lay_out([parts for parts, _ in said], ended), grids)
+        ids = torch.tensor([*chain(*pieces)])
+        self.cut = len(ids) >= left  # a picture is never cut, and something has to follow
+        if not self.cut:
+            position = get_rope_index(ids, torch.tensor(grids), sampler.model.config)  # (3, n)
+            moved = position - torch.arange(len(ids)) + self.shift
+            self.queue.extend(zip(ids.tolist(), moved.T.tolist(), strict=True))
+            self.shift += int(position.max()) + 1 - len(ids)
+            self.text, self.calls = b"", self.calls + len(calls)
+            self.pictures += pictures
+            self.unseen += pictures
+        return self.cut
+
+
+class ToolDecode(Decode):
+    """A decode step that shows a picture where its tokens are forced."""
+
+    def __init__(self, image_token: int):
+        self.image_token, self.plays = image_token, []  # of the rows that go on
+
+    def __call__(self, model, ids: Tensor, position: Tensor, attention) -> Tensor:
+        plays, device = self.plays, ids.device
+        asked = [(play, picture) for play in plays for picture in play.unseen]
+        if asked:
+            _, patches, grids = zip(*(picture for _, picture in asked), strict=True)
+            embeds = model.visual(to_device(torch.cat(patches), device), torch.tensor(grids))
+            merge = model.config.vision_config.spatial_merge_size**2
+            embeds = embeds.split([len(own) // merge for own in patches])
+            for (play, _), own in zip(asked, embeds, strict=True):
+                play.embeds.extend(own)
+                play.unseen = []
+        last = zip(plays, ids.tolist(), strict=True)
+        shows = [token == self.image_token and not play.written[-1] for play, token in last]
+        index = to_device(torch.tensor(shows).nonzero()[:, 0], device)
+        x, deep = model.model.embed_tokens(ids), []
+        if any(shows):
+            shown = [play.embeds.popleft() for play, show in zip(plays, shows, strict=True) if show]
+            shown, *deep = torch.stack(shown).to(x.dtype).split(x.shape[1], dim=-1)
+            x = x.index_copy(0, index, shown)
+        moved = to_device(torch.tensor([play.moved for play in plays]).T, device)  # (3, r)
+        hidden = model.model(x, position + moved, attention, None, index, deep)
+        attention.advance()
+        return float32_matmul(hidden, model.lm_head.weight.T)
+
+
+class ToolSampler(RunSampler):
+    """Draws completions that may call the tools of the environment of `sampling`."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.make, sampling = get_environment(self.sampling.environment), self.sampling
+        if sampling.graph == "always" or sampling.stop_strings or not self.gather_weights:
+            refused = "sampling.stop_strings, sampling.graph: always, rollout.gather_weights: false"
+            raise ValueError(f"sampling.environment: leave out {refused}")
+
+    def sample(self, prompts, num_generations, keys) -> list[list[Completion]]:
+        self.plays = [play for prompt in prompts for play in self.begin(prompt, num_generations)]
+        self.step = ToolDecode(self.processor.tokenizer.special_tokens[IMAGE])
+        groups = super().sample(prompts, num_generations, keys)
+        for play, completion in zip(self.plays, chain(*groups), strict=True):
+            completion.written, completion.pictures = torch.tensor(play.written), play.pictures
+            completion.stopped &= not play.cut
+            completion.environment = play.environment
+        return groups
+
+    def begin(self, prompt: Prompt, count: int) -> list[Play]:
+        """Tell as many environments of the row of a prompt."""
+        row, patch = prompt.row, self.processor.image_processor.patch_size
+        grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
+        space = row.columns.get("box_space") or self.processor.box_space
+        images = list(row.images)  # they may be decoded only now
+        resized = [(patch * w, patch * h) for _, h, w in grids]
+        extents = [extent(space, *of) for of in zip((i.size for i in images), resized, strict=True)]
+        columns = row.columns | {"images": images, "extents": extents, "prompt": row.messages}
+        plays = [Play(self.make()) for _ in range(count)]
+        for play in plays:
+            if (said := play.environment.reset(**columns)) is not None:
+                raise ValueError(f"reset returned {said!r:.40}; put it into the row's prompt")
+        return plays
+
+    def decode(self) -> Decode:
+        return self.step
+
+    def forcing(self, choose: Choose) -> Choose:
+        limit = self.sampling.max_new_tokens
+
+        def force(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+            plays = [self.plays[row] for row in rows.tolist()]
+            drawn = zip(*(x.tolist() for x in choose(logits, rows, step)), strict=True)
+            drawn = zip(plays, drawn, strict=True)
+            now = [play.step(own, limit - step - 1, self) for play, own in drawn]
+            self.step.plays = [p for p, (*_, ends) in zip(plays, now, strict=True) if not ends]
+            return tuple(to_device(torch.tensor(x), rows.device) for x in zip(*now, strict=True))
+
+        return force

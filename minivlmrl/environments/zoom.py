@@ -1,0 +1,24 @@
+"""The tool zoom."""
+
+import PIL.Image
+
+from minivlmrl.data.boxes import Box
+
+
+class Zoom:
+    """Shows a part of a picture of the prompt in the resolution of its file."""
+
+    def reset(self, images, extents, **columns):
+        self.images, self.extents = images, extents
+
+    def zoom(self, bbox_2d: tuple[float, float, float, float], picture: int = 1) -> PIL.Image.Image:
+        """Cut out x1, y1, x2, y2, in the units of the family's boxes, of picture 1, 2, ..."""
+        if not 1 <= picture <= len(self.images):
+            raise ValueError(f"there is no picture {picture}; there are {len(self.images)}")
+        image = self.images[picture - 1]
+        box = Box(*bbox_2d, self.extents[picture - 1]).to(image.size)
+        sides = zip((box.x1, box.y1, box.x2, box.y2), image.size * 2, strict=True)
+        x1, y1, x2, y2 = (min(max(round(value), 0), side) for value, side in sides)
+        if x1 >= x2 or y1 >= y2:
+            raise ValueError(f"{list(bbox_2d)} shows nothing; a box is x1, y1, x2, y2")
+        return image.crop((x1, y1, x2, y2))

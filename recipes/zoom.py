@@ -1,0 +1,149 @@
+"""Look again: a picture whose answer is only seen in a closer look, and what `recipes/zoom.yaml` trains on.
+
+The picture has 64 pixels a side; the model is shown 32. In one of four quarters is a square of stripes whose colours
+mix to one grey at that size: 1 of 12 labels, which nothing tells but `<zoom>q</zoom>`, quarter q in full. A completion:
+    <think>lower left</think><zoom>3</zoom>[the crop: forced tokens]<answer>red rows</answer>
+Demonstrations say where the square is, zoom into a quarter drawn at random, and say what is there, mostly "nothing".
+"""
+
+import functools
+import random
+import re
+from dataclasses import dataclass
+
+import PIL.Image
+import PIL.ImageDraw
+
+from minivlmrl.data.conversations import conversation
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.rows import Row
+from minivlmrl.tasks.task import FRESH_ROWS, Task
+
+COLORS = {"red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250)}
+COLORS |= {"cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5)}
+LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
+PLACES = ["upper left", "upper right", "lower left", "lower right"]
+PROBLEM, NOTHING = "Stripes?", "nothing"
+SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is shown of it, quarter, stripes
+ANSWER = "<answer>{}</answer>"
+
+
+def draw(rng: random.Random, label: str | None = None) -> tuple[PIL.Image.Image, str, int]:
+    """Draw a picture; returns its label and the quarter of the stripes too.
+
+    Two stripes of complements are as wide as a pixel of what is shown, and on its grid: all labels are one grey there.
+    """
+    drawn, quarter = rng.choice(LABELS), rng.randrange(4)
+    label = label or drawn
+    color, way = label.split()
+    image = PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
+    left, top = (QUARTER * i + 2 * rng.randint(0, (QUARTER - SQUARE) // 2) for i in (quarter % 2, quarter // 2))
+    pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
+    for i in range(SQUARE):
+        tint = tuple(255 - v if i % 2 else v for v in COLORS[color])
+        x1, y1, x2, y2 = (0, i, last, i) if way == "rows" else (i, 0, i, last)
+        pen.line([(left + x1, top + y1), (left + x2, top + y2)], fill=tint)
+    return image, label, quarter
+
+
+def shown(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Shrink a picture to what the model sees of it: means of 2 x 2 pixels."""
+    return image.resize((SHOWN, SHOWN), PIL.Image.Resampling.BOX)
+
+
+def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
+    """Cut out a quarter, 0 to 3."""
+    left, top = QUARTER * (quarter % 2), QUARTER * (quarter // 2)
+    return image.crop((left, top, left + QUARTER, top + QUARTER))
+
+
+class Quarters:
+    """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`."""
+
+    def reset(self, picture, **columns):
+        self.picture = picture
+
+    def zoom(self, quarter: int) -> PIL.Image.Image:
+        """Show a quarter in full: 1 upper left, 2 upper right, 3 lower left, 4 lower right."""
+        return crop(self.picture, [1, 2, 3, 4].index(quarter))
+
+
+class Lost(Quarters):
+    """A control: whichever quarter is asked for, it shows one that a picture's row draws for it."""
+
+    def reset(self, picture, found, **columns):
+        self.picture, self.found = picture, found
+
+    def zoom(self, quarter: int) -> PIL.Image.Image:
+        return crop(self.picture, self.found[quarter - 1])
+
+
+class Blind(Quarters):
+    """A control: crops are grey."""
+
+    def zoom(self, quarter: int) -> PIL.Image.Image:
+        return PIL.Image.new("RGB", (QUARTER, QUARTER), "grey")
+
+
+@dataclass
+class Stripes:
+    """Pictures drawn on demand: row i of a seed is always the same."""
+
+    size: int
+    seed: str
+    environment: type = Quarters
+    silent: bool = False  # no thought: a control
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        rng = random.Random(f"zoom/{self.seed}/{index}")
+        image, label, right = draw(rng)
+        asked, found = rng.randrange(4), [rng.randrange(4) for _ in PLACES]
+        columns = {"problem": PROBLEM, "solution": label, "quarter": right + 1, "picture": image, "found": found}
+        environment = self.environment()
+        environment.reset(**columns)
+        given = found[asked] if self.environment is Lost else asked
+        said = label if given == right else NOTHING
+        if self.environment is Blind:
+            said = rng.choice(LABELS)
+        thought = "" if self.silent else f"<think>{PLACES[right]}</think>"
+        parts = [
+            {"type": "text", "text": f"{thought}<zoom>{asked + 1}</zoom>"},
+            {"type": "image", "image": environment.zoom(asked + 1)},
+            {"type": "text", "text": ANSWER.format(said)},
+        ]
+        completion = [{"role": "assistant", "content": parts}]
+        return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
+
+
+def looks(completions, quarter, **columns):
+    """Reward 1 for a look at the quarter of the stripes. For evaluation."""
+    asked = [re.search(r"<zoom>(\d)</zoom>", text) for text in completions]
+    return [float(a is not None and int(a[1]) == q) for a, q in zip(asked, quarter, strict=True)]
+
+
+def tokenizer():
+    """Train byte-level BPE on everything the task says."""
+    said = [f"<think>{place}</think><zoom>" for place in PLACES] + [f"<zoom>{q}</zoom>" for q in range(1, 5)]
+    said += [ANSWER.format(label) for label in [*LABELS, NOTHING]]
+    base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
+    return train_tokenizer([*base, *said], vocab_size=384)
+
+
+def task(environment: type = Quarters, silent: bool = False) -> Task:
+    """Make the task, or a control of it."""
+
+    def datasets(data, seed):
+        rows = functools.partial(Stripes, environment=environment, silent=silent)
+        training = {
+            "demonstrations": rows(data.demonstrations, f"{seed}/sft"),
+            "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
+        }
+        return training, rows(data.eval_rows, "eval")
+
+    return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
+
+
+TASK, BLIND, LOST, SILENT = task(), task(Blind), task(Lost), task(silent=True)

@@ -1,0 +1,117 @@
+"""Environments by name: classes, functions, lists of functions, TRL's forms; what is refused says why."""
+
+import re
+import textwrap
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+from links import ROOT
+
+from minivlmrl.environments.environment import ENVIRONMENTS, arguments_of, get_environment, tools_of
+from minivlmrl.environments.tool_calls import answer
+from minivlmrl.image import ImageProcessor
+
+OWN = '''
+class Counter:
+    """TRL's environment_factory: a class with reset, tools, and what it earns."""
+
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, **kwargs) -> str | None:
+        self.count = 0
+
+    def add(self, step: int, times: int = 1) -> str:
+        """Count.
+
+        Args:
+            step: by how much.
+        """
+        self.count += step * times
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+    def _hidden(self):
+        ...
+
+
+def double(number: float) -> float:
+    return 2 * number
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+def untyped(x) -> str:
+    return x
+
+
+tools = [double, shout]
+nothing = untyped
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
+    return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"), [("Counter", ["add"]), ("double", ["double"]), ("tools", ["double", "shout"])]
+)
+def test_classes_functions_and_lists_of_them(own, name, tools):
+    environment = own(name)()
+    assert list(tools_of(environment)) == tools and environment.reset(problem="?") is None
+
+
+def test_each_completion_has_its_own(own):
+    first, second = (own("Counter")() for _ in range(2))
+    assert [tools_of(first)["add"](2, 3), tools_of(second)["add"](1)] == ["6", "1"]
+    assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
+    assert tools_of(own("tools")())["double"](2.0) == 4.0
+
+
+def test_arguments_with_their_types_and_defaults(own):
+    fields = arguments_of(own("Counter")().add).__dataclass_fields__
+    assert {name: field.type for name, field in fields.items()} == {"step": int, "times": int}
+    assert fields["times"].default == 1
+
+
+def test_what_is_built_in():
+    assert {name: list(tools_of(get_environment(name)())) for name in ENVIRONMENTS} == {
+        "zoom": ["zoom"], "calculator": ["calculator"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["microscope", "nowhere.py:Eye", "minivlmrl.environments.zoom:Eye", "no.module:Eye"])
+def test_what_is_not_there(name):
+    with pytest.raises(
+        ValueError, match=f"sampling.environment {name}: .*; there are zoom, calculator and file.py:NAME"
+    ):
+        get_environment(name)
+
+
+def test_an_argument_without_a_type_is_refused(own):
+    with pytest.raises(ValueError, match="tool untyped: its argument 'x' needs a type"):
+        own("untyped")
+
+
+def test_the_one_of_the_page(tmp_path):
+    """docs/tools.md: at most 15 lines, and it answers as the page says."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 15
+    (tmp_path / "my_tools.py").write_text(code)
+    environment, image = get_environment(f"{tmp_path}/my_tools.py:Turn")(), PIL.Image.new("RGB", (30, 60))
+    assert environment.reset(images=[image], problem="?") is None
+    processor = SimpleNamespace(image_processor=ImageProcessor())
+    for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
+        [shown], [(picture, *_)] = answer(tools_of(environment), name, said, processor)
+        assert shown["image"] is picture
+    assert picture.size == (30, 60)  # turned by 90 and by 270
+    wrong, none = answer(tools_of(environment), "turn", "45", processor)
+    assert wrong == [{"type": "text", "text": "error: turn by 90, 180 or 270 degrees"}] and none == []

@@ -1,0 +1,249 @@
+"""Completions that call tools: what the sampler records is what the trainer computes, pictures in them included."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import groupby
+
+import PIL.Image
+import pytest
+import torch
+from links import ROOT
+from runs import metrics
+from talk import IMAGE_PART, text, user
+
+from minivlmrl.batch import pack
+from minivlmrl.environments import tool_sampler
+from minivlmrl.environments.environment import ENVIRONMENTS
+from minivlmrl.environments.tool_sampler import ToolSampler, build_sampler
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.image import ImageProcessor
+from minivlmrl.logprobs import per_token_logps
+from minivlmrl.rows import Completion, Processor, Row
+from minivlmrl.sampling import sample
+from minivlmrl.sampling.filters import SamplingOptions
+
+import tiny
+from draws import STOP, ids_of
+from stages import ONE
+
+
+def seen(generator, grids, dtype=torch.float64):
+    """A completion with so many pictures, each after three written tokens; and one of the picture's ids written."""
+    made = tiny.prompt(generator, grids, text=3, dtype=dtype)
+    ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
+    written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
+    patches = made.pixel_values.split([t * h * w for t, h, w in grids])
+    pictures = [(None, own, grid) for own, grid in zip(patches, grids, strict=True)]
+    return Completion(ids, written=written, pictures=pictures)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5"])
+def test_a_packed_group_with_crops_equals_single_rows(model_type):
+    """Groups whose completions hold 0, 1 and 3 crops: log-probabilities, and gradients of all modules through both."""
+    model = tiny.model(dtype=torch.float64, model_type=model_type)
+    generator = torch.Generator().manual_seed(0)
+    shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
+    prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
+    crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
+    groups = [[seen(generator, some) for some in crops] for _ in prompts]
+    batch = pack(prompts, groups, model.config)
+    assert len(batch.image_grid_thw) == 3 + 3 * 4
+    together = batch.pad(per_token_logps(model, batch)[0]) * batch.completion_mask
+    together.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    alone = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            one = pack([prompt], [[completion]], model.config)
+            alone.append((one.pad(per_token_logps(model, one)[0]) * one.completion_mask)[0])
+    sum(x.sum() for x in alone).backward()
+    assert max((together[i, : len(x)] - x).abs().max().item() for i, x in enumerate(alone)) < 1e-12
+    for name, parameter in model.named_parameters():
+        scale = gradients[name].abs().max()
+        assert scale > 0 and (gradients[name] - parameter.grad).abs().max() < 1e-12 * max(scale, 1), name
+
+
+class Eye:
+    """Shows what it is asked for: a picture of so many tokens a side, or words."""
+
+    def reset(self, problem, images, **columns):
+        self.problem, self.size = problem, images[0].size
+
+    def look(self, columns: int, rows: int = 1) -> PIL.Image.Image:
+        return PIL.Image.radial_gradient("L").resize((28 * columns, 28 * rows))
+
+    def read(self, what: str) -> str:
+        return f"{self.problem} {what} {self.size}"
+
+    def both(self) -> list:
+        return ["a", PIL.Image.new("RGB", (56, 28)), "b"]
+
+
+PROCESSOR = Processor(
+    train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300), ImageProcessor(min_pixels=28 * 28)
+)
+END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+RATIO = ": its aspect ratio is over 200; crop or drop it"
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
+    """A tiny model with the tokenizer's ids of images and videos."""
+    ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
+    return tiny.model_of(config).to(dtype)
+
+
+def play(monkeypatch, *texts, model=None, tokens=400, **options):
+    """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
+    model = model or model_of()
+    monkeypatch.setitem(ENVIRONMENTS, "eye", "test_tool_sampler:Eye")
+    sampling = SamplingOptions(environment="eye", max_new_tokens=tokens, **options)
+    sampler = ToolSampler(model, PROCESSOR, sampling, ONE)
+    turns = [[[*PROCESSOR.tokenizer.encode(turn), END] for turn in words.split("~")] for words in texts]
+    scripts = [[token for turn in some for token in turn] for some in turns]
+
+    def draw(probs, rows, step):
+        at = [sum(sampler.plays[row].written) for row in rows.tolist()]
+        return torch.tensor([scripts[row][n] for row, n in zip(rows.tolist(), at, strict=True)])
+
+    monkeypatch.setattr(sample, "draw_by", lambda *_: draw)
+    rows = [
+        Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 84 + 28 * i))], {"problem": "P"})
+        for i in (0, 1)
+    ]
+    prompts = [row.prompt(PROCESSOR) for row in rows[: 2 - len(texts) % 2]]
+    for row, prompt in zip(rows, prompts, strict=False):
+        prompt.row = row
+    return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
+
+
+def said(completion):
+    """The text of a completion, what was forced in brackets, a picture by its number of tokens."""
+    runs = groupby(zip(completion.written.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
+    texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
+    text = "".join(text if written else f"[{text}]" for written, text in texts)
+    text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
+    return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_the_sampler_equals_the_scorer(monkeypatch, model_type):
+    """Two prompts, rows with 0, 1 and 3 pictures between other rows' words: each written token within 1e-5 nats."""
+    model = model_of(model_type)
+    texts = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</look>c", "<both></both>d"]
+    groups, prompts, _ = play(monkeypatch, *texts, model=model)
+    assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
+    batch = pack(prompts, groups, model.config)
+    logps = batch.pad(per_token_logps(model, batch)[0])
+    drawn = batch.pad(torch.cat([c.logps for group in groups for c in group]))
+    assert ((logps - drawn) * batch.completion_mask).abs().max() < 1e-5
+    assert batch.completion_mask.sum() == sum(len(PROCESSOR.tokenizer.encode(text)) + 1 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "after"),
+    [
+        ("<look>2, 1</look>", "(2)", "ok"),
+        ("<read>it</read>", "<result>P it (56, 84)</result>", "ok"),
+        ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
+        ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
+        ("<look>two</look>", "<result>error: Expecting value: line 1 column 2 (char 1)</result>", "ok"),
+        ("<look>[2]</look>", "<result>error: look: columns is [2], it must be of type int</result>", ""),
+        ("<look>1, 2, 3</look>", "<result>error: look takes 2 argument(s), not 3</result>", ""),
+        ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
+        ("<reset></reset><look>1", "", ""),
+    ],
+)  # fmt: skip
+def test_a_call_in_tags(monkeypatch, words, answer, after):
+    [[completion]], _, _ = play(monkeypatch, words + after)
+    assert said(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
+    assert PROCESSOR.decode(completion.ids[completion.written]) == words + after
+    assert (completion.logps[~completion.written] == 0).all()
+
+
+WRONG = 'error: a call is {"name": ..., "arguments": {...}}; there are the tools both, look, read'
+TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
+TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (CALL.format("look", '{"columns": 3}'), "(3)"),
+        ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
+        (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
+        (CALL.format("fly", "{}"), WRONG),
+        (CALL.format("look", '{"width": 3}'), "error: look: unknown key width; valid keys: columns, rows"),
+        ("<tool_call>[</tool_call>", "error: Expecting value: line 1 column 2 (char 1)"),
+        ("<tool_call>3</tool_call>", WRONG),
+    ],
+)  # fmt: skip
+def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
+    [[completion]], _, _ = play(monkeypatch, f"{words}~done")
+    assert said(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
+
+
+def test_limits(monkeypatch):
+    """Calls over the limit are text; an answer that does not fit ends a completion, as one that was cut."""
+    words = "<look>1</look><look>2</look>end"
+    [[completion]], _, _ = play(monkeypatch, words, max_tool_calls=1)
+    assert said(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
+    long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
+    for tokens, fits in ((long + 83, False), (long + 84, True)):  # 81 of the picture, 2 around it, one more
+        [[completion]], _, _ = play(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
+        assert not completion.stopped and len(completion.pictures) == fits
+        assert len(completion.ids) == (tokens if fits else long) and completion.written[-1]
+
+
+def test_what_an_environment_cannot_have(monkeypatch):
+    for name, value in (("graph", "always"), ("stop_strings", ["a"])):
+        with pytest.raises(ValueError, match="leave out sampling"):
+            play(monkeypatch, "a", **{name: value})
+    with pytest.raises(ValueError, match="gather_weights: false"):
+        ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment="calculator"), ONE, False)
+    monkeypatch.setattr(Eye, "reset", lambda self, **columns: "see")
+    with pytest.raises(ValueError, match="reset returned 'see'; put it"):
+        play(monkeypatch, "a")
+
+
+def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
+    model = model_of(dtype=torch.float64)
+    rows = [Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 84))], {}) for _ in range(2)]
+    prompts = [row.prompt(PROCESSOR) for row in rows]
+    for row, prompt in zip(rows, prompts, strict=True):
+        prompt.row = row
+    options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
+    settings = [SamplingOptions(environment=name, **options) for name in (None, "zoom")]
+    plain, tools = (build_sampler(model, PROCESSOR, one, ONE) for one in settings)
+    assert type(plain) is sample.RunSampler and type(tools) is ToolSampler
+    assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(run, plain, monkeypatch, tmp_path):
+    """Pictures of completions, shown and saved, included."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 4 and not ended)
+    )
+    options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1", "--state_steps=1"]
+    options += ["--keep_states=9", "--grpo.max_steps=3", "--grpo.prompts_per_step=2", "--sampling.max_tool_calls=2"]
+    whole = run(*options, name="whole", recipe=ROOT / "recipes" / "zoom.yaml")
+    shutil.copytree(whole, tmp_path / "again")
+    for state in sorted((tmp_path / "again" / "states").iterdir())[1:]:
+        shutil.rmtree(state)
+    again = run(*options, "--resume=auto", name="again", recipe=ROOT / "recipes" / "zoom.yaml")
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
+        assert (again / name).read_bytes() == (whole / name).read_bytes(), name
+    lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
+    said = [one for line in lines for one in line["completions"]]
+    assert {len(one.get("pictures", ())) for one in said} >= {1, 2}
+    for one in said:
+        forced = [text for text, logp in one["tokens"] if logp is None]
+        begins = [text for text in forced if text.endswith("<|vision_start|>")]  # after half a character, too
+        assert len(begins) == len(one.get("pictures", ()))
+        assert all((whole / path).is_file() for path in one.get("pictures", ()))
+    assert all(line["rollout/logp_mismatch"] < 1e-4 for line in metrics(whole))

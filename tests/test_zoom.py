@@ -1,0 +1,108 @@
+"""The tool zoom: which pixels a box of the model shows. And recipes/zoom.py, the task of a closer look."""
+
+import random
+import runpy
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from runs import summary
+
+from minivlmrl.environments.zoom import Zoom
+from minivlmrl.run.batches import DataSection
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "zoom.yaml"
+TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
+
+
+@pytest.fixture
+def zoom():
+    """Two pictures; pixel (x, y) of the second is (x, y, 0). The model sees both in half their width."""
+    environment, second = Zoom(), PIL.Image.new("RGB", (200, 100))
+    second.putdata([(x, y, 0) for y in range(100) for x in range(200)])
+    environment.reset(
+        images=[PIL.Image.new("RGB", (80, 80)), second], extents=[(40.0, 80.0), (100.0, 100.0)], problem="?"
+    )
+    return environment.zoom
+
+
+def test_a_box_is_of_its_picture_in_the_space_of_the_model(zoom):
+    crop = zoom((10, 20, 30, 60), 2)
+    assert crop.size == (40, 40)
+    assert crop.getpixel((0, 0)) == (20, 20, 0) and crop.getpixel((39, 39)) == (59, 59, 0)
+    assert zoom((0, 0, 40, 80)).size == (80, 80)
+
+
+def test_what_is_over_the_edge_is_not_shown(zoom):
+    assert zoom((90, -5, 1e9, 50), 2).size == (20, 50)
+
+
+@pytest.mark.parametrize(
+    ("box", "picture", "error"),
+    [
+        ((30, 20, 10, 60), 2, "shows nothing"),
+        ((200, 0, 300, 50), 2, "shows nothing"),
+        ((1, 1, 1.1, 9), 2, "shows nothing"),
+        ((float("nan"), 1, 2, 3), 1, "NaN"),
+        ((0, 0, 9, 9), 3, "there is no picture 3; there are 2"),
+        ((0, 0, 9, 9), 0, "there is no picture 0"),
+    ],
+)
+def test_what_cannot_be_shown_says_why(zoom, box, picture, error):
+    with pytest.raises(ValueError, match=error):
+        zoom(box, picture)
+
+
+# recipes/zoom.py
+
+
+def test_what_is_shown_does_not_tell_the_label():
+    """The same bytes for all 12 labels, while their crops differ."""
+    for seed in range(20):
+        drawn = [TASK["draw"](random.Random(seed), label) for label in TASK["LABELS"]]
+        assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
+        assert len({TASK["crop"](image, quarter).tobytes() for image, _, quarter in drawn}) == 12
+
+
+def rows(name, part="demonstrations", count=60):
+    training, held_out = TASK[name].datasets(DataSection(demonstrations=count, eval_rows=count), 0)
+    return [training[part][i] for i in range(count)] if part != "eval" else [held_out[i] for i in range(count)]
+
+
+def parts_of(row):
+    """Where a demonstration says that the stripes are, the quarter that it asks for, the crop, the answer."""
+    said, crop, answer = row.completion[0]["content"]
+    place, _, asked = said["text"].partition("<zoom>")
+    return place.removeprefix("<think>").removesuffix("</think>"), int(asked[0]), crop["image"], answer["text"]
+
+
+@pytest.mark.parametrize(("name", "environment"), [("TASK", "Quarters"), ("LOST", "Lost"), ("BLIND", "Blind")])
+def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(name, environment):
+    found = rows(name)
+    for row in found:
+        place, asked, crop, answer = parts_of(row)
+        right, label = row.columns["quarter"], row.columns["solution"]
+        assert place == TASK["PLACES"][right - 1] and row.images[0].size == (32, 32)
+        given = row.columns["found"][asked - 1] + 1 if name == "LOST" else asked
+        if name != "BLIND":
+            assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
+        tool = TASK[environment]()
+        tool.reset(**row.columns)
+        assert tool.zoom(asked).tobytes() == crop.tobytes()
+    looks = [parts_of(row)[1] == row.columns["quarter"] for row in found]
+    assert 5 < sum(looks) < 25  # of 60: a quarter of them
+    assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
+
+
+def test_a_look_is_at_the_quarter_that_was_asked_for_first():
+    texts = ["<think>upper left</think><zoom>1</zoom>", "<zoom>2</zoom><zoom>1</zoom>", "nothing", "<zoom>5</zoom>"]
+    assert TASK["looks"](texts, [1, 1, 1, 1]) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_recipe_runs(run, plain, monkeypatch):
+    """Both stages; the second begins before the form is known, so most completions call nothing."""
+    monkeypatch.chdir(ROOT)
+    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
+    table = summary(run("--num_threads=1", "--data.eval_rows=8", *small, recipe=RECIPE))
+    assert {"sampled", "greedy", "recipes/zoom.py:looks sampled"} <= set(table["after_grpo"])
