@@ -1,6 +1,6 @@
 """The day a card is there: everything that wants to be measured on it, in order of value and on one page.
 
-python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # five times: each goes on where the last one ended
+python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # again until no part is left for later
 python benchmarks/first_gpu_hour.py                         # all of it, 43 minutes at most; runs/gpu/gpu.md
 python benchmarks/first_gpu_hour.py --only decode vllm      # these parts, also those that were done
 python benchmarks/first_gpu_hour.py --toy                   # every part at toy size, on a CPU too: that it runs
