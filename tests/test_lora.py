@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from pretend_cuda import CUDA, PretendCuda, pretend
 
 from minivlmrl.adapters.lora import (
     AdapterCopy,
@@ -56,6 +57,15 @@ def test_a_layer_by_its_definition():
     layer.lora_B.data.fill_(2)
     assert layer(torch.ones(1, 2)).item() == 38
     assert layer.merged().tolist() == [[17, 18]]
+
+
+def test_kernels_of_a_layer():
+    """A decode step has seven such layers in each of 36: two conversions, three products, and the base's."""
+    with PretendCuda() as gpu, torch.inference_mode():
+        layer = pretend(LoRALinear(torch.nn.Linear(8, 6, bias=False).bfloat16(), 2, 4.0))
+        x = torch.ones(3, 8, device=CUDA, dtype=torch.bfloat16)
+        gpu.launches.clear()
+        assert layer(x).dtype == torch.bfloat16 and gpu.launches.total() == 6
 
 
 def check_peft(dora, p=0.0, drop=None):

@@ -78,14 +78,16 @@ class LoRALinear(nn.Linear):
         result, dropped = super().forward(x), x.to(self.lora_A.dtype)
         if self.drop is not None:
             dropped = self.drop(dropped)
-        added = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.scaling
-        if self.lora_magnitude is not None:
-            rows = row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
-            lengths = self.lora_magnitude / rows
-            product = result if self.drop is None else super().forward(dropped.to(x.dtype))
-            product = product if self.bias is None else product - self.bias
-            added = (lengths - 1) * product + lengths * added  # exactly 0 at first
-        return (result + added).to(result.dtype)
+        low, wide = F.linear(dropped, self.lora_A), result.to(self.lora_A.dtype)
+        if self.lora_magnitude is None:  # scaled and added by the product itself
+            return torch.addmm(wide, low, self.lora_B.T, alpha=self.scaling).to(result.dtype)
+        added = F.linear(low, self.lora_B) * self.scaling
+        rows = row_lengths(self.weight, self.lora_A, self.lora_B, self.scaling)
+        lengths = self.lora_magnitude / rows
+        product = result if self.drop is None else super().forward(dropped.to(x.dtype))
+        product = product if self.bias is None else product - self.bias
+        added = (lengths - 1) * product + lengths * added  # exactly 0 at first
+        return (wide + added).to(result.dtype)
 
     @property
     def form(self) -> tuple[int, float, bool]:
