@@ -4,6 +4,7 @@ All cases of a world size run in one launch. Its processes are forked from that 
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -151,6 +152,7 @@ def record(algorithm, result):
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
+    gc.freeze()  # process groups of earlier tests, whose threads are not in a fork: to free them would abort
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
