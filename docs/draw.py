@@ -336,10 +336,10 @@ def recurrent() -> str:
     panels = (GroupAttention(layout), "spans go on from copies"), (one_row, "the run as one row: a leak")
     for panel, (attention, words) in enumerate(panels):
         x = torch.randn(layout.num_tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        moved = torch.autograd.functional.jacobian(lambda x, a=attention: layer(x, a), x).abs().amax((1, 3))
+        moved = torch.autograd.functional.jacobian(lambda x, a=attention: layer(x, a).sum(1), x)  # (N, N, 8)
         begin = left + panel * (left + size)
         picture.text(begin + size / 2, 72, words, 13, bold=True)
-        for i, row in enumerate((moved > 0).tolist()):
+        for i, row in enumerate((moved != 0).any(2).tolist()):
             for j, depends in enumerate(row):
                 colour = colours[j] if depends else FAINT
                 picture.box(begin + j * cell, top + i * cell, cell, cell, colour)
