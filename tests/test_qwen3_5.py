@@ -194,6 +194,29 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     assert torch.equal((moved != 0).any(2), visible(layout))
 
 
+def test_a_branch_of_a_branch_goes_on_from_its_copy():
+    """A layer's memory handed over twice: a trunk, two branches of it, and two leaves of each, as four single rows."""
+    layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
+    generator, lengths = torch.Generator().manual_seed(0), (5, 2, 70)
+    parts = [torch.randn(2**i, n, 64, dtype=torch.float64, generator=generator) for i, n in enumerate(lengths)]
+    parts, memory, found = [x.requires_grad_() for x in parts], None, []
+    whole = torch.cat([x.repeat_interleave(4 // len(x), 0) for x in parts], dim=1)
+    for x in parts:
+        memory = memory and [kept.repeat_interleave(2, 0) for kept in memory]
+        inputs = layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x)
+        out, memory = layer.scan(inputs, memory)
+        found.append(out.repeat_interleave(4 // len(x), 0))
+    expected, last = layer.scan([layer.in_proj_qkv(whole), layer.in_proj_b(whole), layer.in_proj_a(whole)], None)
+    for a, b in zip([torch.cat(found, dim=1), *memory], [expected, *last], strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+    weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
+    gradients = [
+        torch.autograd.grad((x * weight).sum(), parts, retain_graph=True) for x in (torch.cat(found, dim=1), expected)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
 def leaking(attention, index, inputs, scan):
     """What a trainer computes that runs a packed batch through a recurrent layer as one row."""
     return scan([x[None] for x in inputs], None)[0][0]
