@@ -46,7 +46,7 @@ class GroupLayout:
             for n in completions:
                 rows.append((prompt, end, n - 1))
                 end += n - 1
-        self.num_tokens = end  # N
+        self.num_tokens, self.row_starts = end, [start for _, start, _ in rows]  # N; R of them
         last = [start + length - 1 for start, length in zip(starts, prompt_lengths, strict=True)]
         self.last_index = to_device(torch.tensor(last), device)  # (B,) last token of each prompt
         # (M,) index of the token that predicts each completion token: the one before it, which for

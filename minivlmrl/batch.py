@@ -61,40 +61,41 @@ def pack(
         config: the ModelConfig.
     """
     groups = [[Completion(c.cpu()) if isinstance(c, Tensor) else c for c in g] for g in completions]
-    lengths = [[len(completion.ids) for completion in group] for group in groups]
+    completions = [[completion.ids for completion in group] for group in groups]
+    lengths = [[len(completion) for completion in group] for group in completions]
     if any(length == 0 for group in lengths for length in group):
         raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
     layout = GroupLayout([len(prompt.input_ids) for prompt in prompts], lengths, device)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    ids, forced, positions, pixels, grids = [], [], [], [], []
-    for prompt, group in zip(prompts, groups, strict=True):
-        shown, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
-        positions.append(get_rope_index(prompt.input_ids, shown, config, seconds))  # (3, P)
-        next_position = int(positions[-1].max()) + 1
-        ids.append(prompt.input_ids)
-        forced.append(prompt.input_ids)
-        pixels.append(prompt.pixel_values)
-        grids += shown.tolist()
-        for c in group:
-            ids.append(c.ids[:-1])
-            forced.append(
-                ids[-1].masked_fill(c.written[:-1], -1)
-            )  # a written <|image_pad|> is text
-            shown = [grid for *_, grid in c.pictures]
-            own = get_rope_index(forced[-1], torch.tensor(shown), config)
-            positions.append(own + next_position)
+    ids, positions, vision_index, start = [], [], [], 0
+    for prompt, group in zip(prompts, completions, strict=True):
+        grids, seconds = prompt.image_grid_thw, prompt.second_per_grid_ts
+        position_ids = get_rope_index(prompt.input_ids, grids, config, seconds)  # (3, P)
+        next_position = int(position_ids.max()) + 1
+        following = [next_position + i for c in group for i in range(len(c) - 1)]
+        positions += [position_ids, torch.tensor(following, dtype=torch.long).expand(3, -1)]
+        ids += [prompt.input_ids, *(completion[:-1] for completion in group)]
+        vision_index.append(torch.isin(prompt.input_ids, placeholders).nonzero()[:, 0] + start)
+        start += len(prompt.input_ids) + len(following)
+    flat = [completion for group in groups for completion in group]
+    run, positions = torch.cat(ids), torch.cat(positions, dim=1)
+    pixels, grids = [x.pixel_values for x in prompts], [x.image_grid_thw for x in prompts]
+    for c, start in zip(flat, layout.row_starts, strict=True):
+        if c.pictures:
+            forced = c.ids.masked_fill(c.written, -1)[:-1]  # a written <|image_pad|> is text
+            grids.append(torch.tensor([grid for *_, grid in c.pictures]))
+            own = get_rope_index(forced, grids[-1], config) + positions[0, start]
+            positions[:, start : start + len(forced)] = own
+            vision_index.append(torch.isin(forced, placeholders).nonzero()[:, 0] + start)
             pixels += [patches for _, patches, _ in c.pictures]
-            grids += shown
-    vision_index = torch.isin(torch.cat(forced), placeholders).nonzero()[:, 0]
-    flat = [c for group in groups for c in group]
     seen = [x.vision_embeds for x in prompts if x.vision_embeds is not None]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     return GroupBatch(
-        input_ids=to_device(torch.cat(ids), device),
-        position_ids=to_device(torch.cat(positions, dim=1), device),
+        input_ids=to_device(run, device),
+        position_ids=to_device(positions, device),
         pixel_values=to_device(torch.cat(pixels), device),
-        image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
-        vision_index=to_device(vision_index, device),
+        image_grid_thw=torch.cat(grids),
+        vision_index=to_device(torch.cat(vision_index), device),
         completion_ids=to_device(torch.cat([nothing, *(c.ids for c in flat)]), device),
         written=to_device(torch.cat([nothing, *(c.written for c in flat)]).float(), device),
         layout=layout,
