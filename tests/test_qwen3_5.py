@@ -477,7 +477,8 @@ def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, 
     """SFT and GRPO on own rows; then transformers, ask, check and plan read what was saved."""
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
     start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
-    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
+    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
+    own += [f"--data.eval_file={home / 'other.jsonl'}", "--sampling.max_new_tokens=14"]
     small = ["--sft.max_steps=1", "--grpo.max_steps=1"]
     folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", "--adapter.r=2", name="own") / "checkpoint"
     assert {"start", "after_sft", "after_grpo"} <= json.loads((folder.parent / "summary.json").read_text()).keys()
