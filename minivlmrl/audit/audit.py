@@ -46,10 +46,8 @@ class Cause:
     costs: str = ""
 
 
-CAUSES = [
-    Cause(**row)
-    for row in yaml.safe_load((Path(__file__).parent / "causes.yaml").read_text(encoding="utf-8"))
-]
+TABLE = Path(__file__).parent / "causes.yaml"
+CAUSES = [Cause(**row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
 
 
@@ -156,11 +154,8 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
     known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
-
-    def near(value: float) -> bool:
-        return value != 1 and abs(factor - value) <= 1e-4 * max(abs(value), 1e-3)
-
-    found = [text for value, text in known if near(value)]
+    near = partial(math.isclose, factor, rel_tol=1e-4, abs_tol=1e-7)
+    found = [text for value, text in known if value != 1 and near(value)]
     says = " or ".join(found) or f"all of it is {factor:.6g} times"
     costs = "the learning rate means something else"
     unknown = not found and (few or not math.isfinite(factor))
@@ -198,8 +193,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    what = "Check a step that a trainer dumped."
-    p = argparse.ArgumentParser("python -m minivlmrl audit", description=what)
+    p = argparse.ArgumentParser("python -m minivlmrl audit", description="Check a dumped step.")
     p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
     folder = p.parse_args(arguments).step
     d = read(folder)

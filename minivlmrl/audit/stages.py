@@ -24,6 +24,7 @@ from minivlmrl.audit.dump import Dump
 from minivlmrl.losses import Counts
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
+Loss = tuple[Tensor, Tensor]
 AFTER = {
     "own": lambda a: a,
     "negative": lambda a: -a,
@@ -105,8 +106,7 @@ def rows(d: Dump, change: dict) -> Answer:
 
 
 def mask(d: Dump, change: dict) -> Answer:
-    """Which tokens count: of a rollout up to and with the first stop token, of a demonstration all
-    real ones."""
+    """Which tokens count: those up to and with the first stop token, or all of a demonstration."""
     ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
@@ -136,8 +136,7 @@ def other_mask(d: Dump, own: Tensor, name: str | None) -> Tensor:
 
 
 def loss(d: Dump, change: dict) -> Answer:
-    """The loss of each micro-batch as it went into backward, and its gradient to the
-    log-probabilities (n, S)."""
+    """The loss of each micro-batch in backward, and its gradient to log-probabilities (n, S)."""
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
@@ -195,8 +194,7 @@ def shifted(d: Dump, x: Tensor) -> dict[str, Tensor]:
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
-    """What the loss of the rows `part` divides by: totals of the step, or M times those of the
-    micro-batch."""
+    """What the loss of rows divides by: totals of the step, or M times the micro-batch's."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times
@@ -221,9 +219,7 @@ def changed(options, change: dict):
     return result
 
 
-def policy(
-    d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict
-) -> tuple[Tensor, Tensor]:
+def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> Loss:
     """GRPO and its family for the rows `part`: the loss, and the sum of the sizes of its terms."""
     o = changed(FamilyLoss(**d.about.get("loss", {})), change)
     flip = -1.0 if change.get("flip") else 1.0
@@ -244,9 +240,7 @@ def policy(
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
 
 
-def preference(
-    d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict
-) -> tuple[Tensor, Tensor]:
+def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
     """DPO and its family for the rows `part`: pairs by `pair`, `chosen` says which is."""
     lp, _, ref = inputs(d, lp, own, change.get("inputs"))
     if change.get("mean"):
@@ -262,9 +256,7 @@ def preference(
     return value, value.detach().abs() + 1e-2
 
 
-def demonstrations(
-    d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict
-) -> tuple[Tensor, Tensor]:
+def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
     """SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
     over = counts(d, part, other_mask(d, own, change.get("divide")), change)

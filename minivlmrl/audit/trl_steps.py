@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch.nn import Dropout
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
@@ -42,7 +43,8 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
     def rows(inputs: dict) -> dict:
         prompt = prompt_mask(trainer, inputs["input_ids"]) if trainer.completion_only_loss else {}
-        return {"completion_mask": (inputs["labels"] != -100).long()} | prompt
+        follows = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
+        return {"completion_mask": ((inputs["labels"] != -100) & follows).long()} | prompt
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -212,9 +214,15 @@ class Steps(ExitStack, TrainerCallback):
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
         if "grad_norm" not in self.tensors:
             self.copy("grad")
+        drops = (part.p for part in self.trainer.model.modules() if isinstance(part, Dropout))
+        later = self.about["kind"] == "grpo" and not self.about.get("old_model")
+        # whose forward cannot be computed again: a reference may have moved since the rollout
+        noisy = args.neftune_noise_alpha or any(drops)
+        lost = {"model": noisy, "ref_model": later and args.sync_ref_model}
         for name, model in self.models.items():
-            model.save_pretrained(self.folder / str(state.global_step) / name)
-            self.about[name] = name
+            self.about[name] = None if lost[name] else name
+            if not lost[name]:
+                model.save_pretrained(self.folder / str(state.global_step) / name)
         names = (name for name, _ in self.trainer.model.named_parameters())
         warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type
         self.about["optimizer"] = {
@@ -239,6 +247,7 @@ class Steps(ExitStack, TrainerCallback):
     def on_optimizer_step(self, args, state, control, **_):
         if self.on:
             self.copy("after")
+            self.about["old_model"] = self.about.get("old_model") and self.about["model"]
             tensors = dump.join(self.parts) | self.rollout | self.tensors
             dump.write(self.folder / str(state.global_step), self.about, tensors)
         self.parts, self.tensors, self.about["old_model"] = [], {}, None

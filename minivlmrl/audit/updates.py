@@ -12,7 +12,6 @@ from minivlmrl.audit.dump import Dump
 from minivlmrl.audit.stages import Answer
 from minivlmrl.batch import pack
 from minivlmrl.hub.family import hub_name
-from minivlmrl.logprobs import plain_per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.scale.checkpoint import load_model
 
@@ -20,34 +19,41 @@ THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what
 
 
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
-    """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and
-    that model."""
+    """Log-probabilities and entropies (2, n, S) of the rows `part`; and the model of a folder."""
     dtype, given = getattr(torch, change.get("dtype", "float64")), d.about.get("temperature", 1.0)
     other = {"none": 1.0, "twice": given**2, "inverse": 1 / given}
     model, n = load_model(folder, dtype).requires_grad_(grad), len(d["input_ids"])
     value, (patches, grids) = torch.zeros(2, n, d.width, dtype=torch.float64), pictures(d)
-    real, after = d["attention_mask"].bool() | d["completion_mask"].bool(), d.completion
-    for row in part[(real & after)[part].any(1)].tolist():
+    counted, config = d["completion_mask"].bool(), model.config
+    real = d["attention_mask"].bool() | counted
+    # nothing predicts the first token
+    scored = real & (d.completion | counted) & (real.cumsum(1) > 1)
+    for row in part[scored[part].any(1)].tolist():
         image = (row + 1) % n if change.get("images") == "next row" else row
-        ids = d["input_ids"][row]
-        prompt, ids = ids[real[row] & ~after[row]], ids[real[row] & after[row]]
+        at, ids = real[row].cumsum(0)[scored[row]] - 1, d["input_ids"][row][real[row]]
+        # up to its last picture; a placeholder that was sampled is text
+        holders = torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id]))
+        needed = grids[image].prod(1).sum() // config.vision_config.spatial_merge_size**2
+        end = max(int(at[0]), int((holders.cumsum(0) < needed).sum()) + 1)
         given_images = patches[image].to(dtype), grids[image], torch.ones(len(grids[image]))
-        batch = pack([Prompt(prompt, *given_images)], [[ids]], model.config)
+        said = [ids[end:]] if end < len(ids) else []
+        batch = pack([Prompt(ids[:end], *given_images)], [said], config)
         if change.get("images") == "none":  # the placeholders keep their own embeddings
             for name in ("vision_index", "pixel_values", "image_grid_thw"):
                 setattr(batch, name, getattr(batch, name)[:0])
         if change.get("positions") == "text":
             batch.position_ids = torch.arange(batch.position_ids.shape[1]).expand(3, -1)
         with torch.set_grad_enabled(grad):
-            both = plain_per_token_logps(model, batch, other.get(change.get("temperature"), given))
-        here = (real & after) & (torch.arange(n) == row)[:, None]
-        value = value.masked_scatter(here, torch.cat(both).double())
+            logits = model.lm_head(model(batch, select=at - 1))
+            log_probs = (logits / other.get(change.get("temperature"), given)).log_softmax(-1)
+            logps = log_probs.gather(1, ids[at][:, None])[:, 0]
+            both = torch.stack([logps, -(log_probs.exp() * log_probs).sum(-1)])
+        value = value.masked_scatter(scored & (torch.arange(n) == row)[:, None], both.double())
     return value.roll({"later": 1, "earlier": -1}.get(change.get("shift"), 0), 2), model
 
 
 def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row; num_images (n,) says how many it has, by default equally
-    many."""
+    """Patches and grids of each row; num_images (n,) are its pictures, by default equally many."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
     number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
     patches, of_row = d.get("pixel_values", torch.zeros(0, 0)), grids.split(number)
@@ -61,13 +67,12 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     weights = d.about.get(change.get("weights")) or d.about[folder]
     (value, _), _ = forward(d, change, weights, torch.arange(len(d["input_ids"])))
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
-    own = d["completion_mask"].double() * d.completion
+    own = d["completion_mask"].double()
     return {name: (d[name].nan_to_num() * own, value * own, unit)}
 
 
 def gradients(d: Dump, change: dict) -> Answer:
-    """What the optimizer step has accumulated: the gradients of all micro-batches, through the
-    model."""
+    """What the optimizer step has accumulated, through the model: all micro-batches' gradients."""
     has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
     slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
@@ -171,4 +176,4 @@ def schedule(d: Dump, change: dict) -> Answer:
     share = t / max(1, warmup) if t < warmup else falls.get(change.get("type", s["type"]), 1.0)
     both = [[o["learning_rate"]], [s["learning_rate"] * share]]
     rate, should = torch.tensor(both, dtype=torch.float64)
-    return {"learning_rate": (rate, should, s["learning_rate"])}
+    return {"learning_rate": (rate, should, s["learning_rate"] + 1e-30)}
