@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.adapters.lora import LoRAConfig
-from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch
+from minivlmrl.run.alarms import BLIND, WINDOW, Alarms, check_mismatch, looks_away
 
 HEALTHY = {
     "reward": 0.7, "rewards/format/mean": 0.9, "rewards/format/std": 0.1, "rewards/accuracy/mean": 0.5,
@@ -119,3 +119,35 @@ def test_a_policy_must_be_better_than_one_answer(mean, said):
     assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.earned) == BLIND  # a second pass over a rollout
     if said:
         assert "accuracy was 0.5, and always answering 'cat' 0.5" in found[0]
+
+
+def seen(*curves):
+    return [{"sampled": a, "grey": b, "swapped": c} for a, b, c in curves]
+
+
+AWAY = seen((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
+
+
+def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
+    said = looks_away(AWAY, 256)
+    assert said.startswith("what is sampled of held-out rows rose from 0.4 to 0.8, but pictures add 0.05 to it instead")
+    assert said.endswith("of 0.3; the text gives answers away: take rows that need their pictures")
+    assert looks_away([{"sampled": 0.1}, *AWAY], 256) == said  # evaluations before it was asked for
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        AWAY[:2],
+        seen((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
+        seen((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, the picture is worth the same
+        seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
+        seen((0.9, 0.1, 0.1), (0.1, 0.1, 0.1)),  # it falls: a bad run of another kind
+    ],
+)
+def test_other_curves_say_nothing(healthy):
+    assert looks_away(healthy, 256) is None
+
+
+def test_few_held_out_rows_say_nothing():
+    assert looks_away(AWAY, 9) is None

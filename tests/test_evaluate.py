@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Completion, Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
@@ -129,3 +131,34 @@ def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
     assert one == two
     whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))
     assert whole == parts and len(parts) == 10 and len({*map(tuple, parts)}) > 1 and len(drawn) == 2 + 6
+
+
+def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
+    """As many as a row's own, on the same draws; a row without pictures stays as it is."""
+    rows = [Shapes(4, "held out")[i] for i in range(4)]
+    rows[1].images, rows[1].messages = [], [{"role": "user", "content": "What is it?"}]
+    rows[2].images, rows[2].messages = rows[2].images * 2, conversation("Which?", {"image": 2})
+    drawn = []
+
+    def recorded(sample, batch, count, rewards):
+        drawn.append([([image.tobytes() for image in row.images], row.key) for row in batch])
+        return torch.full((len(batch), 2), float(len(drawn))), [[None]] * len(batch)
+
+    monkeypatch.setattr(file, "draw", recorded)
+    options = SamplingOptions(max_new_tokens=6)
+    assert "grey" not in evaluate(*model, rows, options, ONE)
+    drawn.clear()
+    values = evaluate(*model, rows, options, ONE, blind=True)
+    assert (values["sampled"], values["grey"], values["swapped"]) == (1.0, 3.0, 4.0)
+    keys = [f"evaluation/{i}" for i in range(4)]
+    assert all([key for _, key in batch] == keys for batch in drawn)
+    own, _, grey, swapped = ([images for images, _ in batch] for batch in drawn)
+    blank = PIL.Image.new("RGB", rows[0].images[0].size, "grey").tobytes()
+    assert own == [[image.tobytes() for image in row.images] for row in rows]
+    assert grey == [[blank], [], [blank] * 2, [blank]]
+    assert swapped == [own[2][:1], [], own[3] * 2, own[0]]
+
+
+def test_a_blind_evaluation_of_a_model(model):
+    values = evaluate(*model, Shapes(3, "held out"), SamplingOptions(max_new_tokens=2), ONE, blind=True)
+    assert values["grey"] == values["swapped"] == 0.0

@@ -102,6 +102,15 @@ def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_pa
     assert "evaluation, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 
+def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for step, (sampled, grey) in enumerate([(0.4, 0.1), (0.9, 0.8)]):
+        log.evaluation("grpo", step, {"sampled": sampled, "grey": grey, "swapped": 0.0}, 1.0, 256)
+    [line] = metrics(tmp_path, "warnings.jsonl")
+    assert (line["stage"], line["step"]) == ("grpo", 1) and "pictures add 0.1 to it instead of 0.3" in line["warning"]
+    assert line["warning"] in capsys.readouterr().err
+
+
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
     """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
     parts = [

@@ -188,7 +188,7 @@ OTHERS = {
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *("output_dir", "overwrite", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype"),
-    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.allow_urls", "data.resize"),
+    *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root", "data.val_split"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),

@@ -137,6 +137,26 @@ class Alarms:
             yield "untouched", f"{cause}{several} never had a gradient; {cure}"
 
 
+def looks_away(evaluations: list[dict], rows: int) -> str | None:
+    """Say that the reward rose while pictures became worth less than where they were worth most.
+
+    A picture is worth what is sampled with it and not with another or a grey one. Changes count
+    from 1 / sqrt(rows) on, two standard errors of a share of the held-out rows.
+    """
+
+    def worth(line: dict) -> float:
+        return line["sampled"] - max(line["grey"], line["swapped"])
+
+    seen = [line for line in evaluations if "grey" in line]
+    most, now = max(seen, key=worth), seen[-1]
+    if min(now["sampled"] - most["sampled"], worth(most) - worth(now)) <= 1 / math.sqrt(rows):
+        return None
+    what = f"rose from {most['sampled']:.3g} to {now['sampled']:.3g}, but pictures add"
+    cure = "the text gives answers away: take rows that need their pictures"
+    added = f"{worth(now):.3g} to it instead of {worth(most):.3g}"
+    return f"what is sampled of held-out rows {what} {added}; {cure}"
+
+
 def check_mismatch(run, metrics: dict[str, float]):
     """Stop a run whose sampler and trainer disagree about tokens that were just drawn (ValueError):
     in float32 about one of them, in 16 bits, where single tokens do, on average."""

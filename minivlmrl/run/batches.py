@@ -57,6 +57,8 @@ class DataSection:
     # column of a file -> its name here: {label: solution}
     columns: dict[str, str] = field(default_factory=dict)
     eval_rows: Annotated[int, ">= 1"] = 256  # held-out rows that are evaluated, at most
+    # evaluate on grey pictures and on those of other rows too: docs/metrics.md
+    eval_blind: bool = False
     # what the (last) user turn says; {problem} is the row's text of it, without it rows have none
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None: Qwen's default

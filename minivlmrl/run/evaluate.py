@@ -4,8 +4,9 @@ greedily."""
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, cycle, islice
 
+import PIL.Image
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from minivlmrl.algorithms.answers import equal_share, pieces
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.reward_functions.calls import ask_by_name, recipe_columns
 from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.rows import Row
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.ranks import World
@@ -21,13 +23,21 @@ BATCH_SIZE = 64  # rows that a rank generates together
 
 
 def evaluate(
-    model, processor, rows, sampling, world: World, rewards=("accuracy", "format"), gather=True
+    model,
+    processor,
+    rows,
+    sampling,
+    world: World,
+    rewards=("accuracy", "format"),
+    gather=True,
+    blind=False,
 ) -> dict[str, float]:
     """Answer held-out rows, once sampled and once greedily; returns means over those judged.
 
     These are sampled and greedy (the first reward of a completion drawn at temperature 1, and of
     the likeliest), format (the second, of what was sampled, if it is one), both of each further
-    reward, and the first over rows marked unseen.
+    reward, and the first over rows marked unseen. blind: also grey and swapped, sampled with grey
+    pictures and with those of the next row.
 
     Args:
         sampling: says where answers end; the rest is the evaluation's own, so that runs stay
@@ -40,17 +50,18 @@ def evaluate(
     def describe(row, completions: list, earned: list) -> tuple:
         return earned[0], bool(row.columns.get("unseen"))
 
-    means = {}
-    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+    means, ways = {}, {"sampled": (1.0, None), "greedy": (0.0, None)}
+    ways |= {name: (1.0, see) for name, see in BLIND.items() if blind}
+    for name, (temperature, see) in ways.items():
         options = replace(plain, temperature=temperature)
         sample = build_sampler(model, processor, options, world, gather)
-        said = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe)))
+        said = list(chain(*answer_rows(sample, rows, 1, rewards, "evaluation", describe, see)))
         earned = torch.tensor([values for values, _ in said], dtype=torch.float64)  # (rows, K)
         unseen = torch.tensor([unseen for _, unseen in said])
         means[name] = earned.nanmean(0).tolist()
         means[f"unseen {name}"] = earned[unseen].nanmean(0).tolist()
     named = rewards[1].endswith("format")  # else the second is one of the further rewards
-    values = {name: means[name][0] for name in ("sampled", "greedy")}
+    values = {name: means[name][0] for name in ways}
     values |= {"format": means["sampled"][1]} if named else {}
     for k in range(1 + named, len(rewards)):
         values |= {f"{rewards[k]} {name}": means[name][k] for name in ("sampled", "greedy")}
@@ -58,8 +69,20 @@ def evaluate(
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
+def following_pictures(row: Row, rows) -> list[PIL.Image.Image]:
+    """As many pictures as a row has, of the next row that has any."""
+    others = (rows[(row.index + k) % len(rows)].images for k in range(1, len(rows) + 1))
+    return list(islice(cycle(next(filter(len, others), ())), len(row.images)))
+
+
+BLIND = {  # what is reported: (row, all rows) -> the pictures that it shows instead
+    "grey": lambda row, _: [PIL.Image.new("RGB", one.size, "grey") for one in row.images],
+    "swapped": following_pictures,
+}
+
+
 def answer_rows(
-    sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable
+    sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable, see=None
 ) -> Iterator[list]:
     """Answer each row `count` times; the ranks share each batch, and each rank gets all of it, in
     the order of rows.
@@ -67,6 +90,7 @@ def answer_rows(
     Args:
         key: what the draws depend on, beside the number of the row.
         describe: (row, completions, what each earns (count, K)) -> what is yielded of a row.
+        see: one of BLIND.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
@@ -76,6 +100,8 @@ def answer_rows(
         world.leave()
         batch = [replace(rows[i], key=f"{key}/{i}", index=i) for i in equal_share(numbers, world)]
         batch = [replace(row, columns=judged_by | row.columns) for row in batch]
+        if see is not None:
+            batch = [replace(row, images=see(row, rows)) for row in batch]
         earned, completions = draw(sample, batch, count, rewards)
         earned = earned.view(len(batch), count, len(rewards)).tolist()
         found = world.gather_objects(list(map(describe, batch, completions, earned)))

@@ -1,6 +1,7 @@
 """Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a
 progress bar."""
 
+import json
 import math
 import re
 import sys
@@ -14,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl.hub.folder import json_text
-from minivlmrl.run.alarms import Alarms, check_mismatch
+from minivlmrl.run.alarms import Alarms, check_mismatch, looks_away
 from minivlmrl.run.completions import CompletionsLog
 from minivlmrl.run.trackers import TRACKERS, curves
 from minivlmrl.scale.ranks import World
@@ -120,17 +121,24 @@ class MetricsLog(ExitStack):
             said = (f"{name}={value}" for name, value in short.items())
             print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{took:.2f} s", flush=True)
 
-    def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float):
-        """Record what held-out rows say after `done` steps of a stage;
+    def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float, rows=1):
+        """Record what `rows` held-out rows say after `done` steps of a stage;
         the `seconds` it took are not the stage's."""
         if self.bar is not None:
             self.begin += seconds
         if not self.files:
             return
-        self.write(EVALUATIONS, {"stage": stage, "step": done} | values)
+        line = {"stage": stage, "step": done}
+        self.write(EVALUATIONS, line | values)
         self.track(curves(values))
         shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
         tqdm.write(f"evaluation, {stage} {done}: {shown} ({seconds:.1f} s)")
+        if "grey" not in values:
+            return
+        written = Path(self.files[EVALUATIONS].name).read_text().splitlines()
+        if warning := looks_away([json.loads(said) for said in written], rows):
+            self.write(WARNINGS, line | {"warning": warning})
+            tqdm.write(f"step {done}: {warning}", file=sys.stderr)
 
     def end_stage(self) -> float:
         """Close the bar; seconds since the stage began."""

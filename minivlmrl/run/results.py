@@ -91,13 +91,15 @@ class Results:
         begin, config = time.perf_counter(), self.config
         of = self.model, self.processor, self.held_out, config.sampling, self.world
         try:
-            values = evaluate(*of, config.data.eval_rewards, config.rollout.gather_weights)
+            how = config.data.eval_rewards, config.rollout.gather_weights, config.data.eval_blind
+            values = evaluate(*of, *how)
         except FloatingPointError as error:
             raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
         stage = config.stages[0] if config.stages else name
         if algorithm is not None:
             stage, values = algorithm.stage, values | algorithm.evaluate(self.held_out)
-        self.log.evaluation(stage, done, values, time.perf_counter() - begin)
+        rows = len(self.held_out)
+        self.log.evaluation(stage, done, values, time.perf_counter() - begin, rows)
         kind, best = config.keep_best, self.progress.best
         if algorithm is not None and kind in values:
             value = -values[kind] if kind == "loss" else values[kind]
