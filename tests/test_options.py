@@ -187,7 +187,7 @@ OTHERS = {
     *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
     *("output_dir", "overwrite", "num_threads", "model.path", "model.config"),
-    *("model.activation_checkpointing", "model.compute_dtype"),
+    *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root", "data.val_split"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),

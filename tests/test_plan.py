@@ -8,6 +8,7 @@ import pytest
 import torch
 from hub_configs import real_config
 
+from benchmarks import tower_pieces
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
 from minivlmrl.adapters.dropout import dropout
@@ -130,6 +131,16 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
     moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     measured = sum(x.nbytes for x in held) + moments + live.most + batch.pixel_values.nbytes
     near(sum(size for name, size in planned.items() if name != "logits"), measured)
+
+
+@pytest.mark.parametrize("frames", [4, 16])
+@pytest.mark.parametrize("tokens", [None, 32])
+def test_a_tower_in_pieces(frames, tokens):
+    """Planned within 10 % of what is measured; a tower in pieces holds no more of 16 frames than of 4."""
+    tower, measured, planned = tower_pieces.measure(frames, tokens)
+    near(planned, measured)
+    if tokens:
+        assert tower < 1.1 * tower_pieces.measure(4, tokens)[0] < tower_pieces.measure(frames, None)[0]
 
 
 def attention_batch(model, prompts):

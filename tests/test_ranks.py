@@ -69,6 +69,9 @@ FURTHER = {
     "grpo of Qwen3-VL with tools": [*TOOLS, "--model.config=FOLDER/qwen3_vl.json"],
     "grpo of Qwen3-VL": [*REFERENCE, "--model.config=FOLDER/qwen3_vl.json"],
     "grpo of Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
+    "grpo two at a time": [*REFERENCE, "--grpo.micro_batch_size=2"],
+    "of Qwen3-VL, grpo two at a time": [*REFERENCE, "--grpo.micro_batch_size=2",
+                                        "--model.config=FOLDER/qwen3_vl.json"],
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
@@ -76,6 +79,8 @@ REPLICATED = {f"{name}, float64": options for name, options in (STAGES | FURTHER
 REPLICATED["grpo with a reference, float32"] = [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"]
 BASIC = [f"{name}, float64" for name in STAGES]
 QWEN3 = [f"grpo of {family}, float64" for family in ("Qwen3-VL", "Qwen3.5")]
+IN_PIECES = ["--model.tower_pieces=1"]  # each image is one, and a rank has 0, 1 or 2
+TWO = "grpo two at a time, float64"
 CASES = {  # by number of ranks: name -> the replicated one that it equals on one rank, what is different
     1: {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, *QWEN3)},
     2: {f"{name}, replicated": (name, []) for name in (*BASIC, "grpo with a reference, float32")}
@@ -83,6 +88,11 @@ CASES = {  # by number of ranks: name -> the replicated one that it equals on on
     | {
         f"{name}, layer by layer": (f"{name}, float64", ONE_BY_ONE)
         for name in ("grpo with a reference", "grpo with a reward model", "grpo of Qwen3-VL", "grpo of Qwen3.5")
+    }
+    | {
+        "grpo two at a time, replicated, in pieces": (TWO, IN_PIECES),
+        "grpo two at a time, layer by layer, in pieces": (TWO, [*ONE_BY_ONE, *IN_PIECES]),
+        "grpo of Qwen3-VL, sharded, in pieces": (f"of Qwen3-VL, {TWO}", [*SHARDED, *IN_PIECES]),
     },
     4: {f"{name}, replicated": (name, []) for name in BASIC}
     | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from minivlmrl.adapters.lora import LoRAConfig
+from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
 from minivlmrl.batch import pack
 from minivlmrl.generate import draw_by
 from minivlmrl.logprobs import per_token_logps
@@ -197,10 +197,53 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, sharded,
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
 
 
+def films(config, frames=(3, 2)):
+    """A packed group of an image, two videos and text."""
+    generator = torch.Generator().manual_seed(0)
+    grids = [[(1, 4, 6), (frames[0], 8, 4)], [], [(frames[1], 4, 4)]]
+    prompts = [tiny.prompt(generator, row, dtype=torch.float64) for row in grids]
+    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
+
+
+@pytest.mark.parametrize("tokens", [1, 14])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("how", ["plain", "recomputed", "LoRA", "sharded", "sharded and recomputed"])
+def test_a_tower_in_pieces_has_the_same_gradients(alone, how, model_type, tokens):
+    def make(pieces):
+        model = tiny.model(dtype=torch.float64, model_type=model_type)
+        if how == "LoRA":
+            LoRAConfig(r=2, target=["vision", "merger", "language"]).place(model)
+            draw_adapters(model, 0)
+            for p in adapter_parameters(model):
+                torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+        if how.startswith("sharded"):
+            section = ShardingSection(enabled=True)
+            Sharding(section, ONE, torch.float64, "recomputed" in how, tower_pieces=pieces).shard(model)
+            return model
+        if how == "recomputed":
+            file.recompute_blocks(model)
+        file.run_in_pieces(model, pieces)
+        return model
+
+    found = []
+    for pieces in (None, tokens):
+        model = make(pieces)
+        logps, entropies = per_token_logps(model, films(model.config))
+        (logps.sum() + 0.1 * entropies.sum()).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append(
+            {name: g.full_tensor() if is_sharded(model) else g for name, g in grads.items()} | {"logps": logps}
+        )
+    assert found[0].keys() == found[1].keys() and any("visual" in name for name in found[0])
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).abs().max() <= 1e-12 * expected.abs().max(), name
+
+
 def test_a_copy_recomputes_with_its_own_weights(alone):
     for model in (tiny.model(), sharded_model(recompute=True)):
         if not is_sharded(model):
             file.recompute_blocks(model)
+            file.run_in_pieces(model, 4)
         twin = copy_model(model)
         with torch.no_grad():
             for parameter in model.parameters():

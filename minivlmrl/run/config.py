@@ -49,6 +49,8 @@ class ModelSection:
     freeze: list[Part] = field(default_factory=list)
     # keep only the inputs of blocks and compute the rest again in the backward
     activation_checkpointing: bool = False
+    # run the tower on so many image tokens at a time, whole frames, and again in the backward
+    tower_pieces: Annotated[int, ">= 1"] | None = None
 
 
 @dataclass
@@ -132,6 +134,10 @@ class RunConfig:
             raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
         if not self.adapter.target:
             raise ValueError("adapter.target is [], it must name layers")
+        if self.model.tower_pieces and self.adapter.dropout and self.adapter.target != ["language"]:
+            raise ValueError(
+                "model.tower_pieces: no adapter.dropout in the tower, take one of them"
+            )
         for name in ("dropout", "path", "quantize"):
             value = getattr(self.adapter, name)
             if value and not self.adapter.r:

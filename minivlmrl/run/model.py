@@ -19,7 +19,7 @@ from minivlmrl.run.config import asked_yaml
 from minivlmrl.run.plan import check_memory
 from minivlmrl.scale.checkpoint import DTYPES, load_model, load_processor, random_model
 from minivlmrl.scale.ranks import World
-from minivlmrl.scale.sharding import Sharding, recompute_blocks
+from minivlmrl.scale.sharding import Sharding, recompute_blocks, run_in_pieces
 from minivlmrl.tasks.task import get_task
 
 
@@ -35,9 +35,8 @@ def build_model(
         )
     dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
     if config.uses_fsdp:
-        sharding = Sharding(
-            config.sharding, world, dtype, recompute, DTYPES.get(section.compute_dtype)
-        )
+        computed, pieces = DTYPES.get(section.compute_dtype), section.tower_pieces
+        sharding = Sharding(config.sharding, world, dtype, recompute, computed, pieces)
     if section.path:
         # before the weights: it may not fit
         processor = load_processor(section.path, data.min_pixels, data.max_pixels)
@@ -70,6 +69,8 @@ def build_model(
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
+    if sharding is None:
+        run_in_pieces(model, section.tower_pieces)
     if isinstance(data.resize, str):
         processor.image_processor.resize = RESIZE[data.resize]
     processor.add_vision_id, processor.answer = data.add_vision_id, data.answer

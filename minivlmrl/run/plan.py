@@ -45,7 +45,7 @@ from minivlmrl.run.config import RunConfig, load_config, recipes_folder
 from minivlmrl.sampling.filters import SamplingOptions, filter_logits
 from minivlmrl.sampling.pieces import largest_piece
 from minivlmrl.scale.checkpoint import DTYPES
-from minivlmrl.scale.sharding import recompute_blocks
+from minivlmrl.scale.sharding import recompute_blocks, run_in_pieces
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -75,6 +75,7 @@ class Work:
     text_tokens: int  # of a prompt, without its image
     image_tokens: int  # of a prompt's image, after merging
     completion_tokens: int
+    frames: int = 1  # of equal size that share image_tokens
 
 
 class LiveBytes(TorchDispatchMode):
@@ -103,11 +104,12 @@ class LiveBytes(TorchDispatchMode):
 
 def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
-    merge, rows = config.vision_config.spatial_merge_size, max(math.isqrt(work.image_tokens), 1)
-    columns = math.ceil(work.image_tokens / rows)
-    grids = [[1, rows * merge, columns * merge]] if work.image_tokens else []
+    merge, of_frame = config.vision_config.spatial_merge_size, work.image_tokens // work.frames
+    rows = max(math.isqrt(of_frame), 1)
+    columns = math.ceil(of_frame / rows)
+    grids = [[1, rows * merge, columns * merge]] * work.frames if of_frame else []
     grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-    image = torch.full((columns * rows,), config.image_token_id)
+    image = torch.full((columns * rows * len(grids),), config.image_token_id)
     ids = torch.cat([image, torch.zeros(work.text_tokens, dtype=torch.long)])
     patches = torch.empty(int(grid.prod(1).sum()), config.vision_config.patch_dim, device="meta")
     completion = torch.zeros(work.completion_tokens, dtype=torch.long)
@@ -147,6 +149,7 @@ class Costs:
             model = model.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
             recompute_blocks(model)
+        run_in_pieces(model, run.model.tower_pieces)
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # gradients have a row of their own in the plan
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -155,7 +158,7 @@ class Costs:
         name, kernel = "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)[0]
         fused = mock.patch.object(F, name, kernel)
         dropped = dropout(model, run.adapter.dropout if train else 0.0, "plan")
-        live = LiveBytes([*model.parameters(), *model.buffers()])
+        live = LiveBytes([*model.parameters(), *model.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
                 model(batch, select=batch.layout.last_index)
@@ -198,7 +201,13 @@ def _bytes(tensors) -> int:
 
 
 def plan(
-    run: RunConfig, stage: str, costs: Costs, gpus: int, text_tokens: int, image_tokens: int
+    run: RunConfig,
+    stage: str,
+    costs: Costs,
+    gpus: int,
+    text_tokens: int,
+    image_tokens: int,
+    frames: int = 1,
 ) -> dict[str, dict]:
     """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights":
     ...}, ...}."""
@@ -242,7 +251,7 @@ def plan(
     # one block runs while the next arrives
     gathered = every - sum(blocks) + 2 * max(blocks) if fsdp else 0
     G = len(algorithm.answers) or config.num_generations
-    lengths = text_tokens, image_tokens, run.sampling.max_new_tokens
+    lengths = text_tokens, image_tokens, run.sampling.max_new_tokens, frames
     prompt, budget = text_tokens + image_tokens, getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     micro = Work(*largest_piece(prompts, prompt, [lengths[2]] * G, budget), *lengths)
@@ -359,6 +368,7 @@ def main(arguments: list[str]):
     p.add_argument("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
     p.add_argument("--text_tokens", type=int, default=TEXT_TOKENS, help="of a prompt")
     p.add_argument("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
+    p.add_argument("--frames", type=int, default=1, help="that share image_tokens")
     given, rest = p.parse_known_args(arguments)
     recipe = recipes_folder() / "own_data.yaml"
     if rest and not rest[0].startswith("--"):
@@ -369,7 +379,7 @@ def main(arguments: list[str]):
         raise ValueError(f"{path}: no such file or folder; {cure}")
     config = ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
     costs, memory = Costs(config), given.gpu_memory * GB
-    lengths = given.text_tokens, given.image_tokens
+    lengths = given.text_tokens, given.image_tokens, given.frames
     card, *speeds = CARDS[min(CARDS, key=lambda size: abs(size - given.gpu_memory))]
     gpus = f"{given.gpus} GPUs of {given.gpu_memory:g} GB"
     print(f"{given.model}: {costs.parameters:,} parameters; {gpus}")
@@ -386,7 +396,7 @@ def main(arguments: list[str]):
 
         def show(overrides: list[str], stage=stage):
             run, phases = planned(overrides)
-            seconds = least_seconds(run, stage, costs, given.gpus, sum(lengths), *speeds)
+            seconds = least_seconds(run, stage, costs, given.gpus, sum(lengths[:2]), *speeds)
             print(table(phases, memory), besides(run, stage, costs, given.gpus, *lengths), sep="\n")
             print(f"over {seconds:.2g} s a step by the data sheet of an {card}")
 
