@@ -15,7 +15,7 @@ READING_ORDER = (
     *("image", "chat", "rows", "rope", "vision", "attention", "batch", "decoder", "logprobs"),
     *("generate", "rewards", "advantages", "losses", "grpo", "train"),
 )
-FIELDS = 202  # of a recipe
+FIELDS = 204  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for a new family of models (Qwen3-VL: 280, Qwen3.5: 330)
 BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18558
 SHELF_LINES = {
