@@ -123,11 +123,11 @@ class GRPO:
             rows = rows if advantages is None else self.teaching(rows, advantages)
             groups = [(i, list(own)) for i, own in groupby(rows, key=lambda row: row // G)]
             prompts = [rollout.prompts[i] for i, _ in groups]
-            drawn = [[answers[row] for row in own] for _, own in groups]
-            group = pack(prompts, drawn, self.policy.config, device)
+            said = [[answers[row] for row in own] for _, own in groups]
+            group = pack(prompts, said, self.policy.config, device)
             batch = self.batch_type(group, group.completion_mask, counts, torch.tensor(rows))
-            logps = torch.cat([answers[row].logps for row in rows])
-            batch.sampler_logps = group.pad(logps.to(device))
+            drawn = torch.cat([answers[row].logps for row in rows])
+            batch.sampler_logps = group.pad(drawn.to(device))
             batch.advantages = None if advantages is None else advantages[rows].to(device)
             self.add_logps(batch)
             batches.append(batch)
