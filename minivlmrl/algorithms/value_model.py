@@ -42,12 +42,12 @@ def pack_to_end(
 ) -> GroupBatch:
     """Pack with the last token of each completion in the run, which leaves out one after it."""
 
-    def longer(c: Completion) -> Completion:
-        again = torch.cat([c.ids, c.ids[-1:]]), torch.cat([c.written, c.written[-1:]])
-        return replace(c, ids=again[0], written=again[1])
+    def longer(c: Completion | Tensor) -> Completion:
+        c = Completion(c) if isinstance(c, Tensor) else c
+        ids, written = (torch.cat([x, x[-1:]]) for x in (c.ids, c.written))
+        return replace(c, ids=ids, written=written)
 
-    groups = [[longer(completion) for completion in group] for group in completions]
-    return pack(prompts, groups, config, device)
+    return pack(prompts, [[longer(c) for c in group] for group in completions], config, device)
 
 
 class ValueHead(nn.Linear):
