@@ -91,7 +91,9 @@ class CompletionsLog:
             path.parent.mkdir(exist_ok=True)
             small = image.copy()
             small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            small.save(path, quality=90, lossless=max(small.size) < 128)
+            draft = path.with_suffix(".partial")  # killed now it is no picture that is there
+            small.save(draft, "WEBP", quality=90, lossless=max(small.size) < 128)
+            draft.rename(path)
         return f"{IMAGES}/{path.name}"
 
 
