@@ -23,7 +23,7 @@ from minivlmrl.tools.process import run_rank
 
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file
-FREE = ("seed", "num_threads", "output_dir", "overwrite", "resume", "state_minutes", "state_steps", "keep_states")
+FREE = ("seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps", "keep_states")
 FREE += ("log_completions", "keep_best", "report_to", "check_memory", "timeout")
 FREE += ("eval_steps", "save_steps", "save_total_limit")
 

@@ -52,7 +52,7 @@ PARTS = {
     **{
         f"run_{name}": Part(
             f"A run of a tiny model, {name}", 1.5,
-            ["train.py", "--output_dir={out}/run_" + name, "--overwrite", *STEPS, *options], SHORT,
+            ["train.py", "--output_dir={out}/run_" + name, "--resume=never", *STEPS, *options], SHORT,
         )
         for name, options in {"bfloat16": ["--model.compute_dtype=bfloat16"], "float32": [], "nf4": NF4}.items()
     },

@@ -63,9 +63,9 @@ form and the truth of the answer. `runs/first/page.html` shows curves and answer
 ---
 from minivlmrl.tools.notebook import train
 
-train("shapes.yaml", rows, held_out, output_dir="runs/sft", overwrite=True, stages=["sft"])
+train("shapes.yaml", rows, held_out, output_dir="runs/sft", resume="never", stages=["sft"])
 start = {"path": "runs/sft/checkpoint", "config": None}
-steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "overwrite": True}
+steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "resume": "never"}
 train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
 ---
 **What does it say?** `completions.jsonl` has answers of training with the sum of their weighted rewards: here of the

@@ -60,6 +60,8 @@ def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
 class Quarters:
     """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`."""
 
+    max_tool_calls = 1
+
     def reset(self, picture, **columns):
         self.picture = picture
 

@@ -129,7 +129,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "min_new_tokens": 2, "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never", "environment": "zoom", "max_tool_calls": 3,
+        "max_tokens_at_once": 500, "graph": "never", "environment": "zoom",
     }  # fmt: skip
     assert given.keys() == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", "m", "--prompt", "p"]
@@ -246,7 +246,8 @@ def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
 
 def test_a_tool_answers(ask, monkeypatch):
     """It is called after the first words; what it says is printed with the rest."""
+    monkeypatch.setattr(tool_sampler, "MAX_TOOL_CALLS", 1)
     called = lambda text, tools, ended: [("calculator", "1 + 1")] if len(text) > 2 and not ended else []  # noqa: E731
     monkeypatch.setattr(tool_sampler, "find_calls", called)
-    status, out, _ = ask("--environment", "calculator", "--max_tool_calls", "1", "--max_new_tokens", "40")
+    status, out, _ = ask("--environment", "calculator", "--max_new_tokens", "40")
     assert status == 0 and out.count("<result>2</result>") == 1

@@ -85,8 +85,8 @@ def test_an_unknown_key_is_named_with_the_valid_ones(write, content):
 
 
 def test_a_flag_needs_no_value(recipe):
-    config = load_config(recipe, ["--overwrite", "--reference.sync_ref_model"])
-    assert config.overwrite is True and config.reference.sync_ref_model is True
+    config = load_config(recipe, ["--check_memory=false", "--reference.sync_ref_model"])
+    assert config.check_memory is False and config.reference.sync_ref_model is True
     with pytest.raises(ValueError, match="'--seed': an override has the form"):
         load_config(recipe, ["--seed"])
 

@@ -179,7 +179,7 @@ def test_how_exact_is_what_the_tests_ask():
     import test_generate
 
     rows = {row[3].partition("]")[0].strip("["): row for row in rows_of(EXACT, "In short")}
-    assert len(rows) == 11 and all((ROOT / "tests" / name).is_file() for name in rows)
+    assert len(rows) == 12 and all((ROOT / "tests" / name).is_file() for name in rows)
     assert f"{sum(map(len, families().values()))} cells" in rows["parity/test_families.py"][0]
     assert f"{len(test_generate.SETTINGS + test_generate.MORE_SETTINGS)} settings" in rows["test_generate.py"][0]
     assert f"asked: {test_checkpoint_table.TOLERANCE}" in rows["test_checkpoint_table.py"][2]

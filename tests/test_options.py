@@ -63,11 +63,9 @@ OPTIONS = [  # field, another value, base
     ("dpo.beta", 0.5, DPO),
     *[("dpo.label_smoothing", 0.2, [*DPO, f"--dpo.loss_type={name}"]) for name in ("robust", "aot", "aot_unpaired")],
     ("dpo.label_smoothing", 0.2, [*DPO, "--dpo.loss_type=exo_pair", "--dpo.label_smoothing=0.1"]),
-    ("dpo.smooth_sigmoid", "true", [*DPO, "--dpo.label_smoothing=0.1"]),
     ("dpo.f_alpha_divergence_coef", 0.9, [*DPO, "--dpo.f_divergence_type=alpha_divergence"]),
     ("dpo.ld_alpha", 0.5, ["own", *DPO]),
     ("dpo.use_weighting", "true", DPO),
-    ("dpo.reference_free", "true", DPO),
     ("dpo.discopop_tau", 0.5, [*DPO, "--dpo.loss_type=discopop"]),
     ("kto.beta", 0.5, KTO),
     ("kto.desirable_weight", 0.5, KTO),
@@ -181,19 +179,19 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # (micro_batch_size), test_dpo.py (precompute_ref_log_probs), test_reward_model.py (path), test_ppo.py (critic_path),
 # test_results.py (evaluations, checkpoints), test_trackers.py (report_to),
 # test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
-# test_tool_sampler.py (environment, max_tool_calls), test_sharding.py or test_ranks.py.
+# test_tool_sampler.py (environment), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
-    *("output_dir", "overwrite", "num_threads", "model.path", "model.config"),
+    *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
     *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root", "data.val_split"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),
-    *("sampling.environment", "sampling.max_tool_calls"),
+    "sampling.environment",
     *("grpo.max_tokens_per_micro_batch", "ppo.max_tokens_per_micro_batch"),
     *("sharding.enabled", "sharding.replicas", "sharding.cpu_offload"),
     *("log_completions", "keep_best", "report_to", "rollout.max_logp_mismatch"),
@@ -220,7 +218,7 @@ def lines_of(home, own):
             patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)  # a million are shuffled otherwise
             for module in ("algorithms.base", "algorithms.value_model", "run.results"):
                 patch.setattr(f"minivlmrl.{module}.save_model", lambda *_: None)
-            train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--overwrite=true", *overrides])
+            train.main([str(home / "recipe.yaml"), f"--output_dir={home / 'option'}", "--resume=never", *overrides])
         return metrics(home / "option")
 
     return lines_of

@@ -66,9 +66,10 @@ def test_sft_of_dpo_is_a_token_mean():
     """Chosen answers of 1 and 3 tokens with -1 and -2 each: 7 / 4; of a step of 10 tokens and 8 pairs 7 / 10."""
     logps = tensor([[-1.0, 0, 0], [-5, -5, -5]], [[-2.0, -2, -2], [-5, 0, 0]])
     mask = tensor([[1.0, 0, 0], [1, 1, 1]], [[1.0, 1, 1], [1, 0, 0]])
-    options = DPOLoss("sft", reference_free=True)
-    assert dpo_loss(logps, mask, options)[0].item() == 7 / 4
-    assert dpo_loss(logps, mask, options, counts=SimpleNamespace(sequences=16, tokens=10))[0].item() == near(7 / 10)
+    options, ref = DPOLoss("sft"), {"ref_per_token_logps": torch.zeros_like(logps)}
+    step = SimpleNamespace(sequences=16, tokens=10)
+    assert dpo_loss(logps, mask, options, **ref)[0].item() == 7 / 4
+    assert dpo_loss(logps, mask, options, **ref, counts=step)[0].item() == near(7 / 10)
 
 
 def test_a_divergence_that_grows_too_fast_is_bounded():
@@ -78,18 +79,6 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     options = DPOLoss(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
     loss, _ = dpo_loss(logps, options=options, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
-
-
-def test_smooth_sigmoid():
-    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75); without the option labels are not smoothed."""
-    expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
-    assert pair_loss("sigmoid", label_smoothing=0.1, smooth_sigmoid=True) == near(expected)
-
-
-def test_reference_free():
-    """u = -1 and v = -3: z = 0.5 * 2 = 1."""
-    assert pair_loss("sigmoid", ref_per_token_logps=None, reference_free=True) == near(softplus(-1.0))
-    assert pair_loss("sigmoid", reference_free=True) == near(softplus(-1.0))  # one that is given does not count
 
 
 def test_mpo_is_a_weighted_sum():
@@ -161,7 +150,6 @@ def test_docstring_examples():
      "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.ANY_DIVERGENCE)),
     ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
     ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
-    ({"ref_per_token_logps": None}, "needs ref_per_token_logps; or say reference_free"),
 ])  # fmt: skip
 def test_a_preference_loss_that_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):

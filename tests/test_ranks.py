@@ -34,12 +34,7 @@ RECIPE = recipe(
     STAGE, model={"dtype": "float64"}, sampling={"max_new_tokens": 12}, rewards={"letters": 1.0}, ppo={"kl_coef": 0.1}
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
-TOOLS = [
-    *REFERENCE,
-    "--sampling.environment=on_ranks:Eye",
-    "--sampling.max_tool_calls=2",
-    "--sampling.max_new_tokens=30",
-]
+TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
 STAGES = {
     "sft": ["--stages=[sft]"],
     "grpo": ["--stages=[grpo]"],

@@ -100,7 +100,7 @@ def run_rec(rec, tmp_path, plain):
         rows = str(rec / "rows.jsonl")
         small = ["--data.max_pixels=50176", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--num_threads=1"]
         files = [f"--model.path={rec / 'model'}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
-        files += ["--sampling.max_new_tokens=8", f"--output_dir={tmp_path}", "--overwrite=true"]
+        files += ["--sampling.max_new_tokens=8", f"--output_dir={tmp_path}", "--resume=never"]
         train.main([str(RECIPE), *files, *small, *overrides])
         return metrics(tmp_path)
 

@@ -125,7 +125,7 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
-    ways = "--overwrite begins anew there, another --output_dir leaves it alone"
+    ways = "--resume=never begins anew there, another --output_dir leaves it alone"
     for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
             run(*options)
@@ -142,13 +142,13 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_weights(run, plain, tm
         run("--stages=[]", name="file")
 
 
-def test_overwrite_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain):
+def test_resume_never_begins_anew_and_is_not_in_the_recipe_that_is_left(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=2", "--state_steps=1")
-    run("--stages=sft", "--sft.max_steps=1", "--overwrite=true")
+    run("--stages=sft", "--sft.max_steps=1", "--resume=never")
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
     assert not list((folder / "states").glob("0*"))
     config = load_config(folder / "config.yaml")
-    assert (config.overwrite, config.resume) == (False, None)
+    assert config.resume is None
 
 
 # while a stage trains
@@ -216,7 +216,7 @@ def test_numbered_checkpoints_have_a_limit(run):
     options = ("--stages=sft", "--save_steps=1", "--save_total_limit=2", "--sft.max_steps=4")
     folder = run(*options[:-1], "--sft.max_steps=6")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000005", "sft-000006"]
-    run(*options, "--overwrite=true")
+    run(*options, "--resume=never")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["sft-000003", "sft-000004"]
     last, end = folder / "checkpoints/sft-000004/checkpoint", folder / "checkpoint"
     assert (last / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()

@@ -453,7 +453,7 @@ def test_states_are_never_overwritten_unasked(recipe, copy):
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("option", ["--resume=never", "--overwrite", "--resume=null"])
+@pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])
 def test_restarts_need_auto(recipe, copy, monkeypatch, option):
     """Else a restart would remove what the attempt before it has saved, or refuse to begin."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

@@ -190,7 +190,8 @@ def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
 def test_limits(monkeypatch):
     """Calls over the limit are text; an answer that does not fit ends a completion, as one that was cut."""
     words = "<look>1</look><look>2</look>end"
-    [[completion]], _, _ = play(monkeypatch, words, max_tool_calls=1)
+    monkeypatch.setattr(tool_sampler, "MAX_TOOL_CALLS", 1)
+    [[completion]], _, _ = play(monkeypatch, words)
     assert said(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
     long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
     for tokens, fits in ((long + 83, False), (long + 84, True)):  # 81 of the picture, 2 around it, one more
@@ -229,13 +230,16 @@ def test_a_resumed_run_ends_with_the_same_bytes(run, plain, monkeypatch, tmp_pat
     monkeypatch.setattr(
         tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 4 and not ended)
     )
+    for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
+        words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
+        (tmp_path / name).write_text(words)
     options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1", "--state_steps=1"]
-    options += ["--keep_states=9", "--grpo.max_steps=3", "--grpo.prompts_per_step=2", "--sampling.max_tool_calls=2"]
-    whole = run(*options, name="whole", recipe=ROOT / "recipes" / "zoom.yaml")
+    options += ["--keep_states=9", "--grpo.max_steps=3", "--grpo.prompts_per_step=2"]
+    whole = run(*options, name="whole", recipe=tmp_path / "zoom.yaml")
     shutil.copytree(whole, tmp_path / "again")
     for state in sorted((tmp_path / "again" / "states").iterdir())[1:]:
         shutil.rmtree(state)
-    again = run(*options, "--resume=auto", name="again", recipe=ROOT / "recipes" / "zoom.yaml")
+    again = run(*options, "--resume=auto", name="again", recipe=tmp_path / "zoom.yaml")
     for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
         assert (again / name).read_bytes() == (whole / name).read_bytes(), name
     lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]

@@ -68,7 +68,7 @@ def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
     shutil.rmtree(folder / "states" / "000005")
     run(*OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--keep_states=9", "--resume=auto")
     assert curves(folder) == expected(folder)
-    run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--overwrite=true")
+    run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
     assert curves(folder) == expected(folder)  # nothing of the run before
 
 

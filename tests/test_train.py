@@ -165,7 +165,7 @@ def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home,
     seen = []
     monkeypatch.setattr(results_file, "evaluate", lambda *arguments: seen.append(arguments[2]) or {})
     run("--stages=[]", "--data.eval_rows=3")
-    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--overwrite=true")
+    run(*own, "--stages=[]", f"--data.eval_file={home / 'other.jsonl'}", "--resume=never")
     assert [len(rows) for rows in seen] == [3, 4]
     assert seen[1][0].columns["problem"] == "Hm?"
 

@@ -41,17 +41,14 @@ class DPO(PairAlgorithm):
     @staticmethod
     def check(run):
         config = run.dpo
-        none_kept = config.precompute_ref_log_probs or config.reference_free
         for name in ("sync_ref_model", "num_shared_layers"):
-            if getattr(run.reference, name) and none_kept:
-                without = "dpo leaves out with precompute_ref_log_probs or reference_free"
+            if getattr(run.reference, name) and config.precompute_ref_log_probs:
+                without = "dpo leaves out with precompute_ref_log_probs"
                 raise ValueError(f"reference.{name} needs a reference model, which {without}")
-        if config.precompute_ref_log_probs and config.reference_free:
-            raise ValueError("dpo.precompute_ref_log_probs: reference_free has none to score")
 
     @staticmethod
     def has_reference(config) -> bool:
-        return not config.precompute_ref_log_probs and not config.reference_free
+        return not config.precompute_ref_log_probs
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -111,9 +108,8 @@ class DPO(PairAlgorithm):
         """How much further the policy has moved towards the chosen answers than the others."""
         batch = self.micro_batch(rows, "held_out")
         moved = batch.group.pad(per_token_logps(self.policy, batch.group)[0])
-        if batch.ref_per_token_logps is not None:
-            moved = moved - batch.ref_per_token_logps
-        u, v = by_pair(moved * batch.loss_mask).sum(-1).unbind(1)
+        moved = (moved - batch.ref_per_token_logps) * batch.loss_mask
+        u, v = by_pair(moved).sum(-1).unbind(1)
         return u - v
 
     def state_dict(self) -> dict[str, Tensor]:

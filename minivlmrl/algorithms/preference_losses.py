@@ -42,7 +42,6 @@ class DPOLoss:
     beta: Annotated[float, "> 0"] = 0.1
     # share of labels taken to be wrong, for exo_pair, robust, aot, aot_unpaired ...
     label_smoothing: float = 0.0
-    smooth_sigmoid: bool = False  # ... and for sigmoid too (TRL ignores it there since 0.29)
     # which divergence from the reference is bounded, see f_score
     f_divergence_type: Divergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
@@ -50,7 +49,6 @@ class DPOLoss:
     ld_alpha: Annotated[float, "[0, 1]"] | None = None
     # WPO: weight pairs with how likely the policy itself is to give such answers
     use_weighting: bool = False
-    reference_free: bool = False  # take the reference to be uniform
     discopop_tau: Annotated[float, "> 0"] = 0.05  # temperature of discopop
 
     def __post_init__(self):
@@ -89,8 +87,8 @@ class Pairs:
 
 # name: (pairs, options, e) -> (B,); s is the sigmoid, b beta, e label_smoothing
 DPO_LOSSES: dict[str, Callable[[Pairs, DPOLoss, float], Tensor]] = {
-    # -log s(b d). DPO eq. 7 (arXiv 2305.18290). With smooth_sigmoid: cDPO, as TRL had it up to 0.28
-    "sigmoid": lambda p, o, e: smoothed(p.z, e if o.smooth_sigmoid else 0.0),
+    # -log s(b d). DPO eq. 7 (arXiv 2305.18290)
+    "sigmoid": lambda p, o, e: -logsigmoid(p.z),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda p, o, e: torch.relu(1 - p.z),
     # (d - 1 / (2 b))^2, d per token. IPO eq. 17 (2310.12036), length-normalised by its authors
@@ -138,7 +136,7 @@ def dpo_loss(
     mask: Tensor,
     options: DPOLoss | None = None,
     *,
-    ref_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor,
     log_sum_sq_probs: Tensor | None = None,
     counts=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -149,7 +147,7 @@ def dpo_loss(
     Args:
         per_token_logps: (B, 2, T) float, nats.
         mask: (B, 2, T), 1 for tokens of the answers.
-        ref_per_token_logps: (B, 2, T), a constant; needed unless options.reference_free.
+        ref_per_token_logps: (B, 2, T), a constant.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
             use_weighting.
         counts: `tokens` are the chosen ones, for sft.
@@ -161,8 +159,6 @@ def dpo_loss(
         equals DPOTrainer._compute_loss of TRL 1.16.
     """
     o = options or DPOLoss()
-    if ref_per_token_logps is None and not o.reference_free:
-        raise ValueError("dpo_loss needs ref_per_token_logps; or say reference_free")
     if log_sum_sq_probs is None and o.use_weighting:
         raise ValueError("use_weighting needs log_sum_sq_probs")
     lengths = mask.sum(-1)  # (B, 2)
@@ -177,9 +173,7 @@ def dpo_loss(
         shared = mask.cumsum(-1) <= lengths.amin(1)[:, None, None]
         counted = torch.where(shared, mask, o.ld_alpha * mask)
     logps = (per_token_logps * counted).sum(-1)  # (B, 2)
-    ref_logps = logps.new_zeros(()).expand(B, 2)
-    if not o.reference_free:
-        ref_logps = (ref_per_token_logps * counted).sum(-1)
+    ref_logps = (ref_per_token_logps * counted).sum(-1)
     u, v = (logps - ref_logps).unbind(1)
     scores = f_score(logps - ref_logps, o.f_divergence_type, o.f_alpha_divergence_coef)
     margin, mean_margin = (x[:, 0] - x[:, 1] for x in (scores, scores / lengths))

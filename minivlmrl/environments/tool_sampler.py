@@ -22,6 +22,8 @@ from minivlmrl.rows import Completion, Prompt
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.sampling.stop_strings import NO_TEXT, token_bytes
 
+MAX_TOOL_CALLS = 8  # of a completion, where its environment says no other; more go unanswered
+
 
 def build_sampler(model, processor, sampling, *rest) -> RunSampler:
     """Make the sampler of a recipe, with tools if it names an environment."""
@@ -32,7 +34,8 @@ class Play:
     """One completion while it is written."""
 
     def __init__(self, environment: object):
-        self.environment, self.tools, self.calls = environment, tools_of(environment), 0
+        self.environment, self.tools = environment, tools_of(environment)
+        self.calls_left = getattr(environment, "max_tool_calls", MAX_TOOL_CALLS)
         self.text = b""  # since the last answer
         self.written, self.pictures, self.cut = [], [], False
         self.shift, self.moved = 0, [0] * 3  # position, less the tokens before it: next and last
@@ -49,7 +52,7 @@ class Play:
         self.moved = [self.shift] * 3
         self.text += token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
         calls = []
-        if self.calls < sampler.sampling.max_tool_calls and (ends or b">" in self.text[-16:]):
+        if self.calls_left > 0 and (ends or b">" in self.text[-16:]):
             calls = find_calls(self.text.decode(errors="replace"), self.tools, ends)
         return token, logp, self.answer(calls, ends, left, sampler) if calls else ends
 
@@ -67,7 +70,7 @@ class Play:
             moved = position - torch.arange(len(ids)) + self.shift
             self.queue.extend(zip(ids.tolist(), moved.T.tolist(), strict=True))
             self.shift += int(position.max()) + 1 - len(ids)
-            self.text, self.calls = b"", self.calls + len(calls)
+            self.text, self.calls_left = b"", self.calls_left - len(calls)
             self.pictures += pictures
             self.unseen += pictures
         return self.cut

@@ -18,6 +18,7 @@ import yaml
 THEIRS = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
+    "overwrite_output_dir": "resume=never",
     "max_completion_length": "sampling.max_new_tokens",
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",

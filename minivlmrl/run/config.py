@@ -76,8 +76,6 @@ class RunConfig:
 
     seed: int = 0  # of weights, rows and draws
     output_dir: str = "runs/default"  # the run's folder
-    # begin anew in a folder that holds a finished run, and remove its states
-    overwrite: bool = False
     stages: list[str] = field(default_factory=lambda: ["grpo"])  # algorithms, one after the other
     # end a stage after so many passes over its rows
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None
@@ -89,7 +87,8 @@ class RunConfig:
     state_steps: Annotated[int, ">= 0"] = 0
     # how many are kept; more than 1, in case the newest is damaged
     keep_states: Annotated[int, ">= 1"] = 2
-    # "auto": from the newest state in output_dir, if any; "never"; or the folder of a state
+    # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
+    # in a folder that holds a run
     resume: str | None = None
     # evaluate every this many steps of a stage too; 0: between stages only
     eval_steps: Annotated[int, ">= 0"] = 0
@@ -125,8 +124,6 @@ class RunConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self):
-        if self.overwrite and self.resume is None:
-            self.resume = "never"
         for stage in self.data.files:
             if not isinstance(getattr(self, stage, None), TrainingConfig):
                 raise ValueError(f"data.files: {stage} is no stage, such as sft or grpo")
@@ -167,7 +164,7 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     config = build(RunConfig, values, str(recipe))
     for override in overrides:
         key, separator, text = override.removeprefix("--").partition("=")
-        if not separator and _hint(key) is bool:  # --overwrite
+        if not separator and _hint(key) is bool:  # --dpo.use_weighting
             separator, text = "=", "true"
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
@@ -235,7 +232,7 @@ def _value(key: str, text: str):
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved config as a recipe that reproduces it, in a folder that is free."""
-    values = dataclasses.asdict(config) | {"overwrite": False, "resume": None}
+    values = dataclasses.asdict(config) | {"resume": None}
     return yaml.safe_dump(values, sort_keys=False)
 
 

@@ -20,7 +20,7 @@ from minivlmrl.run.trackers import curves
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # of a recipe, what every run has of its own, or the page shows by itself
-OWN = {"output_dir", "overwrite", "resume", "model.path", "model.config"}
+OWN = {"output_dir", "resume", "model.path", "model.config"}
 STEPS = 60  # logged steps on a page, at most: a page has to open
 
 

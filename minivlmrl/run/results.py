@@ -39,7 +39,7 @@ def check_outputs(config: RunConfig):
         raise ValueError(f"{states[-1].parent} holds states {of}; {cure}")
     nothing = not config.stages and metrics.exists() and metrics.stat().st_size
     if ((folder / SUMMARY).exists() or nothing) and config.resume != "never" and not states:
-        ways = "--overwrite begins anew there, another --output_dir leaves it alone"
+        ways = "--resume=never begins anew there, another --output_dir leaves it alone"
         raise ValueError(f"output_dir: {folder} holds the results of a run; {ways}")
 
 

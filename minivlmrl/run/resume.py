@@ -91,7 +91,7 @@ class Progress:
 def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
-    own = ("data", "stages", "seed", "output_dir", "overwrite", "resume")  # are checked, or new
+    own = ("data", "stages", "seed", "output_dir", "resume")  # are checked, or new
     return parse_json(json_text(flat({name: values[name] for name in values.keys() - own})))
 
 

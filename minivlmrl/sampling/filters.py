@@ -30,7 +30,6 @@ class SamplingOptions(SamplingConfig):
     max_tokens_at_once: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: a built-in name or file.py:NAME, docs/tools.md
     environment: str | None = None
-    max_tool_calls: Annotated[int, ">= 1"] = 8  # of a completion; nobody answers later ones
     # decode steps as a CUDA graph; always: elsewhere without graph
     graph: Literal["auto", "always", "never"] = "auto"
 

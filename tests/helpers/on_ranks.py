@@ -98,6 +98,8 @@ class Result:
 class Eye:
     """Shows a corner of the row's image; text where there is none."""
 
+    max_tool_calls = 2
+
     def reset(self, images, **columns):
         self.images = images
 
