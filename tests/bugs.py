@@ -280,7 +280,7 @@ BUGS = {
     ),
     "pictures_of_others": Bug(
         GITHUB + "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
-        trl=InTRL("logps", "picture of another row", forward(rolled_pictures)),
+        trl=InTRL("logps", "a row sees the picture of", forward(rolled_pictures)),
     ),
     "no_picture_in_training": Bug(
         GITHUB + "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
@@ -429,7 +429,8 @@ BUGS = {
     ),
     "means_tiled": Bug(
         GITHUB + "StarsfieldAI/R1-V/pull/54",
-        trl=score("advantages", "means of groups tiled", MEANS, "mean_grouped_rewards.repeat(num_generations)"),
+        trl=score("advantages", "the row of repeat for repeat_interleave", MEANS,
+                  "mean_grouped_rewards.repeat(num_generations)"),
     ),
     "groups_of_half_the_size": Bug(
         GITHUB + "StarsfieldAI/R1-V/pull/49",
@@ -474,7 +475,7 @@ BUGS = {
     ),
     "entropy_punished": Bug(
         "sign of a bonus",
-        trl=loss("entropy with the wrong sign", "loss = loss - apply_coef", "loss = loss + apply_coef",
+        trl=loss("entropy has the wrong sign", "loss = loss - apply_coef", "loss = loss + apply_coef",
                  {"entropy_coef": 0.1}),
     ),
     "kl_reversed": Bug(
@@ -486,7 +487,7 @@ BUGS = {
     ),
     "kl_subtracted": Bug(
         GITHUB + "huggingface/trl",
-        trl=loss("KL with the wrong sign", "+ self.beta * per_token_kl", "- self.beta * per_token_kl", KL, at=1),
+        trl=loss("KL has the wrong sign", "+ self.beta * per_token_kl", "- self.beta * per_token_kl", KL, at=1),
     ),
     "kl_without_ratio": Bug(
         "TRL up to 1.9",

@@ -69,7 +69,7 @@ def test_the_usual_loss_passes_where_the_batch_is_the_step():
     ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
     ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
     ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
-    ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL is subtracted"),
+    ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL has the wrong sign"),
     ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
 ])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says):

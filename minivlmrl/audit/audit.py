@@ -2,22 +2,22 @@
 that differ.
 
 Each stage is compared by itself, from what the trainer had before it, so one mistake is reported
-once. For a stage that differs known causes are tried alone, then in pairs, each also up to a
-factor. Exit status 0: all agrees, 1: not.
+once. For a stage that differs known causes are tried alone, then in the most promising pairs, each
+also up to a factor. Exit status 0: all agrees, 1: not.
 """
 
 import argparse
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
-from pathlib import Path
 
 import torch
-import yaml
+from torch import Tensor
 
 from minivlmrl.audit import stages, updates
 from minivlmrl.audit.dump import DAMAGES, Dump, read
+from minivlmrl.audit.moves import TABLE, formula
 from minivlmrl.hub.checker import naming
 
 TOLERANCE = 1e-5  # of an error, in units of what was added up: some times float32's rounding
@@ -32,6 +32,9 @@ STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
 # what may be off by a factor
 FACTORS = ("advantages", "rows", "loss", "gradients", "clip", "update", "schedule")
+THROUGH_A_MODEL = ("gradients", *LOGPS)
+EVALUATIONS = 1000, 50  # of pairs at most; through a model
+NUMBERS = 4096  # of a stage, by which pairs are judged before they are tried
 
 
 @dataclass
@@ -44,11 +47,33 @@ class Cause:
     change: dict = field(default_factory=dict)  # what the stage's function computes differently
     source: str = ""
     costs: str = ""
+    about: str = ""  # what a step needs to show it
 
 
-TABLE = Path(__file__).parent / "causes.yaml"
-CAUSES = [Cause(**row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
+CAUSES = [
+    Cause(**{name: x for name, x in (group | row).items() if name != "list"})
+    for group in TABLE["causes"]
+    for row in group["list"]
+]
 Fit = tuple[list[Cause], float]  # causes, and the error that is left
+
+
+def causes(name: str, d: Dump) -> list[Cause]:
+    """What may go wrong in a stage of this step: what is listed, then what is composed."""
+    own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
+    found = [cause for cause in CAUSES if own & set(cause.stages.split())]
+    for row in TABLE["things"]:
+        if own & set(row["stages"].split()) and row.get("needs", "input_ids") in d.tensors:
+            about = {name: row[name] for name in ("source", "costs", "about") if name in row}
+            changes = {
+                text: (kind, text)
+                for kind in row.get("of", "").split()
+                for text in getattr(d, kind)
+            }
+            for text, change in (changes or TABLE["terms"]).items():
+                says, name = f"{row['says']} {text}", f"{row['thing']}: {text}"
+                found.append(Cause(name, says, change={row["thing"]: change}, **about))
+    return found
 
 
 @dataclass
@@ -58,9 +83,11 @@ class Finding:
     stage: str
     error: float
     numbers: int
-    where: str = ""  # which differ
+    where: list[str] = field(default_factory=list)  # which differ; the first of these, and how
     # by the fewest causes; empty: no known cause explains it
     explained: list[Fit] = field(default_factory=list)
+    again: bool = False  # an earlier stage says so already
+    unseen: Counter = field(default_factory=Counter)  # causes that would change no number
 
     @property
     def ok(self) -> bool:
@@ -69,7 +96,7 @@ class Finding:
 
 def audit(d: Dump) -> list[Finding]:
     """Check every stage for which the dump has what is needed."""
-    findings = []
+    findings, named = [], []
     for name, stage in STAGES.items():
         try:
             if (answer := stage(d, {})) is None:
@@ -79,13 +106,14 @@ def audit(d: Dump) -> list[Finding]:
         except (ValueError, *DAMAGES) as cause:
             what = f"{type(cause).__name__} {cause}: a tensor or a field is not as in docs/audit.md"
             raise ValueError(f"{name} cannot be computed again: {what}") from cause
-        if not f.ok:
-            f.where, f.explained = where(answer), explain(name, d)
-        if name == "logps" and not f.ok:  # gradients are then those of the forward that is known
-            d.forward = None
-            if f.explained:
-                causes, _ = f.explained[0]
-                d.forward = dict(pair for cause in causes for pair in cause.change.items())
+        if f.ok:
+            f.unseen = unseen(name, d, answer)
+            continue
+        again = [fit for one in named if (fit := fits(name, d, one))]
+        f.where, f.again, f.explained = where(answer, d), bool(again), again or explain(name, d)
+        named += [one for one, _ in f.explained[:1] if all(cause.change for cause in one)]
+        if name == "logps":  # gradients are then those of the forward that is known
+            d.forward = merged(f.explained[0][0]) if f.explained else None
     return findings
 
 
@@ -96,36 +124,94 @@ def error(answer: dict, factor: float = 1.0) -> float:
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
-def explain(name: str, d: Dump) -> list[Fit]:
-    """The simplest sets of causes that give the trainer's numbers."""
-    own = {name, name.partition(" ")[0], d.about["kind"] if name == "loss" else name}
-    known = [cause for cause in CAUSES if own & set(cause.stages.split())]
-    for size in (1, 2):
-        sets = [(list(causes), False) for causes in combinations(known, size)]
-        if name in FACTORS:
-            sets += [(list(causes), True) for causes in combinations(known, size - 1)]
-        if fitting := [fit for causes, scaled in sets if (fit := fits(name, d, causes, scaled))]:
-            limit = max(10 * min(left for _, left in fitting), TOLERANCE / 100)
-            return [(causes, left) for causes, left in fitting if left <= limit]
-    return []
+def merged(some: list[Cause]) -> dict | None:
+    """The deviations of several causes; None: two values for one."""
+    change = dict(pair for cause in some for pair in cause.change.items())
+    return change if len(change) == sum(len(cause.change) for cause in some) else None
 
 
-def computed(name: str, d: Dump, change: dict) -> dict | None:
+def computed(name: str, d: Dump, change: dict | None) -> dict | None:
     """What a stage answers with a deviation; None: with it the step has no answer."""
     try:
-        return STAGES[name](d, change)
+        return None if change is None else STAGES[name](d, change)
     except (ValueError, *DAMAGES):  # such as a mask that leaves an answer of a pair no token
         return None
 
 
-def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
+def unseen(name: str, d: Dump, answer: dict) -> Counter:
+    """For each topic of the stage's causes: how many there are, and how many of them change no
+    number; of those that need no model."""
+    found = Counter()
+    for cause in causes(name, d) if name not in THROUGH_A_MODEL else ():
+        if cause.about and (other := computed(name, d, cause.change)):
+            pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other.items()}
+            found[cause.about, "all"] += 1
+            found[cause.about, "unseen"] += error(pairs) <= TOLERANCE
+    return found
+
+
+def explain(name: str, d: Dump) -> list[Fit]:
+    """The simplest sets of causes that give the trainer's numbers."""
+    d.known, base = {}, computed(name, d, {})
+    one, two = [], []  # causes; a factor is one
+    known, gives = [], [numbers(base, base)]
+    for cause in causes(name, d):
+        if (answer := computed(name, d, cause.change)) is None:
+            continue
+        one.append(fit(answer, [cause], d))
+        two.append(fit(answer, [cause], d, scaled=name in FACTORS))
+        own = numbers(answer, base)
+        if not any(torch.equal(own, other) for other in gives):
+            known.append(cause)
+            gives.append(own)
+    one.append(fit(base, [], d, scaled=name in FACTORS))
+    if not any(one):
+        pairs = promising(numbers(base, base, of=0), *gives)
+        for number, pair in enumerate(pairs[: EVALUATIONS[name in THROUGH_A_MODEL]]):
+            if number % 100 == 0 and any(two):
+                break
+            two.append(fits(name, d, [known[i] for i in pair]))
+    d.known = None
+    found = [fitting for fitting in (one if any(one) else two) if fitting]
+    limit = max(10 * min((left for _, left in found), default=0.0), TOLERANCE / 100)
+    return [(some, left) for some, left in found if left <= limit]
+
+
+def numbers(answer: dict, base: dict, of: int = 1) -> Tensor:
+    """Some numbers of a stage, theirs (0) or ours (1), in the units of its definition."""
+    every = [(answer[name][of] / unit).flatten() for name, (_, _, unit) in base.items()]
+    every = torch.cat(every).nan_to_num(0.0, 0.0, 0.0)
+    return every[:: 1 + len(every) // NUMBERS]
+
+
+def promising(theirs: Tensor, right: Tensor, *gives: Tensor) -> list[tuple[int, int]]:
+    """Pairs of causes that may explain a stage, by what each gives alone.
+
+    What one leaves wrong the other must change. Those come first whose changes, added or
+    multiplied, come closest.
+    """
+    gives = torch.stack(gives) if gives else right.new_zeros(0, len(right))
+    wrong = ((gives - theirs).abs() > 10 * TOLERANCE).float()
+    same = ((gives - right).abs() < TOLERANCE / 10).float()
+    hopeless, ranked = wrong @ same.T, []
+    for i, x in enumerate(gives):
+        others = ((hopeless + hopeless.T)[i, i + 1 :] == 0).nonzero()[:, 0] + i + 1
+        y = gives[others]
+        for both in (x + y - right, x * y / torch.where(right == 0, 1.0, right)):
+            gaps = (both - theirs).abs().clamp(max=1).mean(1)
+            ranked += [(gap, i, j) for gap, j in zip(gaps.tolist(), others.tolist(), strict=True)]
+    return list(dict.fromkeys((i, j) for _, i, j in sorted(ranked)))
+
+
+def fits(name: str, d: Dump, some: list[Cause], scaled: bool = False) -> Fit | None:
     """The causes and what they leave, if they explain the stage;
     `scaled`: together with a factor, which is fitted."""
-    change = dict(pair for cause in causes for pair in cause.change.items())
-    if len(change) < sum(len(cause.change) for cause in causes):
-        return None  # two values for one deviation
-    if (answer := computed(name, d, change)) is None:
-        return None
+    answer = computed(name, d, merged(some))
+    return answer and fit(answer, some, d, scaled)
+
+
+def fit(answer: dict, some: list[Cause], d: Dump, scaled: bool = False) -> Fit | None:
+    """What `fits` says of an answer."""
     factor = 1.0
     if scaled:
         parts = [(x / unit, y / unit) for x, y, unit in answer.values()]
@@ -133,24 +219,14 @@ def fits(name: str, d: Dump, causes: list[Cause], scaled: bool) -> Fit | None:
         power = should.square().sum().item()
         factor = (has @ should).item() / power if power else math.nan
         # any number is another times a factor
-        causes = [*causes, why(factor, d, few=should.count_nonzero() < 3)]
+        some = [*some, why(factor, d, few=should.count_nonzero() < 3)]
     left = error(answer, factor)
-    return (causes, left) if left <= TOLERANCE and None not in causes else None
+    return (some, left) if left <= TOLERANCE and None not in some else None
 
 
 def why(factor: float, d: Dump, few: bool) -> Cause | None:
     """What a factor may come from."""
-    part = len(d.micro_batches[0])
-    counts = {
-        "micro-batches": len(d.micro_batches),
-        "rows": len(d["input_ids"]),
-        "tokens that count": d["completion_mask"].sum().item(),
-        "ranks": d.about.get("world_size", 1),
-        "completions of a group": d.about.get("num_generations", 1),
-        "steps of a rollout": d.about.get("steps_per_rollout", 1),
-        "rows of a micro-batch": part,
-        "pairs of a micro-batch": 1 if d.get("pair") is None else part // 2,
-    }
+    counts = {what: formula(how, d=d, of=d.about.get) for what, how in TABLE["counts"].items()}
     known = [(0.0, "it is exactly zero"), (-1.0, "the sign is wrong")]
     known += [(n, f"not divided by the {n:g} {what}") for what, n in counts.items()]
     known += [(1 / n, f"divided once more by the {n:g} {what}") for what, n in counts.items()]
@@ -162,34 +238,59 @@ def why(factor: float, d: Dump, few: bool) -> Cause | None:
     return None if unknown else Cause(f"factor {factor:.6g}", says, costs=costs)
 
 
-def where(answer: dict) -> str:
-    """Which numbers differ, in a few words."""
+def where(answer: dict, d: Dump) -> list[str]:
+    """Which numbers differ, in a few words; then of some tensors the first that differ, theirs over
+    ours, and on what that ratio depends."""
     wrong = {name: (x - y).abs() / unit > TOLERANCE for name, (x, y, unit) in answer.items()}
-    parts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
-    parts[3:] = [f"and {len(parts) - 3} more"] * (len(parts) > 3)
-    rows = [x.any(1) for name, x in wrong.items() if name.endswith("gradient")]
-    parts += [f"in {int(x.sum())} of {len(x)} rows" for x in rows if 0 < x.sum() < len(x)]
-    return ", ".join(parts)
+    counts = [f"{name}: {int(x.sum())} of {x.numel()}" for name, x in wrong.items() if x.any()]
+    counts[3:] = [f"and {len(counts) - 3} more"] * (len(counts) > 3)
+    lines, n = [], len(d["micro_batch"])
+    for name, (x, y, unit) in answer.items():
+        at = [(f"{i}", x[tuple(i)], y[tuple(i)]) for i in wrong[name].nonzero()[:4].tolist()]
+        of = {"is one number": x * 0}
+        if 0 < x.dim() < 3 and len(x) == n:
+            column = (n,) + (1,) * (x.dim() - 1)
+            of["depends on the micro-batch alone"] = x * 0 + d["micro_batch"].view(column)
+            of["depends on the row alone"] = x * 0 + torch.arange(n).view(column)
+        if x.dim() == 2:
+            of["depends on the column alone"] = x * 0 + torch.arange(x.shape[1])
+        real, ratio = y.abs() / unit > 100 * TOLERANCE, x / y
+        depends = next((says for says, by in of.items() if steady(ratio[real], by[real])), "varies")
+        said = ", ".join(f"{i}: {theirs:.4g} over {ours:.4g}" for i, theirs, ours in at)
+        lines += [f"{name} at {said}; theirs over ours {depends}"] * bool(at)
+    return [", ".join(counts), *lines[:3]]
+
+
+def steady(x: Tensor, by: Tensor) -> bool:
+    """Whether x (N,) is one number wherever `by` is."""
+    parts = [x[by == value] for value in by.unique()]
+    return all((part - part[0]).abs().max() <= 1e-3 * part[0].abs() for part in parts)
 
 
 def report(findings: list[Finding], d: Dump) -> str:
     """The lines that the tool prints."""
-    lines = []
+    lines, unseen = [], Counter()
     for f in findings:
+        unseen += f.unseen
         word = "agrees" if f.ok else "DIFFERS"
-        numbers = f"{f.numbers:9} numbers, error {f.error:.0e}  {f.where}".rstrip()
+        numbers = f"{f.numbers:9} numbers, error {f.error:.0e}  {'; '.join(f.where[:1])}".rstrip()
         lines.append(f"{f.stage:20} {word:8}{numbers}")
-        for number, (causes, left) in enumerate(f.explained[:4]):
-            word = "or" if number else "explained by"
-            names = " and ".join(cause.name for cause in causes)
+        for number, (some, left) in enumerate(f.explained[: 1 if f.again else 4]):
+            word = "or" if number else "again" if f.again else "explained by"
+            names = " and ".join(cause.name for cause in some)
             lines.append(f"{'':12}{word}: {names} (to {left:.0e})")
-            for cause in causes:
+            for cause in () if f.again else some:
                 about = cause.says, cause.source, cause.costs and f"costs: {cause.costs}"
                 lines.append(f"{'':16}{'; '.join(filter(None, about))}")
         if not (f.ok or f.explained):
-            lines.append(f"{'':12}no known cause explains it")
+            lines += [f"{'':12}no known cause explains it", *(f"{'':16}{x}" for x in f.where[1:])]
     left = [name for name in STAGES if name not in {f.stage for f in findings}]
-    return "\n".join([*lines, f"not in this step: {', '.join(left) or 'nothing'}"])
+    lines.append(f"not in this step: {', '.join(left) or 'nothing'}")
+    for about in (about for about, kind in unseen if kind == "all"):
+        count, hidden = unseen[about, "all"], unseen[about, "unseen"]
+        if 2 * hidden >= count:
+            lines.append(f"cannot show: {hidden} of {count} mistakes of {about}")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:

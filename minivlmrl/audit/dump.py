@@ -6,6 +6,7 @@ rewards. docs/audit.md has the names. Everything but NEEDED is optional.
 """
 
 import json
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minivlmrl.audit import moves
 from minivlmrl.hub.folder import read_json
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
@@ -42,8 +44,9 @@ class Dump:
             if len(x) != n or (name in BY_TOKEN and not by_token):
                 ids = f"input_ids are {(n, self.width)}: one row for each"
                 raise ValueError(f"{name} is {tuple(x.shape)}, but {ids}")
-        # what is known to be different in the forward; None: something unknown
-        self.about, self.forward = about, {}
+        # what is known to be different in the forward, None: something unknown; and during a search
+        # what was computed already
+        self.about, self.forward, self.known = about, {}, None
         floats = {name for name, x in tensors.items() if x.is_floating_point()}
         self.eps = {name: torch.finfo(tensors[name].dtype).eps for name in floats}
         self.tensors = {name: x.double() if name in floats else x for name, x in tensors.items()}
@@ -58,6 +61,11 @@ class Dump:
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
+
+    # what mistakes are composed of in this step: see moves.py
+    rows = cached_property(moves.row_orders)
+    rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
+    columns = cached_property(moves.token_orders)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -21,21 +21,11 @@ from minivlmrl.algorithms.policy_losses import (
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.audit.dump import Dump
+from minivlmrl.audit.moves import piece
 from minivlmrl.losses import Counts
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 Loss = tuple[Tensor, Tensor]
-AFTER = {
-    "own": lambda a: a,
-    "negative": lambda a: -a,
-    "rolled": lambda a: a.roll(1, 0),
-    "rolled back": lambda a: a.roll(-1, 0),
-    "reversed": lambda a: a.flip(0),
-    "positive": lambda a: a.clamp(min=0),
-    "zero": lambda a: a * 0,
-    "clipped": lambda a: a.clamp(-1, 1),
-    "absolute": lambda a: a.abs(),
-}
 
 
 def advantages(d: Dump, change: dict) -> Answer:
@@ -45,53 +35,46 @@ def advantages(d: Dump, change: dict) -> Answer:
     if has is None or rewards is None or group is None or has.dim() != 1:
         return None
     N, size = len(group), d.about.get("num_generations") or int((group == group[0]).sum())
-    rewards, count = rewards.view(N, -1), torch.arange(N)
+    group = piece(d, change, "group", group, count=torch.arange(N), size=size)
+    rewards = piece(d, change, "rewards", rewards.view(N, -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
-    weights = torch.tensor(weights, dtype=torch.float64)
-    other = {"ones": weights * 0 + 1, "mean": weights / len(weights)}
-    weights = other.get(change.get("weights"), weights)
-    groups = {"next": group.roll(1), "interleaved": count % (N // size)}
-    groups["halves"] = count // (size / 2)
-    group = (groups | {"double": count // (2 * size)}).get(change.get("group"), group)
-    definition = {"ddof": 1, "epsilon": 1e-4, "by": "std"}
-    how = {name: change.get(name, value) for name, value in definition.items()}
-    scale = change.get("scale", d.about.get("scale_rewards", "group"))
+    weights = piece(d, change, "weights", torch.tensor(weights, dtype=torch.float64))
     unjudged = rewards.isnan().all(1) & (not change.get("missing"))
     gdpo = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
     if gdpo == change.get("other aggregation", False):
         total = (rewards * weights).nansum(1).masked_fill(unjudged, torch.nan)
-        value, unit = normalise(total, group, change.get("centre", "group"), scale, **how)
+        scale = d.about.get("scale_rewards", "group")
+        value, unit = normalise(d, change, total, group, "group", scale)
     else:
-        parts = [normalise(x, group, "group", "group", **how) for x in rewards.unbind(1)]
+        parts = [normalise(d, change, x, group, "group", "group") for x in rewards.unbind(1)]
         total = torch.stack([value for value, _ in parts], 1).masked_fill(rewards.isnan(), 0)
         total = (total * weights).sum(1).masked_fill(unjudged, torch.nan)
-        value, unit = normalise(total, group, "batch", "batch", **how)
+        value, unit = normalise(d, change, total, group, "batch", "batch")
         unit = unit + sum(unit for _, unit in parts)
     if change.get("again"):
-        value, unit = normalise(value, group, "batch", "batch", **how)[0], unit * 2
-    return {"advantages": (has, AFTER[change.get("after", "own")](value), unit)}
+        value, unit = normalise(d, change, value, group, "batch", "batch")[0], unit * 2
+    value = piece(d, change, "advantages", piece(d, change, "rollout advantages", value))
+    return {"advantages": (has, value, unit)}
 
 
-def normalise(
-    x: Tensor, group: Tensor, centre: str, scale: str, ddof: int, epsilon: float, by: str
-):
+def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str):
     """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in
     float32."""
-    value, divisor = torch.zeros_like(x), torch.ones_like(x)
-    tiled = [x[group == g].nanmean() for g in group.unique()]
+    baseline, divisor, every = torch.zeros_like(x), torch.ones_like(x), x[~x.isnan()]
     for member in (group == g for g in group.unique()):
-        real = x[member & ~x.isnan()]
-        over = {"group": real, "batch": x[~x.isnan()]}.get(scale)
-        means = {"group": real.mean(), "batch": x.nanmean()}
-        means["others"] = (real.sum() - x[member]) / max(1, len(real) - 1)
-        extremes = {"median": real.median(), "best": real.max()} if len(real) else {}
-        value[member] = x[member] - (means | extremes).get(centre, 0.0)
+        own = x[member]
+        if not len(real := own[~own.isnan()]):
+            continue
+        names = {"own": own, "real": real, "every": every}
+        of = {"group": real, "batch": every}
+        baseline[member] = piece(d, change, "mean", of[centre].mean(), **names)
+        over = piece(d, change, "over", of.get(scale), **names)
         if over is not None:
-            std = over.std(correction=ddof) if len(over) > ddof else x.new_tensor(torch.nan)
-            others = {"inside": (std**2 + epsilon).sqrt(), "variance": std**2 + epsilon}
-            divisor[member] = others.get(by, std + epsilon)
-    value = x - torch.stack(tiled).repeat(len(x) // len(tiled)) if centre == "tiled" else value
-    value = (value / divisor).nan_to_num(0.0, 0.0, 0.0)
+            std = over.std() if len(over) > 1 else x.new_tensor(torch.nan)
+            divisor[member] = piece(d, change, "divisor", std + 1e-4, std=std, over=over)
+    divisor = piece(d, change, "deviation", divisor)
+    value = (x - piece(d, change, "baseline", baseline)) / divisor
+    value = value.nan_to_num(0.0, 0.0, 0.0)
     of_rewards = 0.1 * x.nan_to_num().abs().max() / divisor.nan_to_num(1.0)
     return value, value.abs().max() + of_rewards + 1e-30
 
@@ -101,12 +84,13 @@ def rows(d: Dump, change: dict) -> Answer:
     of, has, row = d.get("rollout_advantages"), d.get("advantages"), d.get("row")
     if of is None or has is None or row is None or has.dim() != 1:
         return None
-    value = of[: len(row)] if change.get("order") == "unshuffled" else of[row]
-    return {"advantages": (has, AFTER[change.get("after", "own")](value), of.abs().max() + 1e-30)}
+    value = piece(d, change, "advantages", of[row], of=of)
+    return {"advantages": (has, value, of.abs().max() + 1e-30)}
 
 
 def mask(d: Dump, change: dict) -> Answer:
-    """Which tokens count: those up to and with the first stop token, or all of a demonstration."""
+    """Which tokens count: of a rollout up to and with the first stop token, of a demonstration all
+    real ones."""
     ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
@@ -116,85 +100,62 @@ def mask(d: Dump, change: dict) -> Answer:
         text = d.completion & (ids != d.about.get("pad_token_id", -1))
         before_end = ends.long().cumsum(1) - ends.long() == 0
         real = torch.where(ended, before_end, text.flip(1).cumsum(1).flip(1) > 0)
-        dropped = d.about.get("mask_truncated_completions") and "dropped"
-        if change.get("truncated", dropped) == "dropped":
+        if piece(d, change, "drop truncated", d.about.get("mask_truncated_completions")):
             real = real & ended
     own = (d.completion & real) * d.get("tool_mask", torch.tensor(1)).double()
-    should = other_mask(d, own, change.get("mask"))
+    should = other_mask(d, own, change)
     return {"completion_mask": (d["completion_mask"].double(), should, 1.0)}
 
 
-def other_mask(d: Dump, own: Tensor, name: str | None) -> Tensor:
+def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
     """(n, S): the mask of a deviation."""
-    after, first = d.completion.double(), own.cumsum(1) == 1
-    last = own.flip(1).cumsum(1).flip(1) == 1
-    masks = {"padding": after, "everything": torch.ones_like(own), "next row": own.roll(1, 0)}
-    masks |= {"later": own.roll(1, 1) * after, "earlier": own.roll(-1, 1)}
-    masks |= {"no end": own * ~last, "only end": own * last, "no first": own * ~first}
-    masks["prompt"] = torch.maximum(own, d["attention_mask"].double() * (1 - after))
-    return masks.get(name, own)
+    after, stop = d.completion.double(), d.about.get("stop_token_ids")
+    later, earlier = own.roll(1, 1) * after, own.roll(-1, 1)
+    last = own * (1 - earlier)
+    ends = torch.isin(d["input_ids"], torch.tensor(stop)).double() if stop else last
+    names = {"after": after, "later": later, "earlier": earlier, "last": last, "ends": ends}
+    return piece(d, change, key, own, prompt=d["attention_mask"] * (1 - after), **names)
 
 
 def loss(d: Dump, change: dict) -> Answer:
-    """The loss of each micro-batch in backward, and its gradient to log-probabilities (n, S)."""
+    """The loss of each micro-batch as it went into backward, and its gradient to the
+    log-probabilities (n, S)."""
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
-    own = other_mask(d, d["completion_mask"].double(), change.get("mask"))
+    own = other_mask(d, d["completion_mask"].double(), change)
     given = (d.get(name) for name in ("per_token_logps", "entropies"))
     leaves = [x.clone().requires_grad_() for x in given if x is not None]
     of = {"grpo": policy, "dpo": preference, "sft": demonstrations}[d.about["kind"]]
-    parts = [of(d, part, leaves[0], leaves[-1], own, change) for part in d.micro_batches]
+    logps = piece(d, change, "logps", leaves[0])
+    parts = [of(d, part, logps, leaves[-1], own, change) for part in d.micro_batches]
     losses, units = (torch.stack(x) for x in zip(*parts, strict=True))
     slopes = torch.autograd.grad(losses.sum() + 0 * leaves[0].sum(), leaves, materialize_grads=True)
-    answer = {"loss": (has["loss"], losses.detach(), units + 1e-30)}
+    answer = {}
+    if has["loss"] is not None:
+        answer["loss"] = has["loss"].view_as(losses), losses.detach(), units + 1e-30
+    unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=False):
-        unit = max(x.abs().max() for x in (slope, has[name]) if x is not None) + 1e-30
-        answer[name] = (has[name], slope, unit)
-    known = {name: parts for name, parts in answer.items() if parts[0] is not None}
-    return {name: (x.view_as(y), y, unit) for name, (x, y, unit) in known.items()}
+        if has[name] is not None:  # where the trainer has no log-probabilities it has no gradient
+            slope = slope.masked_fill(unreal & (has[name] == 0), 0.0)
+            unit = max(x.abs().max() for x in (slope, has[name])) + 1e-30
+            answer[name] = (has[name], slope, unit)
+    return answer
 
 
-def inputs(d: Dump, lp: Tensor, own: Tensor, name: str | None) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(d: Dump, lp: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of policy, old policy and reference, (n, S), as a deviation takes them."""
-    old, r = d.get("old_per_token_logps", lp.detach()), d.get("ref_per_token_logps", lp.detach())
-    share = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
     now = lp.detach()
-    old_of = {
-        "no old": now,
-        "live old": lp,
-        "frozen ratio": lp - (lp - old).detach(),
-        "old is reference": r,
-        "padded length": lp - (lp - old) * share,
-    }
-    ref_of = {
-        "reversed KL": 2 * lp - r,
-        "frozen KL": lp + (r - lp).detach(),
-        "reference is old": old,
-        "no reference": r * 0,
-        "live reference": lp,
-        "reference is policy": now,
-        "swapped": now,
-        "inverted ratio": r + 2 * (old - lp),
-    }
-    old_of |= {f"old {name}": x for name, x in shifted(d, old).items()}
-    ref_of |= {f"reference {name}": x for name, x in shifted(d, r).items()}
-    policy_of = {"inverted ratio": 2 * old - lp, "swapped": r + (lp - now)}
-    return policy_of.get(name, lp), old_of.get(name, old), ref_of.get(name, r)
-
-
-def shifted(d: Dump, x: Tensor) -> dict[str, Tensor]:
-    """(n, S) of other rows or tokens: with zeros from the prompt, or rolled within the completions'
-    columns."""
-    first, found = int(d.completion.any(0).long().argmax()), {"of next row": x.roll(1, 0)}
-    for name, by in ("later", 1), ("earlier", -1):
-        found[name] = x.roll(by, 1)
-        found[f"rolled {name}"] = torch.cat([x[:, :first], x[:, first:].roll(by, 1)], 1)
-    return found
+    old, r = d.get("old_per_token_logps", now), d.get("ref_per_token_logps", now)
+    share = own.sum(1, keepdim=True) / d.completion.sum(1, keepdim=True).clamp(min=1)
+    names = {"lp": lp, "now": now, "old": old, "r": r, "own": own, "share": share}
+    given = {"policy": lp, "old": old, "reference": r}
+    return tuple(piece(d, change, name, x, **names) for name, x in given.items())
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
-    """What the loss of rows divides by: totals of the step, or M times the micro-batch's."""
+    """What the loss of the rows `part` divides by: totals of the step, or M times those of the
+    micro-batch."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times
@@ -211,30 +172,36 @@ def changed(options, change: dict):
     result = copy.copy(options)
     for name in change.keys() & vars(options):
         value, own = change[name], getattr(options, name)
-        if str(value).startswith("="):
-            value = getattr(options, value[1:])
-        elif value in ("negative", "flip"):
-            value = -own if value == "negative" else not own
+        if str(value).startswith("="):  # a formula of options
+            value = eval(value[1:], {}, vars(options))
         setattr(result, name, [value] if isinstance(own, list) else value)
     return result
 
 
 def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, change: dict) -> Loss:
     """GRPO and its family for the rows `part`: the loss, and the sum of the sizes of its terms."""
+    if change.get("clipped alone"):  # min(x, y) + max(x, y) - x
+        rest = {name: value for name, value in change.items() if name != "clipped alone"}
+        flipped, free = {"flip": True}, dict.fromkeys(("epsilon_low", "epsilon_high"), 1e9)
+        terms = [policy(d, part, lp, entropies, own, rest | more) for more in ({}, flipped, free)]
+        (low, unit), (high, _), (unclipped, _) = terms
+        return low + high - unclipped, unit
     o = changed(FamilyLoss(**d.about.get("loss", {})), change)
-    flip = -1.0 if change.get("flip") else 1.0
-    o.beta *= flip * (o.beta if change.get("KL") == "beta" else change.get("KL", 1.0))
-    lp, old, ref = (x[part] for x in inputs(d, lp, own, change.get("inputs")))
+    flip, times = -1.0 if change.get("flip") else 1.0, piece(d, change, "policy term", 1.0)
+    o.beta = piece(d, change, "KL", o.beta) * flip / (times or 1.0)
+    o.entropy_coef = piece(d, change, "entropy", o.entropy_coef)
+    lp, old, ref = (x[part] for x in inputs(d, lp, own, change))
     a = d["advantages"] if d["advantages"].dim() == 1 else d.align(d["advantages"])
-    a = AFTER[change.get("advantages", "own")](a)
-    a = (a[part] - a[part].mean()) / (a[part].std() + 1e-8) if change.get("whitened") else a[part]
+    a = piece(d, change, "advantages", a, of=a)[part]
+    a = piece(d, change, "whitened", a)
     sampler = None if d.get("sampler_logps") is None else d["sampler_logps"][part]
-    ratio = None if change.get("no correction") else d.get("importance_sampling_ratio")
+    ratio = d.get("importance_sampling_ratio")
     if ratio is not None:
-        ratio = (ratio if ratio.shape[1] == 1 else d.align(ratio))[part]
+        ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
+        ratio = piece(d, change, "correction", ratio)[part]
     given = PolicyInputs(lp, entropies[part], old, ref, sampler, ratio)
-    x, kept, _ = policy_terms(given, a * flip, own[part], o)
-    x, divide = x * flip * own[part], other_mask(d, own, change.get("divide"))
+    x, kept, _ = policy_terms(given, a * flip * bool(times), own[part], o)
+    x, divide = x * flip * (times or 1.0) * own[part], other_mask(d, own, change, "divide")
     over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
     bonus = o.entropy_coef * mean_entropy(given, kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)
@@ -242,25 +209,25 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
 
 def preference(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
     """DPO and its family for the rows `part`: pairs by `pair`, `chosen` says which is."""
-    lp, _, ref = inputs(d, lp, own, change.get("inputs"))
-    if change.get("mean"):
-        lengths = own.sum(1, keepdim=True).clamp(min=1)
-        lp, ref = lp / lengths, ref / lengths
+    lp, _, ref = inputs(d, lp, own, change)
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
-    index = order.view(-1, 2).flip([1] if change.get("exchanged") else [])
+    index = piece(d, change, "index", order.view(-1, 2))
+    index = torch.stack([index[:, 0], piece(d, change, "rejected pair", index[:, 1])], 1)
+    ref = piece(d, change, "references", ref[index], own=own[index])
+    names = "chosen", "rejected", "reference of chosen", "reference of rejected"
+    times = lp.new_tensor([piece(d, change, name, 1.0) for name in names]).view(2, 2, 1)
     squares = d.get("log_sum_sq_probs")
     options = changed(DPOLoss(**d.about.get("loss", {})), change)
-    given = {"ref_per_token_logps": ref[index], "counts": counts(d, order, own, change, each=2)}
+    given = {"ref_per_token_logps": ref * times[1], "counts": counts(d, order, own, change, each=2)}
     given["log_sum_sq_probs"] = None if squares is None else squares[index]
-    value, _ = dpo_loss(lp[index], own[index], options, **given)
+    value, _ = dpo_loss(lp[index] * times[0], own[index], options, **given)
     return value, value.detach().abs() + 1e-2
 
 
 def demonstrations(d: Dump, part: Tensor, lp: Tensor, _, own: Tensor, change: dict) -> Loss:
     """SFT for the rows `part`."""
     kind = change.get("loss_type", d.about.get("loss", {}).get("loss_type", "nll"))
-    over = counts(d, part, other_mask(d, own, change.get("divide")), change)
+    over = counts(d, part, other_mask(d, own, change, "divide"), change)
     value = sft_loss(lp[part], own[part], kind, counts=over)
-    if change.get("rows"):  # each row its mean first
-        value = -((lp * own).sum(1) / own.sum(1).clamp(min=1))[part].sum() / len(own)
+    value = piece(d, change, "mean of rows", value, lp=lp, own=own, part=part)
     return value, value.detach().abs() + 1e-30

@@ -1,0 +1,83 @@
+"""The audit's search on small steps without a model: what is composed, what a step cannot show, how long it looks."""
+
+import pytest
+import torch
+
+from minivlmrl.audit import audit as module
+from minivlmrl.audit.audit import CAUSES, EVALUATIONS, TABLE, audit, causes, explain, report
+from minivlmrl.audit.dump import Dump
+
+GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
+
+
+def step(lengths=(5, 3, 4, 2, 5, 1), order=None, gradient=lambda x: x):
+    """Six completions of two groups in two micro-batches; the loss takes advantages[order]."""
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).double()
+    logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    given = torch.randn(6, generator=g, dtype=torch.float64)
+    a = (given if order is None else given[order])[:, None]
+    ratio = (logps - old).exp()
+    loss = -(torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask).view(2, 3, 5).sum((1, 2)) / mask.sum()
+    slope = gradient(torch.autograd.grad(loss.sum(), logps)[0])
+    tensors = {"per_token_logps": logps.detach(), "old_per_token_logps": old, "completion_mask": mask}
+    tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long(), "advantages": given}
+    tensors |= {"loss": loss.detach(), "logps_gradient": slope, "micro_batch": torch.arange(6) // 3}
+    return Dump({"kind": "grpo", "loss": {"loss_type": "dapo"}}, tensors | {"group": GROUP, "row": ROW})
+
+
+def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
+    d = step()
+    said = report(audit(d), d)
+    assert "DIFFERS" not in said and "of averages," not in said and "of clips, which" not in said
+    assert "cannot show: 17 of 17 mistakes of KLs, which need beta and a reference" in said
+    d = step(lengths=(4,) * 6)
+    assert "mistakes of averages, which need completions of several lengths" in report(audit(d), d)
+
+
+@pytest.mark.parametrize("order, says", [
+    pytest.param(torch.tensor([1, 2, 0, 4, 5, 3]), "the next row in its micro-batch", marks=pytest.mark.slow),
+    (torch.tensor([2, 3, 4, 5, 0, 1]), "the next row in its group"),  # by the rollout: rows 1, 3, 5 and 0, 2, 4
+    pytest.param(ROW.argsort(), "what had its place before the shuffle", marks=pytest.mark.slow),
+    pytest.param(torch.tensor([3, 4, 5, 0, 1, 2]), "the next micro-batch", marks=pytest.mark.slow),
+    (torch.zeros(6).long(), "the first row in the step"),
+])  # fmt: skip
+def test_a_cause_is_a_unit_and_a_change(order, says):
+    [(found, left), *_] = explain("loss", step(order=order))
+    assert [cause.says for cause in found] == [f"a row has the advantage of {says}"] and left < 1e-12
+
+
+def test_units_that_come_to_the_same_are_one_cause():
+    d = step()
+    for orders in (d.rows, d.rollout_rows, d.columns):
+        every = [tuple(order.flatten().tolist()) for order in orders.values()]
+        assert len(set(every)) == len(every) > 9
+    assert torch.equal(d.rollout_rows["the next group"], torch.tensor([3, 4, 5, 0, 1, 2]))
+    assert d.columns["the token before, the first from none in its counted tokens"][1].tolist() == [5, 0, 1, 3, 4]
+
+
+@pytest.mark.slow
+def test_what_nothing_explains_is_located_after_a_bounded_search(monkeypatch):
+    rows = torch.tensor([1.0, 3.0, 0.3, 5.0, 0.7, 2.0])[:, None]
+    d, calls, loss = step(gradient=lambda x: x * rows), [], module.STAGES["loss"]
+    monkeypatch.setitem(module.STAGES, "loss", lambda *given: (calls.append(given), loss(*given))[1])
+    [finding] = [finding for finding in audit(d) if not finding.ok]
+    assert not finding.explained and len(calls) < EVALUATIONS[0] + 2 * len(causes("loss", d))
+    said = report([finding], d)
+    assert "no known cause explains it" in said and "theirs over ours depends on the row alone" in said
+    assert "logps_gradient at [1, 0]: " in said
+    noise = torch.rand(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    d = step(gradient=lambda x: x * noise)
+    assert "theirs over ours varies" in report([f for f in audit(d) if not f.ok], d)
+
+
+def test_the_table_is_whole():
+    """Names tell causes of a stage apart, sentences are written, and formulas are Python."""
+    for cause in CAUSES:
+        assert cause.says and cause.stages and cause.change and "of: " not in cause.says
+        for name, how in cause.change.items():
+            if isinstance(how, str) and name not in ("without", "frozen"):  # which are patterns
+                compile(how.removeprefix("="), cause.name, "eval")
+    named = [(cause.name, cause.stages) for cause in CAUSES]
+    assert len(set(named)) == len(named) and all(thing["says"] for thing in TABLE["things"])
