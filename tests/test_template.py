@@ -174,10 +174,9 @@ def test_a_template_without_a_closing_token_is_refused():
         ChatTemplate(text, "t").render_completion(HI, [assistant("a")])
 
 
-@pytest.mark.parametrize("turns", [[], HI, [assistant("a"), *HI], [assistant([{"type": "image"}])]])
+@pytest.mark.parametrize("turns", [[], HI, [assistant("a"), *HI]])
 def test_completions_are_checked_as_in_chat_py(turns):
-    message = r"turns must begin and end with an assistant turn|there is an image in or after"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"turns must begin and end with an assistant turn"):
         ChatTemplate(CHATML, "t").render_completion(HI, turns)
 
 
