@@ -160,5 +160,5 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
-    x = x.to(mask.dtype if mask.is_floating_point() else torch.float32)
+    x = x.double() if x.dtype == torch.bool else x  # shares of micro-batches add up exactly
     return x.mean() if x.shape[1] == 1 else (x * mask).sum() / mask.sum().clamp(min=1)
