@@ -17,7 +17,7 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for what is new: families (Qwen3-VL, Qwen3.5), environments
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18844
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18845
 SHELF_LINES = {
     "kernels": 1647,
     "hub": 1461,

@@ -37,8 +37,9 @@ class PolicyLoss:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         for name in ("loss_type", "importance_sampling_level", "kl_estimator"):
             known = get_args(get_type_hints(type(self))[name])  # of the Literal
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; known are {', '.join(known)}")
+            if (value := getattr(self, name)) not in known:
+                hint = "; GSPO is importance_sampling_level='sequence'" * (value == "gspo")
+                raise ValueError(f"{name} is {value!r}; known are {', '.join(known)}{hint}")
 
 
 @dataclass
