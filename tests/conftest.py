@@ -15,7 +15,7 @@ import pytest
 import torch
 from children import default_signals  # noqa: F401 (fixtures)
 from fused import fused_linspace  # noqa: F401 (fixtures)
-from runs import checkpoint, home, own, plain, rows, run  # noqa: F401 (fixtures)
+from runs import checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (fixtures)

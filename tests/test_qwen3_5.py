@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 from test_qwen3_vl import film_prompt, qwen3_vl_name, random_prompt
 
-from minivlmrl.__main__ import main
 from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
@@ -473,23 +472,8 @@ def test_states_are_float32_or_wider_and_blocks_recompute(dtype):
 
 
 @pytest.mark.slow
-def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, tmp_path, capsys):
-    """SFT and GRPO on own rows; then transformers, ask, check and plan read what was saved."""
-    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
-    start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
-    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
-    own += [f"--data.eval_file={home / 'other.jsonl'}", "--sampling.max_new_tokens=14"]
-    small = ["--sft.max_steps=1", "--grpo.max_steps=1"]
-    folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", "--adapter.r=2", name="own") / "checkpoint"
-    assert {"start", "after_sft", "after_grpo"} <= json.loads((folder.parent / "summary.json").read_text()).keys()
-    _, info = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
-    capsys.readouterr()
-    image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
-    assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
-    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
-    assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
-    assert "GB on each GPU" in capsys.readouterr().out
+def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run):
+    whole_run(tiny.RUN_QWEN35, transformers.Qwen3_5ForConditionalGeneration)
 
 
 def test_the_definition_gives_the_same_model(monkeypatch):

@@ -12,7 +12,6 @@ import torch
 from record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
 from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 
-from minivlmrl.__main__ import main
 from minivlmrl.batch import pack
 from minivlmrl.chat import IMAGE, Control
 from minivlmrl.data.file_dataset import FileDataset
@@ -277,23 +276,8 @@ def test_every_stage_trains_every_part(stage, name):
     assert not still or name == "reward_model"  # which predicts no tokens
 
 
-def test_a_whole_run_and_the_tools_that_take_its_folder(run, plain, home, rows, tmp_path, capsys):
-    """SFT and GRPO on own rows from a folder of Qwen3-VL; then transformers, ask, check and plan read what it saved."""
-    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN3))
-    start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
-    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
-    own += [f"--data.eval_file={home / 'other.jsonl'}", "--sampling.max_new_tokens=14"]
-    small = ["--sft.max_steps=1", "--grpo.max_steps=1"]
-    folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", "--adapter.r=2", name="own") / "checkpoint"
-    assert {"start", "after_sft", "after_grpo"} <= json.loads((folder.parent / "summary.json").read_text()).keys()
-    _, info = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
-    capsys.readouterr()
-    image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
-    assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
-    assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
-    assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
-    assert "GB on each GPU" in capsys.readouterr().out
+def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run):
+    folder = whole_run(tiny.RUN_QWEN3, transformers.Qwen3VLForConditionalGeneration)
     template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
     template = template or (folder / "chat_template.jinja").read_text()
     assert ChatTemplate(template, "saved").is_qwen3

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from minivlmrl import train
+from minivlmrl.__main__ import main
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -85,3 +86,29 @@ def metrics(folder, name="metrics.jsonl"):
 
 def summary(folder):
     return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture
+def whole_run(run, plain, home, rows, tmp_path, capsys):
+    """SFT and GRPO on own rows from a family's folder; then transformers, ask, check and plan read what was saved."""
+
+    def go(sizes, theirs):
+        (tmp_path / "model.json").write_text(json.dumps(sizes))
+        start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
+        own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
+        own += [f"--data.eval_file={home / 'other.jsonl'}", "--sampling.max_new_tokens=14"]
+        small = ["--sft.max_steps=1", "--grpo.max_steps=1", "--adapter.r=2"]
+        folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", name="own") / "checkpoint"
+        results = json.loads((folder.parent / "summary.json").read_text())
+        assert {"start", "after_sft", "after_grpo"} <= results.keys()
+        _, info = theirs.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values())
+        capsys.readouterr()
+        image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
+        assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
+        assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
+        assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
+        assert "GB on each GPU" in capsys.readouterr().out
+        return folder
+
+    return go
