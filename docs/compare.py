@@ -30,21 +30,18 @@ HEAD = """\
 # Five ways to learn from the same four answers
 
 One picture of a purple triangle, the model of the [walkthrough](walkthrough.md), four answers that it has drawn. What
-does each method need to know about them, what does it compute, and which tokens does it push where? All numbers are of
-the losses that training uses.
+does each method need to know, what does it compute, and which tokens does it push where?
 """
 READ = """\
 What to see here:
 
-- SFT knows nothing of the other three answers: they rise and fall only as far as they share tokens with the right one.
-- DPO takes a pair; its beta is 1.0 here. Its first loss is log 2 whatever the answers are. What both answers have is
-  pushed up and down by the same amount.
+- SFT knows nothing of the other three answers: they move as far as they share tokens with the right one.
+- DPO takes a pair; its beta is 1.0 here. Its first loss is log 2 whatever the answers are.
 - GRPO and RLOO need several answers of the model's own, and rewards that differ. GRPO divides by the group's standard
-  deviation and gives each answer the same weight, however long it is; RLOO compares with the mean of the other answers,
-  and each token gets the whole advantage (answer 0 has 14).
-- PPO gives each token its own advantage. Its critic is new here and says 0 for everything, so inside an answer only
-  the discount lambda = {lam} a token tells tokens apart. Then it whitens over all tokens: the answer that earned 0 is
-  pushed down at every token.
+  deviation and gives each answer the same weight, however long it is; RLOO gives each token the whole advantage (answer
+  0 has 14).
+- PPO gives each token its own advantage. Its critic is new here and says 0, so inside an answer only the discount
+  lambda = {lam} tells tokens apart. Then it whitens over all tokens.
 - Answer 2 rises with every method, although nobody calls it good: it shares "I see blue" with the right one.
 """
 

@@ -71,8 +71,7 @@ A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still pictur
 pixels, normalised by mean and deviation. The four patches that will become one token come together.
 
 # Windows
-Most blocks attend inside windows, as all patches of a large picture would be too dear. The tower sorts tokens by
-window.
+Most blocks attend inside windows, so the tower sorts tokens by window.
 
 ![the picture, its patches in their order, and the order of merged tokens by windows](walkthrough_patches.svg)
 
@@ -102,7 +101,7 @@ them token by token with kept keys. Rows are only padded for the loss.
 ![the eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Text
-Rewards judge text. A byte-level token that is half a character shows as a replacement mark.
+Rewards judge text. Half a character shows as a replacement mark.
 
 # Rewards
 1 for the form with weight {form:g}, and 1 for the right answer with weight {truth:g}.
@@ -124,8 +123,7 @@ Of all {prompts} prompts of the step. It reaches every module, through the merge
 
 # Update
 AdamW moves each weight by about the learning rate, here still in its warmup. The two right answers become likelier, the
-two without the form less likely. The wrong answers in the right form share their tokens with the right ones: most of
-them gain, too.
+two without the form less likely. The wrong answers in the right form share tokens with the right ones: most gain, too.
 
 ![gradient norms of the modules, and how far each completion's log-probability moves](walkthrough_update.svg)
 """

@@ -59,10 +59,10 @@ def test_negative_loss():
 def test_divide_by_the_std():
     """Divide by the standard deviation, or not?
 
-    Dividing gives each group the same total weight, G - 1 = 7 in the test: one right answer of eight as much as
-    four, and also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards
-    ([bias](bias.md#rewards)). Do not divide when small differences of a reward are noise, such as IoU or a judge;
-    divide when rare right answers must count.
+    Dividing gives each group the same total weight, G - 1 = 7 in the test: one right answer of eight as much as four,
+    and also rewards that differ by a thousandth. Without, a group weighs by the spread of its rewards
+    ([bias](bias.md#rewards)). Divide when rare right answers must count, not when small differences of a reward are
+    noise (IoU, a judge).
     """
     rare, even = torch.tensor([1.0] + [0.0] * 7), torch.tensor([1.0] * 4 + [0.0] * 4)
     groups = {"1 of 8": rare, "4 of 8": even, "0.500 or 0.501": 0.5 + 0.001 * even}
@@ -75,9 +75,8 @@ def test_dapo_or_dr_grpo():
     """dapo or dr_grpo, and what is grpo?
 
     They differ in the divisor. `grpo` divides each row by its own length, so a token of a long completion weighs less
-    ([length bias](bias.md#rewards)). `dapo` divides by the tokens of the step, `dr_grpo` by rows times
-    `max_new_tokens`, a constant: in one step the same direction, but with `dapo` a step of short completions has larger
-    gradients.
+    ([length bias](bias.md#rewards)); `dapo` by the tokens of the step, so a step of short completions has larger
+    gradients; `dr_grpo` by a constant, rows times `max_new_tokens`.
     """
     mask, counts = torch.tensor([[1.0, 0, 0], [1, 1, 1]]), Counts(2, 4, max_completion_length=10)
     weights = {}
@@ -110,8 +109,8 @@ def test_always_one():
     """Why is the ratio always 1 and clip_ratio always 0? Where did the importance weights go?
 
     With one pass over a rollout (`num_iterations: 1`) the policy that is updated is the one that sampled: the ratio is
-    exactly 1, and its gradient is that of plain REINFORCE. It moves from the second pass on, or when one rollout serves
-    several steps. Asked in TRL #3120, #3757, GRPO-Zero #4, minimind #775.
+    exactly 1, with the gradient of REINFORCE. It moves from the second pass on, or when one rollout serves several
+    steps. Asked in TRL #3120, #3757, GRPO-Zero #4, minimind #775.
     """
     logps = torch.tensor([[0.5, 0.2]]).log().requires_grad_()
     loss, metrics = grpo_loss(logps, torch.tensor([0.8]), torch.ones(1, 2))
@@ -147,8 +146,8 @@ def test_negative_kl():
     """Why is the KL negative?
 
     A KL is not, but its estimate `k1` from one drawn token is: wherever the policy made that token less likely. `k3`
-    has the same mean and is never negative, so a lower clamp never acts (verl #2928). If the mean of `k1` over
-    thousands of tokens is negative, they were not drawn by what scores them.
+    has the same mean and is never negative. If the mean of `k1` over thousands of tokens is negative, they were not
+    drawn by what scores them.
     """
     policy, ref = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
     k1, k3 = (kl_term(policy.log(), ref.log(), name) for name in ("k1", "k3"))
@@ -210,9 +209,9 @@ def test_gradient_accumulation():
 def test_temperature():
     """Why must log-probabilities be taken at the temperature of the draws?
 
-    Sampling at temperature 0.7 draws from softmax(logits / 0.7); that is the policy which is trained. Scored at 1, the
-    ratio is not 1 before any update, and the clip cuts good tokens. All scores here, also the reference's, use
-    `sampling.temperature`. Asked in TRL #3169; missing there until #3029.
+    Sampling at temperature 0.7 draws from softmax(logits / 0.7), the policy which is trained. Scored at 1, the ratio is
+    not 1 before any update, and the clip cuts good tokens. All scores here use `sampling.temperature`. Asked in TRL
+    #3169; missing there until #3029.
     """
     logits, rows = torch.tensor([[2.0, 1.0, 0.0]]), torch.arange(1)
     likeliest = lambda probs, rows, step: probs.argmax(-1)  # noqa: E731
@@ -225,8 +224,8 @@ def test_the_end_token():
     """Which tokens are trained on? Is the end of turn one of them?
 
     Those that the model drew, with the `<|im_end|>` that ended them: without it a model never learns to stop. What
-    counts is where a completion ends, not what an id is, so an end token that is also the padding token is not lost. A
-    completion that was cut has no end token. Asked in TRL #6357, unsloth-zoo #832.
+    counts is where a completion ends, not what an id is, so an end token that is also the padding token is not lost.
+    Asked in TRL #6357, unsloth-zoo #832.
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     prompt = Shapes(1, "faq")[0].prompt(processor)
@@ -271,9 +270,8 @@ def test_shifted_boxes():
 def test_reward_and_accuracy():
     """Why did the reward rise and accuracy not?
 
-    The reward is a weighted sum, and the easiest part rises first, mostly the form. In the test it rises from 0.5 to
-    0.625 while accuracy falls from 0.25 to 0.125. Read `rewards/NAME/mean` of each. If each rises and held-out accuracy
-    does not, read completions: the reward pays for something else.
+    The reward is a weighted sum, and the easiest part rises first, mostly the form. Read `rewards/NAME/mean` of each.
+    If each rises and held-out accuracy does not, read completions: the reward pays for something else.
     """
     right, wrong = (f"<think>I see it</think><answer>{label}</answer>" for label in ("red square", "blue square"))
     before, after = [right] * 2 + [wrong] * 2 + ["a square"] * 4, [right] + [wrong] * 7
@@ -306,9 +304,9 @@ def test_the_form():
 def test_cut_completions():
     """Why is the reward 0, and every completion as long as allowed?
 
-    They are cut before the answer. A text without its closing tag has neither form nor answer, so all rewards are 0
-    and nothing is learned; a run here says so after a few steps. Raise `max_new_tokens` until
-    `completions/clipped_ratio` is below 0.1, or begin with SFT on short thoughts. Asked in TRL #5697.
+    They are cut before the answer. A text without its closing tag has neither form nor answer, so all rewards are 0 and
+    nothing is learned. Raise `max_new_tokens` until `completions/clipped_ratio` is below 0.1, or begin with SFT on
+    short thoughts. Asked in TRL #5697.
     """
     answer = "<think>It has four sides and it is red</think><answer>red square</answer>"
     cut = [answer[:length] for length in (20, 40, 60, 69)]  # 69 of 73 characters
@@ -320,9 +318,9 @@ def test_cut_completions():
 def test_two_seeds():
     """Why do two seeds differ so?
 
-    In part they do not: an accuracy from 256 pictures has a standard error of .03, so one of two equal models is ahead
-    by more than .06 in one measurement of six. In part they do: what a small model finds first is luck
-    ([three objects](experiments.md)), and GRPO only strengthens what it samples. Give three seeds, never the best.
+    In part they do not: an accuracy from 256 pictures has a standard error of .03. In part they do: what a small model
+    finds first is luck ([three objects](experiments.md)), and GRPO only strengthens what it samples. Give three seeds,
+    never the best.
     """
     measured = random_numbers("two seeds").binomial(256, 0.4, size=(10000, 2)) / 256  # two models, both right at .4
     assert measured.std() == pytest.approx(math.sqrt(0.4 * 0.6 / 256), rel=0.02) == pytest.approx(0.0306, abs=1e-4)
@@ -333,8 +331,8 @@ def test_what_trl_lacks():
     """What is here that TRL lacks?
 
     GRPO on videos: TRL 1.16 reads the columns `image` and `images` alone (TRL #4144, #5373). And packing without
-    padding for rows with pictures, which it refuses (TRL #4339). In the test a prompt with a video and one with a
-    picture lie end to end in one run, and their completions have the log-probabilities that they have alone.
+    padding for rows with pictures, which it refuses (TRL #4339). Here a prompt with a video and one with a picture lie
+    end to end in one run.
     """
     model, processor = random_model(RECIPES / "shapes_model.json", tokenizer(), seed=0)
     model.double()
