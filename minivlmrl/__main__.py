@@ -1,5 +1,4 @@
-"""`python -m minivlmrl TOOL`: one table of everything that can be started;
-`python -m minivlmrl` prints it."""
+"""`python -m minivlmrl TOOL`: one table of everything that can be started."""
 
 import ctypes
 import importlib

@@ -28,8 +28,7 @@ TARGETS = {
 
 @dataclass
 class LoRAConfig:
-    """Which layers get an adapter (LoRA), and of what size;
-    all weights of the base are frozen then."""
+    """Which layers get an adapter (LoRA), and its size; all weights of the base are frozen then."""
 
     # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
     path: str | None = None
@@ -96,8 +95,7 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """W + scaling B A, rows scaled by DoRA, rounded to the dtype of W;
-        all ranks of a sharded model call this."""
+        """Add up W + scaling B A, DoRA's rows scaled, in the dtype of W; all ranks call this."""
         A = full(self.lora_A)
         B = full(self.lora_B)
         weight = full(self.weight).to(self.lora_A.device)
@@ -215,8 +213,7 @@ def draw_adapters(model: nn.Module, seed: int):
 
 
 def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
-    """Give parameters their values, full tensors by name;
-    of a sharded model each rank keeps its part."""
+    """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
     sharding, device = getattr(model, "sharding", None), model.lm_head.weight.device
     parameters, own = dict(model.named_parameters()), {}
     for name, tensor in weights.items():
@@ -226,8 +223,7 @@ def set_parameters(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def target_layers(model: nn.Module, target: str) -> list[str]:
-    """Names of the linear layers that one entry of target means;
-    the head and the embeddings are none."""
+    """Name the linear layers that one entry of target means, never head or embeddings."""
     linear = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
     names = [name for name in linear if name != "lm_head"]
     try:

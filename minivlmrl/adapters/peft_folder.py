@@ -111,8 +111,7 @@ def _form(
 
 
 def _our_name(name: str) -> tuple[str, str]:
-    """The layer of a tensor in the file, and which of it;
-    transformers has called the parts of models in two ways."""
+    """Tell the layer of a tensor in the file, by any of transformers' names, and which of it."""
     name = name.replace(".lora_magnitude_vector", ".lora_magnitude")
     form = r"(.+)\.lora_(A|B|magnitude)(?:\.default)?(?:\.weight)?"
     if not (match := re.fullmatch(re.escape(PREFIX) + form, name)):
@@ -121,8 +120,7 @@ def _our_name(name: str) -> tuple[str, str]:
 
 
 def gather_adapter(model: nn.Module, base: str | None = None) -> Callable[[Path], None]:
-    """Return what writes a model's adapters, as they are now, into a folder;
-    all ranks of a sharded model call this."""
+    """Return what writes a model's adapters as they are now into a folder; all ranks call this."""
     layers = {memory_name(name): layer for name, layer in adapters(model).items()}
     tensors, kinds = {}, {"A.weight": "A", "B.weight": "B", "magnitude_vector": "magnitude"}
     for name, layer in layers.items():

@@ -54,8 +54,7 @@ class AnswerAlgorithm(Algorithm):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Lay encoded rows end to end, answers in order;
-        the reference scores them, if there is one."""
+        """Lay encoded rows end to end; the reference scores them, if there is one."""
         group = pack(prompts, answers, self.policy.config, self.world.device)
         batch = self.batch_type(group, group.completion_mask, None)
         if self.reference is not None:

@@ -260,8 +260,7 @@ class Family(GRPOStage):
 
 
 def train_on(counts: Tensor, rollout: Rollout, part: range, batches: list[MicroBatch], world):
-    """Train on the completions that count alone, (n,) bool;
-    the others are still sequences of the step."""
+    """Train on the completions that count, (n,) bool; the others are sequences of the step too."""
     for batch in batches:
         own = counts[batch.completion_index].to(batch.loss_mask.device)
         batch.loss_mask = batch.loss_mask * own[:, None]

@@ -106,8 +106,7 @@ def check_value_model_folder(folder: str | Path):
 
 
 def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueModel:
-    """A value model that begins with a copy of the policy, sharded like it;
-    its own adapters are on the same base."""
+    """Copy the policy, sharded like it, as a value model whose adapters are on the same base."""
     model = ValueModel(copy_model(policy), freeze)
     if is_sharded(policy):
         policy.sharding.shard_head(model.score)

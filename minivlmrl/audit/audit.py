@@ -1,5 +1,4 @@
-"""`python -m minivlmrl audit STEP`: compute a dumped step again, and name what explains the numbers
-that differ.
+"""`python -m minivlmrl audit STEP`: compute a dumped step again, and name what explains it.
 
 Each stage is compared by itself, from what the trainer had before it, so one mistake is reported
 once. For a stage that differs known causes are tried alone, then in the most promising pairs, each
@@ -139,8 +138,7 @@ def computed(name: str, d: Dump, change: dict | None) -> dict | None:
 
 
 def unseen(name: str, d: Dump, answer: dict) -> Counter:
-    """For each topic of the stage's causes: how many there are, and how many of them change no
-    number; of those that need no model."""
+    """Count the causes of each topic, and those that change no number and need no model."""
     found = Counter()
     for cause in causes(name, d) if name not in THROUGH_A_MODEL else ():
         if cause.about and (other := computed(name, d, cause.change)):
@@ -204,8 +202,7 @@ def promising(theirs: Tensor, right: Tensor, *gives: Tensor) -> list[tuple[int, 
 
 
 def fits(name: str, d: Dump, some: list[Cause], scaled: bool = False) -> Fit | None:
-    """The causes and what they leave, if they explain the stage;
-    `scaled`: together with a factor, which is fitted."""
+    """Return the causes and what they leave if they explain the stage, `scaled`: with a factor."""
     answer = computed(name, d, merged(some))
     return answer and fit(answer, some, d, scaled)
 

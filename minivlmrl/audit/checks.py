@@ -31,15 +31,13 @@ def assert_split_invariant(
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """The gradient of a step, as an all-reduce leaves it, is that of one rank: a list of rows for
-    each rank."""
+    """The summed gradient of a step is that of one rank: a list of rows for each rank."""
     splits = [[list(range(rank, rows, size)) for rank in range(size)] for size in ranks]
     assert_split_invariant(gradients, rows, tolerance, splits, "ranks")
 
 
 def assert_image_matters(logps, pixel_values, tolerance: float = 1e-3):
-    """logps(pixel_values) -> log-probabilities in nats: another picture changes them, the same one
-    does not."""
+    """logps(pixel_values) -> nats: another picture changes them, the same one does not."""
     pixels = torch.as_tensor(pixel_values)
     shown = pixels, pixels.clone(), pixels.flip(0) * -1
     same, again, other = (torch.as_tensor(logps(x)).double() for x in shown)

@@ -1,5 +1,4 @@
-"""A dumped step: what a trainer has written down of one optimizer step, step.json and
-step.safetensors in a folder.
+"""What a trainer has written down of one optimizer step: step.json and step.safetensors.
 
 n rows (completions) of S tokens in M micro-batches, out of a rollout of N completions with K
 rewards. docs/audit.md has the names. Everything but NEEDED is optional.
@@ -99,8 +98,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of micro-batches -> those of the step: rows are padded on the left, pictures are
-    joined."""
+    """Join tensors of micro-batches: rows are padded on the left."""
     tensors = {}
     for name, first in parts[0].items():
         x, width = [part[name] for part in parts], max(part[name].shape[-1] for part in parts)

@@ -1,5 +1,4 @@
-"""`python -m minivlmrl replay RUN --step 73 --prompt 4`: one step of a run again, and a group of
-completions of it.
+"""`python -m minivlmrl replay RUN --step 73 --prompt 4`: one step of a run again.
 
 RUN is the folder of a run, or a recipe. The nearest state before the step is read, or the run
 begins anew; the steps in between are trained, and nothing is written in RUN. Draws depend on keys
@@ -65,8 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def go_to(config, stage: str, number: int) -> tuple:
-    """Train, without writing, until a step is next: algorithm, optimizer, Step, rows (ValueError:
-    there is none)."""
+    """Train until a step is next: algorithm, optimizer, Step, rows (ValueError: there is none)."""
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
@@ -104,8 +102,7 @@ def go_to(config, stage: str, number: int) -> tuple:
 
 @torch.no_grad()
 def show(algorithm, step, rows, index: int):
-    """Print a prompt of a step and its completions: texts, rewards, advantages, log-probabilities
-    (sums, in nats)."""
+    """Print a prompt of a step and its completions; log-probabilities are sums, in nats."""
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
         raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(prompts) - 1}")

@@ -1,5 +1,4 @@
-"""What of a step can be computed again from the rest of it: advantages, masks, the loss and its
-gradient.
+"""What of a step can be computed again from the rest of it: advantages, masks, loss, gradient.
 
 A stage is a function (dump, change) -> {name: (has, should, unit)}, or None where the dump lacks
 something. `change` is empty for the definition, or a deviation of causes.yaml. An error is |has -
@@ -58,8 +57,7 @@ def advantages(d: Dump, change: dict) -> Answer:
 
 
 def normalise(d: Dump, change: dict, x: Tensor, group: Tensor, centre: str, scale: str):
-    """(N,) with NaN for unjudged -> advantages, 0 for these, and the unit of their rounding in
-    float32."""
+    """(N,), NaN where unjudged -> advantages, 0 there, and the unit of float32's rounding."""
     baseline, divisor, every = torch.zeros_like(x), torch.ones_like(x), x[~x.isnan()]
     for member in (group == g for g in group.unique()):
         own = x[member]
@@ -89,8 +87,7 @@ def rows(d: Dump, change: dict) -> Answer:
 
 
 def mask(d: Dump, change: dict) -> Answer:
-    """Which tokens count: of a rollout up to and with the first stop token, of a demonstration all
-    real ones."""
+    """Tell which tokens count: up to the first stop token, or all real ones of a demonstration."""
     ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
@@ -118,8 +115,7 @@ def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
 
 
 def loss(d: Dump, change: dict) -> Answer:
-    """The loss of each micro-batch as it went into backward, and its gradient to the
-    log-probabilities (n, S)."""
+    """The loss of each micro-batch as it went into backward, and its gradient (n, S) to logps."""
     has = {name: d.get(name) for name in ("logps_gradient", "entropies_gradient", "loss")}
     if has["logps_gradient"] is None and has["loss"] is None:
         return None
@@ -154,8 +150,7 @@ def inputs(d: Dump, lp: Tensor, own: Tensor, change: dict) -> tuple[Tensor, Tens
 
 
 def counts(d: Dump, part: Tensor, own: Tensor, change: dict, each: int = 1) -> Counts:
-    """What the loss of the rows `part` divides by: totals of the step, or M times those of the
-    micro-batch."""
+    """What the loss of the rows `part` divides by: totals of the step, or M times its own."""
     by_part = change.get("over", d.about.get("mean_over")) == "micro_batch"
     rows, times = (part, len(d.micro_batches)) if by_part else (torch.arange(len(own)), 1)
     tokens = own[rows][::each].sum().item() * times

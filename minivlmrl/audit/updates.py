@@ -1,5 +1,4 @@
-"""What of a step needs the model or the optimizer: log-probabilities, gradients, clipping, the
-update, the schedule."""
+"""What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
 
 import math
 import re
@@ -71,8 +70,7 @@ def of_row(d: Dump, change: dict, model, row: int, patches: Tensor, grids: Tenso
 
 
 def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row; num_images (n,) says how many it has, by default equally
-    many."""
+    """Patches and grids of each row; num_images (n,) says how many, by default equally many."""
     grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
     number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
     patches, of_row = d.get("pixel_values", torch.zeros(0, 0)), grids.split(number)
@@ -91,8 +89,7 @@ def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
 
 
 def gradients(d: Dump, change: dict) -> Answer:
-    """What the optimizer step has accumulated: the gradients of all micro-batches, through the
-    model."""
+    """The gradients of all micro-batches of the step, through the model."""
     has = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("grad").items()}
     slopes = d.get("logps_gradient")
     if not has or not d.about.get("model") or slopes is None or d.forward is None:
@@ -156,8 +153,7 @@ def clip(d: Dump, change: dict) -> Answer:
 
 
 def update(d: Dump, change: dict) -> Answer:
-    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients and its
-    state."""
+    """AdamW's change of the weights (arXiv 1711.05101, algorithm 2) from clipped gradients."""
     o, before, after = d.about.get("optimizer", {}), d.parameters("before"), d.parameters("after")
     grads = d.parameters("grad" if change.get("unclipped") else "clipped") or d.parameters("grad")
     if o.get("name") != "adamw" or not before or not after or not grads:

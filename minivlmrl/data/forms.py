@@ -40,8 +40,7 @@ def to_columns(row: dict, renamed: dict[str, str] | None = None) -> dict:
 
 
 def _conversations(row: dict) -> dict:
-    """VLM-R1, LLaVA, sharegpt, LLaMA-Factory: turns of `from` and `value`;
-    the first answer is the solution too."""
+    """VLM-R1, LLaVA, sharegpt: turns of `from` and `value`; the first answer is a solution too."""
     listed = row["conversations"]
     require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
     turns = _system(row) + [_turn(turn, number) for number, turn in enumerate(listed)]

@@ -127,8 +127,7 @@ def read_mix(path: Path) -> list[FileSection]:
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Endless lists of per_draw row numbers, in a new order every pass;
-    the first `skip` numbers are left out."""
+    """Yield lists of per_draw row numbers, every pass in a new order, after the first `skip`."""
     if size == 0:
         raise ValueError("there are no rows to train on")
     generator = torch.Generator().manual_seed(seed)

@@ -26,8 +26,7 @@ class Sizes(ImageProcessor):
 
 
 def summary(rows: Dataset, processor: Processor) -> str:
-    """Example: "1204 (1200 with 1 image, 4 with no image);
-    prompts of 212 to 580 tokens (64 were measured)"."""
+    """Say "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (...)"."""
     rows = rows.rows if isinstance(rows, Rescaled) else rows
     counter = _counter(processor)
     numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})

@@ -1,5 +1,4 @@
-"""Model families: all that differs between two of them, in one record each.
-docs/carry_on.md says how to add another."""
+"""All that differs between two model families, in one record each; docs/carry_on.md adds one."""
 
 import re
 from collections.abc import Callable
@@ -29,8 +28,7 @@ QWEN2_TEXT |= {"head_dim": None, **ALL_ATTEND}
 
 @dataclass(frozen=True)
 class Family:
-    """What hub, plan and sharding ask about a model;
-    FAMILIES has it by the `model_type` of config.json."""
+    """What hub, plan and sharding ask about a model; FAMILIES has it by its `model_type`."""
 
     architecture: str  # class of transformers, which config.json names
     # fields of VisionConfig that config.json does not have, the positions of a video among them
@@ -61,7 +59,7 @@ class Family:
 
 
 def hub_name(name: str) -> str:
-    """Name a tensor or layer as we do: model.visual.x -> visual.x, model.language_model.x -> model.x.
+    """Name a tensor as we do: model.visual.x -> visual.x, model.language_model.x -> model.x.
 
     Files of Qwen2-VL and Qwen2.5-VL have our names.
     """

@@ -32,8 +32,7 @@ class Alarms:
         self.rollout, self.earned = None, deque(maxlen=BLIND)
 
     def step(self, metrics: dict[str, float], rollout=None) -> list[str]:
-        """Take the metrics of a step, and its Rollout if it has one;
-        returns the sentences that are new."""
+        """Take the metrics of a step, and its Rollout if it has one; return the new sentences."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
             solutions = [str(row.columns.get("solution")) for row in rollout.rows]
@@ -123,8 +122,7 @@ class Alarms:
                 yield f"blind {name}", f"in {BLIND} rollouts reward {name} {earns}; {cure}"
 
     def untouched(self) -> Iterator[tuple[str, str]]:
-        """Parameters that are to be trained and never had a gradient: AdamW has no moments of
-        them."""
+        """Name what is trained and never had a gradient: AdamW has no moments of it."""
         named = self.algorithm.trained.named_parameters()
         state = self.optimizer.state
         names = [name for name, p in named if p.requires_grad and p not in state]

@@ -26,8 +26,7 @@ NEEDS |= {"pairs": ("chosen", "rejected"), "labels": ("completion", "label")}
 
 @dataclass
 class VideoSection:
-    """Which frames of a video the model sees, and how large: see data/video.py.
-    A row can ask for its own."""
+    """Which frames of a video the model sees, and how large; a row can ask for its own."""
 
     fps: float | None = None  # frames taken from a second; None: 2
     max_frames: int | None = None  # most frames of a video; None: 768
@@ -37,8 +36,7 @@ class VideoSection:
 
 @dataclass
 class DataSection:
-    """Where rows come from: `task`, an embedded one, or `train_file` and `eval_file`, your own:
-    docs/data.md."""
+    """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
 
     task: str | None = None  # "shapes" or "file.py:TASK", relative to the recipe: docs/data.md
     # rows with problem or prompt, image(s), and what the stages need: docs/data.md
@@ -178,8 +176,7 @@ class MadeRow(Row):
 
 
 class Batches(Iterator):
-    """Endless draws of this rank's rows: every pass over the dataset has all rows once, in a new
-    order.
+    """Endless draws of this rank's rows: every pass over the dataset has a new order.
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key
     that its random draws depend on, "seed/stage/draw/position": any number of ranks does the same.
@@ -224,13 +221,11 @@ class Batches(Iterator):
         return rows
 
     def row(self, index: int, key: str) -> Row:
-        """The row of a number, with the key that its random draws depend on;
-        the next readable one if asked for."""
+        """Return a row with the key of its draws, or the next readable one if asked for."""
         return self.noted(*self.make(index, key))
 
     def make(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
-        """Make the prompt of a row or of the next readable one;
-        what is wrong with those before it, by number."""
+        """Make a row's prompt, or the next readable one's; and what was wrong, by number."""
         failures = {}
         for number in (number % len(self.dataset) for number in range(index, index + MOST_SKIPPED)):
             try:

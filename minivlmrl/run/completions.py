@@ -1,5 +1,4 @@
-"""completions.jsonl: what the policy wrote in training, one line for a prompt and its group of
-completions.
+"""completions.jsonl: what the policy wrote in training, a line for each prompt and its group.
 
 A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the
 run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
@@ -84,8 +83,7 @@ class CompletionsLog:
             file.writelines(json_text(line) + "\n" for line in lines)
 
     def save(self, image, name: str) -> str:
-        """Save an image, scaled down, unless it is there;
-        returns its path from the run's folder."""
+        """Save an image, scaled down, unless it is there; return its path from the run's folder."""
         path = self.folder / IMAGES / f"{name}.webp"
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
@@ -149,8 +147,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, float | None]]:
-    """Text and log-probability of each token; a character of several tokens is with the last of
-    them."""
+    """Text and log-probability of each token; a character of several tokens is with the last."""
     stream = DecodeStream(skip_special_tokens=False)
     of = completion.ids, completion.logps, completion.written
     for token_id, logp, written in zip(*(x.tolist() for x in of), strict=True):

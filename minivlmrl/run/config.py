@@ -1,5 +1,4 @@
-"""A whole recipe as one dataclass: options are declared beside the code that reads them and only
-composed here."""
+"""A whole recipe as one dataclass, composed of options that are declared where they are read."""
 
 import dataclasses
 import typing
@@ -36,8 +35,7 @@ Weight = Annotated[float, "(-inf, inf)"]
 
 @dataclass
 class ModelSection:
-    """Which weights to train: `path`, a Hugging Face folder, or `config`, a config.json to fill
-    with random ones."""
+    """Which weights to train: `path`, a folder, or `config`, a config.json for random ones."""
 
     path: str | None = None  # a Hugging Face folder or the id of a repository
     config: str | None = None  # a config.json, relative to the recipe
@@ -142,14 +140,12 @@ class RunConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP2 holds the weights: they are sharded, or the layers compute in a dtype of
-        their own."""
+        """Whether FSDP2 holds the weights: sharded ones, or layers with a dtype of their own."""
         return self.sharding.enabled or self.model.compute_dtype is not None
 
 
 def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
-    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: a key or value in it is
-    not valid).
+    """Read a recipe, a YAML file with the fields of RunConfig (ValueError: one is not valid).
 
     Args:
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
@@ -218,8 +214,7 @@ def _hint(key: str):
 
 
 def _value(key: str, text: str):
-    """What the command line says of a field: YAML, or for a field of text the text itself, such as
-    {problem}."""
+    """Read a field's value on the command line: YAML, or text as it is where the field is one."""
     is_text = _hint(key) in (str, str | None)
     try:
         value = parse_yaml(text)
@@ -253,8 +248,7 @@ def asked_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """`values` with another value at `path`; sections on the way are made where they are
-    missing."""
+    """Return `values` with another value at `path`; missing sections on the way are made."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

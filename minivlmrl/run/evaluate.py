@@ -1,5 +1,4 @@
-"""Held-out rows: what a policy answers and what that earns, sampled at temperature 1 and
-greedily."""
+"""Held-out rows: what a policy answers, sampled at temperature 1 and greedily, and earns."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -84,8 +83,7 @@ BLIND = {  # what is reported: (row, all rows) -> the pictures that it shows ins
 def answer_rows(
     sample: RunSampler, rows, count: int, rewards, key: str, describe: Callable, see=None
 ) -> Iterator[list]:
-    """Answer each row `count` times; the ranks share each batch, and each rank gets all of it, in
-    the order of rows.
+    """Answer each row `count` times; ranks share each batch, and each gets all of it in order.
 
     Args:
         key: what the draws depend on, beside the number of the row.

@@ -1,5 +1,4 @@
-"""Metrics of a run as it goes: metrics.jsonl (the same bytes for the same seed), timings.jsonl, a
-progress bar."""
+"""Metrics of a run as it goes: lines of files, the same for the same seed, and a progress bar."""
 
 import json
 import math
@@ -28,8 +27,7 @@ OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 
 
 class MetricsLog(ExitStack):
-    """Writes what happens in a run, on the first rank: lines of files, a bar, completions and
-    trackers.
+    """Writes, on the first rank, lines of files, a bar, completions and trackers.
 
     Its files begin with what a resumed run had written when its state was saved.
     """
@@ -57,8 +55,7 @@ class MetricsLog(ExitStack):
             log(values, self.steps)
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
-        """Begin a stage: a new progress bar. `done` steps took `seconds` before the run was
-        resumed."""
+        """Begin a stage with a new bar; `done` steps took `seconds` before the run was resumed."""
         self.algorithm, self.name = algorithm, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
         if done and self.alarmed:
@@ -122,8 +119,7 @@ class MetricsLog(ExitStack):
             print(f"{self.name} {number + 1}/{self.bar.total}", *said, f"{took:.2f} s", flush=True)
 
     def evaluation(self, stage: str, done: int, values: dict[str, float], seconds: float, rows=1):
-        """Record what `rows` held-out rows say after `done` steps of a stage;
-        the `seconds` it took are not the stage's."""
+        """Record what held-out rows say after `done` steps; its `seconds` are not the stage's."""
         if self.bar is not None:
             self.begin += seconds
         if not self.files:
@@ -147,8 +143,7 @@ class MetricsLog(ExitStack):
 
 
 def progress_bar(name: str, total: int, is_main: bool, done: int = 0, leave: bool = True) -> tqdm:
-    """A bar on the first rank's terminal, which is left there at its end;
-    without a terminal there is none."""
+    """A bar that stays on the first rank's terminal; without a terminal there is none."""
     hidden = not is_main or not sys.stderr.isatty()
     options = {"disable": hidden, "mininterval": 0.5, "dynamic_ncols": True}
     return tqdm(total=total, initial=done, desc=name, leave=leave, **options)
@@ -163,8 +158,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[str, float], float]]:
-    """Bring the metrics of all micro-batches to the host at once: each transfer waits for the
-    GPU."""
+    """Bring the metrics of all micro-batches to the host at once: a transfer waits for the GPU."""
     numbers = iter(
         torch.stack([value.double() for metrics, _ in parts for value in metrics.values()]).tolist()
     )
@@ -172,8 +166,7 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[tuple[dict[s
 
 
 def merge(parts: list[tuple[dict[str, float], float]]) -> tuple[dict[str, float], float]:
-    """Combine (metrics, tokens or pairs that they are means over) of micro-batches or ranks, and
-    add up the latter."""
+    """Combine (means, tokens or pairs that they are over) of micro-batches or ranks."""
     total, merged = sum(weight for _, weight in parts), {}
     for name in parts[0][0]:
         if name in OVER_STEP:

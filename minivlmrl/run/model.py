@@ -26,8 +26,7 @@ from minivlmrl.tasks.task import get_task
 def build_model(
     config, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[nn.Module, Processor]:
-    """Load the recipe's checkpoint, or make a random model, with a tokenizer of the embedded task
-    or of the rows."""
+    """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
         raise ValueError(
@@ -80,8 +79,7 @@ def build_model(
 
 
 def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """What a tokenizer of one's own rows is trained on: what 10,000 rows of each stage ask and
-    answer."""
+    """What a tokenizer of one's own is trained on: questions and answers of 10,000 rows a stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
         for row in islice(rows, 10_000):

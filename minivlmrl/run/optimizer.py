@@ -27,8 +27,7 @@ class OptimizerSection:
 def build_optimizer(
     model: nn.Module, config: TrainingConfig, section: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW over all parameters that require gradients;
-    moments of the weights' dtype have one fused update a step."""
+    """Make AdamW over all parameters that require gradients, fused or with moments of 8 bits."""
     reshard(model)  # gathered weights are other parameters, and none to train
     parameters = [p for p in model.parameters() if p.requires_grad]
     options = {"betas": (0.9, config.adam_beta2), "weight_decay": section.weight_decay}
@@ -46,8 +45,7 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Add up the gradients of all ranks (a sharded backward has done so), and clip them;
-    returns the norm before."""
+    """Add up the gradients of all ranks unless sharded, and clip them; return the norm before."""
     if not is_sharded(model):
         world.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -55,8 +53,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Rise over warmup_steps, one step ahead of TRL, which begins at 0; then fall to min_lr_ratio
-    at max_steps.
+    """Rise over warmup_steps, one step ahead of TRL, then fall to min_lr_ratio at max_steps.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25
     from step 0 on.

@@ -1,5 +1,4 @@
-"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote; no
-server, no network.
+"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote.
 
 python -m minivlmrl page runs/shapes                 # writes runs/shapes/page.html, also while the run goes on
 python -m minivlmrl page runs/a runs/b --out ab.html
@@ -68,8 +67,7 @@ def write_page(folders: list[Path], out: Path):
 
 
 def collect(folder: Path) -> dict:
-    """What the page shows of a run; at most STEPS logged steps, evenly spread, with the last
-    one."""
+    """Collect what the page shows of a run: STEPS logged steps at most, with the last one."""
     lines = read_lines(folder / COMPLETIONS, Shown)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     kept = set(steps[:: -(-len(steps) // STEPS) or 1]) | set(steps[-1:])

@@ -79,8 +79,7 @@ class Work:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors created in this context that still exist (.now), and their maximum
-    (.most)."""
+    """Count the bytes of tensors created in this context that still exist, and the most (.most)."""
 
     def __init__(self, known: list[Tensor]):  # they and their views are not counted
         super().__init__()
@@ -129,8 +128,7 @@ class Costs:
         self.known = {}
 
     def build(self, run: RunConfig, layers: int = 0) -> nn.Module:
-        """The model of a run on the meta device, which knows what is trained;
-        `layers` are shared with a reference."""
+        """The model of a run on the meta device; `layers` of it are shared with a reference."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         run.adapter.place(model)
         select_trained(model, run.model.freeze)
@@ -139,8 +137,7 @@ class Costs:
         return model
 
     def activations(self, run: RunConfig, work: Work, train: bool, layers: int = 0) -> int:
-        """Maximum bytes of a forward, with or without its backward, in addition to weights and
-        gradients."""
+        """Most bytes of a forward, with or without its backward, besides weights and gradients."""
         key = repr((run.model, run.adapter, work, train, layers))
         if key in self.known:
             return self.known[key]
@@ -182,8 +179,7 @@ class Costs:
         return memory + 2 * attending * heads * self.config.head_dim * dtype.itemsize * tokens
 
     def one_draw(self, dtype: torch.dtype, sampling: SamplingOptions, rows: int) -> int:
-        """Bytes of one decode step's logits, in float32 or wider, and of what the sampler computes
-        from them."""
+        """Bytes of a decode step's logits, float32 or wider, and what the sampler makes of them."""
         dtype = torch.promote_types(dtype, torch.float32)
         logits = torch.empty(rows, self.config.vocab_size, dtype=dtype, device="meta")
         index = torch.empty(rows, dtype=torch.long, device="meta")
@@ -209,8 +205,7 @@ def plan(
     image_tokens: int,
     frames: int = 1,
 ) -> dict[str, dict]:
-    """Bytes on one GPU in each phase of a stage, for prompts of this length: {"train": {"weights":
-    ...}, ...}."""
+    """Bytes on one GPU in each phase, for prompts of this length: {"train": {"weights": 1}}."""
     config, sharding, algorithm = getattr(run, stage), run.sharding, find_algorithm(stage, run)
     online, has_reference = not algorithm.answers, algorithm.has_reference(config)
     if gpus % sharding.replicas:
@@ -315,8 +310,7 @@ def most(phases: dict[str, dict]) -> float:
 def smallest_saving(
     needed: Callable[[list[str]], float], stage: str, memory: float
 ) -> list[str] | None:
-    """The fewest of SAVINGS, cheap ones first, whose bytes fit;
-    None if even all of them are not enough."""
+    """The fewest of SAVINGS, cheap ones first, whose bytes fit; None if all are not enough."""
     savings = [f"--{saving.format(stage=stage)}" for saving in SAVINGS]
     for count in range(len(savings) + 1):
         for overrides in map(list, combinations(savings, count)):
@@ -343,8 +337,7 @@ def table(phases: dict[str, dict], memory: float) -> str:
 
 
 def check_memory(run: RunConfig, gpus: int, memory: int):
-    """Refuse a run (ValueError) that does not fit GPUs of these bytes, for prompts with images of
-    data.max_pixels."""
+    """Refuse a run (ValueError) that does not fit GPUs of these bytes, at data.max_pixels."""
     costs = Costs(ModelConfig.from_dict(read_json(find_folder(run.model.path) / "config.json")))
     vision = costs.config.vision_config
     token = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of it

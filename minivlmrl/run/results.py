@@ -1,5 +1,4 @@
-"""What a run leaves in its folder beside metrics: config.yaml, summary.json, its page and its
-checkpoints."""
+"""What a run leaves beside metrics: config.yaml, summary.json, its page and its checkpoints."""
 
 import os
 import shutil
@@ -19,8 +18,7 @@ SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 
 
 def check_outputs(config: RunConfig):
-    """Refuse to begin in the folder of a finished run, or of any run if nothing is trained
-    (ValueError).
+    """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained.
 
     A folder with states is left to run/resume.py. Also refuse a tracker that is not installed, and
     evaluations without held-out rows.
@@ -44,8 +42,7 @@ def check_outputs(config: RunConfig):
 
 
 class Results:
-    """Evaluations of a run, added to progress.results, and its folder;
-    without held_out nothing is evaluated."""
+    """Evaluations of a run, added to progress.results, and its folder; held_out may be None."""
 
     def __init__(self, config: RunConfig, model, processor, log: MetricsLog, held_out, progress):
         self.config, self.log, self.world = config, log, log.world
@@ -65,8 +62,7 @@ class Results:
             self.results[name] = self.evaluate(name, algorithm, done)
 
     def after_step(self, algorithm, done: int):
-        """Evaluate and save if it is time, after `done` steps of a stage;
-        at its end measure() evaluates."""
+        """Evaluate and save if it is time after `done` steps; at the end measure() evaluates."""
         config, stage = self.config, algorithm.stage
         due = config.eval_steps and done % config.eval_steps == 0
         if due and done < algorithm.config.max_steps:
@@ -86,8 +82,7 @@ class Results:
             shutil.rmtree(self.folder / CHECKPOINTS / f"{stage}-{number:06d}")
 
     def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
-        """Evaluate the model as it is now, write what it says, and save it if it is the best so
-        far; returns what the table shows."""
+        """Evaluate the model, save it if it is the best, and return what the table shows."""
         begin, config = time.perf_counter(), self.config
         of = self.model, self.processor, self.held_out, config.sampling, self.world
         try:
@@ -110,8 +105,7 @@ class Results:
         return {name: value for name, value in values.items() if name != "loss"}
 
     def write(self, seconds: dict[str, float], algorithm=None):
-        """Write the table of the run and its page; after that, which may fill the disk, save the
-        weights."""
+        """Write the table and the page, and then, as this may fill the disk, the weights."""
         if self.world.is_main:
             task = self.config.data.task and get_task(self.config.data.task)
             chance = task.chance(self.held_out) if task else None

@@ -53,8 +53,7 @@ DRAWN = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 
 @dataclass
 class Progress:
-    """How far a run has come: the same on all ranks, except `seconds` and `logs`, of which rank 0's
-    are kept."""
+    """How far a run has come: the same on all ranks, but for rank 0's `seconds` and `logs`."""
 
     seed: int  # of the run
     stages: list[str]  # as in the recipe
@@ -131,8 +130,7 @@ class States:
         self.data = json.dumps(data | {"train_file": file and _checksum(file)})
 
     def after_step(self, progress: Progress, log: MetricsLog, ends_rollout: bool):
-        """Save a state at the end of a rollout if one is due or a signal has come;
-        after a signal leave (Preempted)."""
+        """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
         config, stage = self.config, progress.stages[progress.stage]
         stage_ends = progress.step == getattr(config, stage).max_steps
         self.signals.saved = False
@@ -177,8 +175,7 @@ class States:
             yield step
 
     def to_resume(self) -> Progress:
-        """Find the state to go on from, as config.resume says, and read how far it is;
-        without one begin anew."""
+        """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
         new = Progress(self.config.seed, self.config.stages, self.data)
         new.recipe, new.base = recipe_values(self.config), base_digest(self.config)
         self.resumed, progress = self.choose() or (None, new)
@@ -224,8 +221,7 @@ class States:
                 print(said, flush=True)
 
     def restore(self, algorithm: Algorithm, optimizer: Optimizer) -> bool:
-        """Take a stage's algorithm and optimizer, and read the state that was found, if any, into
-        them (ValueError: it does not fit)."""
+        """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
         path, self.resumed = self.resumed, None
         self.algorithm, self.optimizer = algorithm, optimizer
         if path is None:
@@ -249,8 +245,7 @@ class States:
         return True
 
     def choose(self) -> tuple[Path, Progress] | None:
-        """Find and read the state that config.resume means, and remove those of the run that is
-        given up by that."""
+        """Read the state that config.resume means, and remove those that are given up by that."""
         resume = self.config.resume
         # a shared file system may show another host an older list
         paths = self.world.gather_objects(self.paths())[0]
@@ -287,8 +282,7 @@ class States:
         return sorted(whole, key=lambda path: int(path.name))
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:
-        """Read a state without its tensors; None, and a line that says why, if it is damaged.
-        Ranks share the check."""
+        """Read a state without its tensors; None and a line that says why if it is damaged."""
         damages = []
         try:
             files = read_json(path / COMPLETE)
@@ -308,8 +302,7 @@ class States:
         return None if damages else (path, progress)
 
     def save(self, progress: Progress) -> Path:
-        """Write a state, all ranks together, and remove the oldest if there are too many;
-        returns its folder."""
+        """Write a state, all ranks together, remove the oldest of too many; return its folder."""
         path = self.path(progress)
         partial = path.with_name(path.name + ".partial")
         found, files = tensors(self.algorithm, self.optimizer), {}

@@ -1,5 +1,4 @@
-"""SIGTERM and SIGUSR1 of a scheduler, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the
-rollout, save, leave."""
+"""SIGTERM, SIGUSR1, SIGINT (Ctrl-C), SIGHUP (a lost terminal): finish the rollout, save, leave."""
 
 import os
 import signal
@@ -18,8 +17,7 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once.
-    Use as a context."""
+    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -74,6 +72,5 @@ class StopSignals:
             raise Preempted("preempted: --resume=auto goes on from the last state, if there is one")
 
     def asked(self) -> bool:
-        """Whether any rank was signalled. All ranks call this together, so that they stop after the
-        same step."""
+        """Whether any rank was signalled; all ranks call this, to stop after the same step."""
         return self.world.sum(self.first is not None)[0] > 0

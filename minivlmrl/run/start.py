@@ -1,5 +1,4 @@
-"""What a run does and says before its first step: it tries the rewards, counts the rows, says what
-runs where."""
+"""What a run does and says before its first step: tries rewards, counts rows, says what runs."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -37,8 +36,7 @@ class Inventor(Processor):
 def prepare(
     config, algorithms: dict[str, type], world: World
 ) -> tuple[nn.Module, Processor, dict[str, Dataset]]:
-    """Model, processor, and the rows of each stage and of "eval";
-    refuse what would fail later (ValueError)."""
+    """Model, processor, rows by stage and "eval"; refuse what would fail later (ValueError)."""
     for stage in config.stages:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     needs = {stage: algorithm.needs for stage, algorithm in algorithms.items()}
@@ -86,8 +84,7 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Ask the rewards about an invented completion: one that fails (ValueError) does so now, not
-    after the weights.
+    """Ask the rewards about an invented completion: one that fails (ValueError) does so now.
 
     Args:
         needs: for each stage what its rows must have, a key of batches.NEEDS.
@@ -114,8 +111,7 @@ def _try(rewards: Collection[str], row: Row):
 def fit_rows(
     config, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Leave out rows of stages whose prompts are too long, end stages after max_epochs, and print
-    what rows there are.
+    """Leave out rows with long prompts, end stages after max_epochs, and print what rows there are.
 
     Image files are opened, not decoded.
     """

@@ -1,5 +1,4 @@
-"""The tensors of a state in safetensors files, which hold numbers and cannot run code, as a pickle
-can.
+"""The tensors of a state in safetensors files: unlike a pickle they cannot run code.
 
 Each rank writes the rows that it holds, and any number of ranks reads the rows that each of them
 needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128 on of
@@ -40,8 +39,7 @@ def digest(files: list[Path]) -> str:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, as a view that has rows, and the index of the first of
-    them."""
+    """What this rank holds of a tensor, as a view that has rows, and the index of the first."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     mesh = tensor.device_mesh
@@ -57,8 +55,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's part of tensors into a folder, every row once;
-    returns the names of its files."""
+    """Write this rank's part of tensors, every row once; return the names of its files."""
     files, content = [], {}
     own = [name for number, name in enumerate(tensors) if writes(tensors[name], number, world)]
     for name in own:
@@ -74,8 +71,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Name of a tensor -> (index of the first row, number of rows, file) of its pieces;
-    a number is one row."""
+    """Name of a tensor -> (first row, number of rows, file) of its pieces; a number is one row."""
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -102,8 +98,7 @@ def read_rows(
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Read the rows that this rank holds of a tensor into it (ValueError: shape or dtype are
-    others)."""
+    """Read this rank's rows of a tensor into it (ValueError: shape or dtype are others)."""
     own, start = local_rows(tensor)
     saved, count = sum(rows for _, rows, _ in pieces), len(tensor) if tensor.dim() else 1
     require(saved == count, name, f"{saved} rows", f"{count} rows")

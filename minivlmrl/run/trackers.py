@@ -1,5 +1,4 @@
-"""Trackers of other people: metrics go to TensorBoard or Weights & Biases under the names of
-metrics.jsonl.
+"""Metrics go to TensorBoard or Weights & Biases under the names of metrics.jsonl.
 
 The x axis is optimizer steps done, over all stages. Names of evaluations begin with eval/.
 """
@@ -13,8 +12,7 @@ from pathlib import Path
 
 
 def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
-    """Write the folder tensorboard/ of the run; a resumed run hides what an earlier attempt wrote
-    of later steps.
+    """Write the run's folder tensorboard/, without later steps of an attempt before a resume.
 
     Returns:
         log(values, steps), as every tracker; `closing` closes it.
@@ -34,8 +32,7 @@ def tensorboard(config, steps: int, closing: ExitStack) -> Callable:
 
 
 def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
-    """Send to the project minivlmrl, or with WANDB_MODE=offline write wandb/;
-    a resumed run is another one there."""
+    """Send to the project minivlmrl (WANDB_MODE=offline: wandb/); a resume is another run there."""
     import wandb
 
     folder = Path(config.output_dir)
@@ -49,8 +46,7 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
 
 
 def curves(evaluation: dict[str, float]) -> dict[str, float]:
-    """Name the values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy":
-    0.5}."""
+    """Name values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy": 0.5}."""
     return {f"eval/{name.replace(' ', '_')}": value for name, value in evaluation.items()}
 
 

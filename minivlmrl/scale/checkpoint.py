@@ -325,8 +325,7 @@ def check_finite(tensors: dict[str, Tensor], where: object):
 def _full_weights(
     weights: dict, files: dict[str, list[str]], keep: bool
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Gather the weights of one file after the other;
-    torch's get_model_state_dict would gather all at once."""
+    """Gather one file's weights after the other; torch's get_model_state_dict would gather all."""
     for file, names in files.items():
         tensors = {}
         for name in names:

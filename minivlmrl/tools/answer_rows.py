@@ -1,5 +1,4 @@
-"""Answer the rows of a file and score the answers: one line a row in a results file, and a summary
-beside it.
+"""Answer the rows of a file, score the answers, and write a line for each, and a summary.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -134,8 +133,7 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Mean of each reward over rows that it could judge; of the first one pass@k and the accuracy
-    of the majority.
+    """Mean of each reward over rows that it could judge; of the first one pass@k and majority.
 
     pass@k: the probability that one of k answers is right, k answers drawn without replacement out
     of all of a row: 1 - C(n - c, k) / C(n, k) with c right ones out of n (Chen et al. 2021, arXiv
@@ -169,8 +167,7 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def pin(config, model, processor, decoding: dict) -> dict[str, str]:
-    """What the results depend on besides the rows, as short hashes: prompt, pixels, decoding and
-    weights; and all."""
+    """Hash what the results depend on besides rows: prompt, pixels, decoding, weights; and all."""
     template = processor.template.text if processor.template else "qwen"
     asked = config.data.prompt_template, config.data.system_prompt
     prompt = *asked, processor.add_vision_id, template

@@ -33,8 +33,7 @@ from minivlmrl.scale.ranks import World, find_device
 
 
 def main(arguments: list[str]):
-    """Print the answer of a model. Its weights, which take longest to read, come last: mistakes
-    show before."""
+    """Print the answer of a model. Its weights are read last: mistakes show before."""
     options = parser().parse_args(arguments)
     params, device = sampling(options), choose_device(options.device)
     processor = load_processor(options.model, options.min_pixels, options.max_pixels)
@@ -69,8 +68,7 @@ def main(arguments: list[str]):
 
 
 class Stream:
-    """Choose as `choose` does, and print each token of the only row, a character with its last
-    byte."""
+    """Choose as `choose` does, and print the only row's tokens, a character with its last byte."""
 
     def __init__(self, choose: Choose, tokenizer: Tokenizer, hidden: Collection[int] = ()):
         self.choose, self.tokenizer, self.hidden = choose, tokenizer, hidden
@@ -90,8 +88,7 @@ class Stream:
 
 
 def sampling(options: argparse.Namespace) -> SamplingOptions:
-    """The sampling options that were given, on top of the model's own if --generation_config is
-    given."""
+    """Build the given sampling options, with --generation_config on top of the model's own."""
     fields = typing.get_type_hints(SamplingOptions)
     given = {name: value for name, value in vars(options).items() if name in fields}
     if not options.generation_config:
@@ -101,8 +98,7 @@ def sampling(options: argparse.Namespace) -> SamplingOptions:
 
 
 def choose_device(device: str | None) -> torch.device:
-    """Find the device that the model runs on, by default the GPU if there is one (ValueError: there
-    is no such one)."""
+    """Find the device to run on, by default the GPU if there is one (ValueError: no such one)."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in training, see ranks.setup
     name = device or find_device()
     try:
@@ -113,8 +109,7 @@ def choose_device(device: str | None) -> torch.device:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: what to ask, and one option for each field of SamplingOptions with the
-    field's comment."""
+    """The command line: what to ask, and an option for each field of SamplingOptions."""
     p = argparse.ArgumentParser(
         prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
     )

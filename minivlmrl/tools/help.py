@@ -1,5 +1,4 @@
-"""What `train --help` prints: every option of a recipe with its default, type and sentence, section
-by section.
+"""What `train --help` prints: every option of a recipe with default, type and sentence.
 
 python -m minivlmrl train --help          # all sections
 python -m minivlmrl train --help grpo     # one section
@@ -20,16 +19,14 @@ from minivlmrl.train import main
 
 
 def start(arguments: list[str]):
-    """Be one rank of a training run from beginning to end of its process;
-    with --help print its options instead."""
+    """Be one rank of a training run to the end of its process, or with --help print its options."""
     if "--help" in arguments:
         return show(*[argument for argument in arguments if argument != "--help"])
     run_rank(main, arguments)
 
 
 def show(*names: str):
-    """Print the options of these sections ("run": those outside of sections) or of all;
-    refuse an unknown one."""
+    """Print the options of these sections, "run": those outside of sections, or of all."""
     known = sections()
     for name in names:
         if name not in known:
@@ -51,8 +48,7 @@ def sections() -> dict[str, typing.Any]:
 
 
 def option_lines(config, prefix: str) -> list[str]:
-    """Lines of the options of one dataclass; a dataclass inside it, such as data.video, follows its
-    other options."""
+    """List the options of one dataclass; those of a dataclass inside it follow."""
     sentences, hints = (
         help_of(type(config)),
         typing.get_type_hints(type(config), include_extras=True),

@@ -1,5 +1,4 @@
-"""Training from Python, in a notebook or a script: rows and rewards of this process, the rest as in
-train.py."""
+"""Training from Python: rows and rewards of this process, the rest as in train.py."""
 
 import hashlib
 import json
@@ -51,8 +50,7 @@ def train(
 
 
 def write_rows(rows: Rows, folder: Path) -> Path:
-    """Write rows as JSON lines, PIL images as PNG files beside them;
-    files are named by what they hold."""
+    """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(_plain(row, folder)) + "\n" for row in rows)
     path = folder / f"{_digest(text.encode())}.jsonl"
@@ -78,8 +76,7 @@ def _register(reward: str | Callable) -> str:
 
 
 def _plain(value, folder: Path, is_path: bool = False):
-    """JSON of a row or a column: images become files in `folder`, and paths do not depend on where
-    it is."""
+    """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
     if isinstance(value, Row):
         more = {
             name: inside for name, inside in value.columns.items() if name not in (*FORMS, *MEDIA)

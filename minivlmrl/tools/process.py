@@ -1,5 +1,4 @@
-"""The process of one rank from beginning to end: how it tells torchrun and the user what went
-wrong."""
+"""The process of one rank, and how it tells torchrun and the user what went wrong."""
 
 import errno
 import json
@@ -17,8 +16,7 @@ from minivlmrl.hub.checker import shortened
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print a full disk, or an error that this package has put into words, as one line, in
-    torchrun's summary too.
+    """Print a full disk, or an error that this package has worded, as one line, torchrun's too.
 
     Returns False for what is neither: a bug.
     """
@@ -40,8 +38,7 @@ def show_mistake(error: Exception) -> bool:
 
 
 def run_rank(main: Callable[[list[str]], int], arguments: list[str]):
-    """Call main as one rank of a run, and end the process with its exit code: 2 after a mistake, 1
-    after a bug."""
+    """Call main as one rank, and end the process with its exit code: 2 a mistake, 1 a bug."""
 
     @record
     def recorded() -> int:
