@@ -30,6 +30,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk():
+    """No test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
 def pytest_deselected(items):
     """Remember the slow tests that pyproject.toml's `-m "not slow"` leaves out."""
     SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})

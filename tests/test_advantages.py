@@ -30,10 +30,6 @@ def test_a_completion_nobody_could_judge_counts_for_nothing():
     torch.testing.assert_close(advantages[1:], without)
 
 
-def test_a_reward_of_none_beside_one_that_judges_adds_nothing():
-    assert combine(torch.tensor([[NAN, 1.0]]), torch.tensor([0.5, 2.0])).item() == 2.0
-
-
 @pytest.mark.parametrize("rewards, size, scale, says", [
     ([1.0, 0.0], 1, "group", "num_generations is 1"),
     ([1.0, 0.0], 1, "batch", "num_generations is 1"),
@@ -48,9 +44,3 @@ def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
 def test_centring_alone():
     """Groups 3, 1 and 0, 0: less their means 2 and 0."""
     assert group_advantages(torch.tensor([3.0, 1.0, 0.0, 0.0]), 2, "none").tolist() == [1.0, -1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_completion_nobody_could_judge_has_no_advantage_in_any_scale(scale):
-    advantages = group_advantages(torch.tensor([3.0, NAN, 1.0, 0.0, 4.0, 0.0]), 3, scale)
-    assert advantages[1] == 0 and (advantages[[0, 2, 3, 4, 5]] != 0).all()

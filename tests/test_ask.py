@@ -140,15 +140,6 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
 
 
-def test_sampling_options_reach_the_draw(folder, ask):
-    plain, _ = said(folder, max_new_tokens=20)
-    settings = dict(top_k=4, min_new_tokens=5, stop_strings=[plain[8], "猫"])
-    words = [f"--{name}={value}" for name, value in settings.items() if name != "stop_strings"]
-    status, out, _ = ask(*words, "--max_new_tokens", 20, "--stop_strings", *settings["stop_strings"])
-    assert (status, out) == (0, said(folder, max_new_tokens=20, **settings)[0] + "\n")
-    assert out != plain + "\n"
-
-
 def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask):
     file = folder / "checkpoint" / "generation_config.json"
     before = file.read_text()

@@ -29,23 +29,6 @@ def masked_softmax(q, k, v, mask):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
-def test_the_layout_of_the_docstring_example():
-    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
-    layout = GroupLayout([3], [[3, 2]])
-    assert layout.num_tokens == 6
-    assert layout.predict_index.tolist() == [2, 3, 4, 2, 5]  # both completions start from the prompt's last token
-    assert layout.last_index.tolist() == [2]
-    assert layout.row_lengths == [3, 2]
-    assert visible(layout).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 0, 0, 1],
-    ]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_the_mask_is_the_rule(seed):
     """Against the rule written down from lengths, pair by pair."""

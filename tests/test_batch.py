@@ -75,12 +75,6 @@ def test_a_mean_over_no_token_is_zero():
     assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
 
 
-def test_a_batch_without_completions():
-    """A prefill: no row to pad, nothing to score."""
-    batch = pack([tiny.prompt(torch.Generator(), [])], [[]], tiny.config())
-    assert (batch.completion_mask.shape, batch.completion_ids.dtype) == ((0, 0), torch.int64)
-
-
 def test_what_a_frozen_tower_saw_counts_when_it_saw_all():
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 2, 2)])]

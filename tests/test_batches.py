@@ -140,11 +140,6 @@ def test_a_resumed_run_goes_on_with_the_next_draw(draws):
     assert drawn(batches(steps=2, draws=draws), 2) == expected
 
 
-def test_stages_and_seeds_have_keys_of_their_own():
-    keys = [drawn(batches(**of), 1)[0][0][2] for of in ({}, {"seed": 1}, {"stage": "ppo"})]
-    assert keys == ["0/grpo/0/0", "1/grpo/0/0", "0/ppo/0/0"]
-
-
 @pytest.mark.parametrize(
     ("prompts", "ranks", "nearest"), [(32, 3, "30 or 33"), (1, 3, "3"), (7, 2, "6 or 8"), (4, 8, "8")]
 )

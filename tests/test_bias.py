@@ -173,6 +173,7 @@ def pictures(stage, monkeypatch):
     return pictures
 
 
+@pytest.mark.slow
 def test_the_trainers_gradients_of_all_groups_add_up_to_the_expected_one(pictures, monkeypatch):
     groups = torch.cartesian_prod(bias.ALL, bias.ALL)
 

@@ -114,13 +114,6 @@ def test_red_team(completion):
     assert rewards(completion) == approx(*HACKS[completion])
 
 
-@pytest.mark.parametrize("text", [RIGHT, js(RIGHT), f"```json\n{js(RIGHT)}\n```", f"<think>{WRONG}</think>\n{RIGHT}"])
-def test_without_tags(text):
-    """As Qwen2.5-VL answers when nobody asks for tags: data.answer=whole takes it, tags does not."""
-    for where, earned in (("whole", 1), ("tags", 0)):
-        assert earnings(["iou", "acc_0_5"], [text], columns(), where).tolist() == [[earned, earned]]
-
-
 # two true boxes 40 x 40 and 20 x 20, in pixels of the file
 TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
 FIRST, OTHER = "20 10 40 30", "50 0 60 10"
@@ -205,18 +198,6 @@ def test_each_completion_is_judged_by_its_own_row():
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
 
 
-@pytest.mark.parametrize(("extent", "said"), [
-    ((200, 100), "40 20 80 60"),
-    ((1000, 1000), "200 200 400 600"),
-    ((1, 1), "0.2 0.2 0.4 0.6"),
-    ((8, 8), "1.6 1.6 3.2 4.8"),
-    ([100, 50], "20 10 40 30"),
-])  # fmt: skip
-def test_an_answer_counts_in_its_own_space(extent, said):
-    assert rewards(say(said), extent=extent) == approx(*ALL)
-    assert rewards(say(said), size=list(SIZE), extent=extent) == approx(*ALL)
-
-
 def test_the_edge_of_the_image_is_inside():
     assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
 
@@ -287,11 +268,6 @@ def test_a_row_may_say_its_space(space, extent):
 def test_a_row_may_say_its_extent():
     """It comes before the space."""
     assert columns_of([row((90, 50), box_space="unit", answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
-
-
-def test_an_unknown_space_is_named():
-    with pytest.raises(ValueError, match="unknown space 'pixels' for boxes; there are: original, resized"):
-        columns_of([row((90, 50), box_space="pixels")])
 
 
 def test_rows_without_images_have_neither():

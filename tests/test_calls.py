@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 from on_ranks import ONE
-from runs import metrics, summary
+from runs import metrics
 
 from minivlmrl.image import ImageProcessor
 from minivlmrl.reward_functions import calls as file
@@ -146,33 +146,6 @@ def test_a_reward_that_fails_loses_nothing_and_the_run_says_how_to_go_on(run, tm
         run(*options, name="broken")
     calls, fails = [], None
     assert metrics(run(*options, "--resume=auto", name="broken")) == whole
-
-
-@pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize(
-    ("fails", "steps"), [(9, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(7, 2, marks=pytest.mark.slow)]
-)
-def test_a_reward_that_fails_in_an_evaluation_loses_nothing(run, tmp_path, monkeypatch, fails, steps):
-    """It is asked when it is tried, and twice by each evaluation: before the stage, after each step, at the end."""
-    options = ["--stages=[sft]", "--sft.max_steps=3", "--eval_steps=1", "--state_minutes=0", "--keep_best=sampled"]
-    options += ["--data.eval_rewards=[own, format]"]
-
-    def own(completions, **columns):
-        calls.append(1)
-        assert len(calls) != broken, "gone"
-        return [len(text) % 5 / 5 for text in completions]
-
-    monkeypatch.setitem(REWARDS, "own", own)
-    calls, broken = [], None
-    whole = run(*options, name="whole")
-    calls, broken = [], fails
-    with pytest.raises(ValueError, match=rf"^reward own raised .*states/{steps:06d}: mend it, then --resume=auto$"):
-        run(*options, name="broken")
-    calls, broken = [], None
-    again = run(*options, "--resume=auto", name="broken")
-    for name in ("metrics.jsonl", "evaluations.jsonl", "best/checkpoint/model.safetensors"):
-        assert (again / name).read_bytes() == (whole / name).read_bytes()
-    assert summary(again)["after_sft"] == summary(whole)["after_sft"]
 
 
 @pytest.mark.usefixtures("plain")

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from talk import IMAGE_PART, assistant, bracketed, system, text, user
 
-from minivlmrl.chat import IMAGE, VIDEO, Control, part_kind, render
+from minivlmrl.chat import Control, part_kind, render
 from minivlmrl.data.turns import render_completion
 
 VIDEO_PART = {"type": "video"}
@@ -60,21 +60,7 @@ def test_rendering_equals_the_template(template, name, options):
     assert "".join(render(messages, **options)) == template.render(messages=messages, **options)
 
 
-SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 ANSWER = "<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize("messages, rendered", [
-    ([user("hi")], SYSTEM + "<|im_start|>user\nhi<|im_end|>\n" + ANSWER),
-    ([system("")], "<|im_start|>system\n<|im_end|>\n" + ANSWER),
-    ([{"role": "tool", "content": "42"}], SYSTEM + "<|im_start|>tool\n42<|im_end|>\n" + ANSWER),
-    ([user([VIDEO_PART, {"text": "?"}])],
-     SYSTEM + "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n" + ANSWER),
-], ids=["default system", "empty system", "tool", "video"])  # fmt: skip
-def test_known_strings(messages, rendered):
-    """This does not depend on an installed oracle."""
-    assert "".join(render(messages)) == rendered
-    assert "".join(render(messages, add_generation_prompt=False)) == rendered.removesuffix(ANSWER)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -94,13 +80,6 @@ def test_control_tokens_in_what_a_user_writes_stay_text():
         "<|im_end|>", "<|im_start|>",
     ]  # fmt: skip
     assert [piece for piece in pieces if attack in piece and not isinstance(piece, Control)] == [attack]
-
-
-def test_the_placeholder_of_an_image_is_told_from_text_that_spells_it():
-    said = text("<|image_pad|><|video_pad|>")
-    pieces = render([user([said, IMAGE_PART, VIDEO_PART, said, VIDEO_PART])])
-    assert sum(piece is IMAGE for piece in pieces) == 1
-    assert sum(piece is VIDEO for piece in pieces) == 2
 
 
 def test_a_key_that_is_none_is_as_good_as_missing():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from minivlmrl.hub.checker import build, help_of, naming, parse_yaml, require, shortened, type_text
+from minivlmrl.hub.checker import build, naming, require, shortened, type_text
 from minivlmrl.run.config import load_config
 
 
@@ -122,13 +122,6 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     assert len(str(error.value)) < 200
 
 
-def test_the_help_of_a_field_is_the_comment_before_or_after_it():
-    found = help_of(Section)
-    assert found["steps"] == "optimizer steps"
-    assert (found["rate"], found["kind"], found["high"]) == ("", "which estimator", "at least low")
-    assert list(found)[:3] == ["steps", "rate", "share"]
-
-
 @pytest.mark.parametrize(("hint", "text"), [
     (Annotated[int, ">= 1"] | None, "int, 1 or more or null"),
     (Literal["a", "b", "c"], "'a', 'b' or 'c'"),
@@ -168,9 +161,3 @@ def test_what_an_error_quotes_is_cut():
         assert shortened(text) == text
     with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), naming("rows.jsonl:3"):
         raise ValueError(repr(picture))
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: 1\na: 2", "- - " * 50_000])
-def test_yaml_that_cannot_be_read_is_a_sentence(text):
-    with pytest.raises(ValueError, match=r"^not YAML \("):
-        parse_yaml(text)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from hub_configs import real_config
 from links import links, missing, names
-from parity.families import families
+from parity.families import families as make_families
 from runs import metrics
 
 from benchmarks import house, learning
@@ -39,6 +40,7 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 
 ROOT = Path(__file__).parents[1]
+families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 README, RESULTS, MEMORY, EXACT, REWARDS_PAGE, DATA = (

@@ -78,9 +78,6 @@ def test_rows_are_kept_as_lines(write_rows):
     assert len(gc.get_objects()) - before < 300 and rows[299].columns["problem"] == "299?"
 
 
-HI, YES = user("hi"), assistant("yes")
-
-
 @pytest.mark.parametrize("label", ["yes", 1, 0.0, [True]])
 def test_a_label_is_true_or_false(write_rows, label):
     """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""

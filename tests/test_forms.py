@@ -1,12 +1,9 @@
 """The forms of rows that docs/data.md shows, and the sentence that each wrong row gets."""
 
 import base64
-import copy
 import io
 import json
-import random
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import PIL.Image
@@ -14,7 +11,7 @@ import pytest
 from talk import assistant, system, user
 
 from minivlmrl.chat import content_parts, part_kind
-from minivlmrl.data.file_dataset import FileDataset, RowOptions, read_row
+from minivlmrl.data.file_dataset import FileDataset
 
 PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
@@ -186,30 +183,3 @@ WRONG = [  # a row, and what its error says after the file and line
 def test_a_wrong_row_is_named(read, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
         read(row).images[0]
-
-
-ATOMS = [
-    None, True, 3, float("nan"), "", "<image>", "<bbox>", "cat.jpg", [], {}, ["a"], [[1, 2]],
-    {"role": "user", "content": "a"}, {"from": ["gpt"], "value": "a"}, {"bytes": "AA", "path": None},
-    {"type": "image"}, {"type": "audio"},
-]  # fmt: skip
-
-
-def places(value):
-    """Every (dict or list, key) of a row."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [found for key in keys for found in [(value, key), *places(value[key])]]
-
-
-def test_a_row_of_wrong_values_is_read_or_named():
-    """Was a TypeError where a speaker was a list, or the boxes of `objects` a number."""
-    rng, columns = random.Random(0), sorted({key for row in map(json.loads, SHOWN.values()) for key in row})
-    for _ in range(4000):
-        row = json.loads(rng.choice(list(SHOWN.values())))
-        for _ in range(rng.randrange(1, 4)):
-            inside, key = rng.choice(places(row) or [(row, "problem")])
-            inside[key] = copy.deepcopy(rng.choice(ATOMS))
-            if rng.random() < 0.3:
-                row[rng.choice(columns)] = copy.deepcopy(rng.choice(ATOMS))
-        with suppress(ValueError):
-            read_row(row, ("problem",), RowOptions())

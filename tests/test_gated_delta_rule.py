@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from minivlmrl.kernels import gated_delta_rule as module
 from minivlmrl.kernels.gated_delta_rule import by_definition, gated_delta_rule
 
 
@@ -44,18 +43,3 @@ def test_a_state_is_handed_over_anywhere(cuts):
         result, state = gated_delta_rule(*part, state)
         out.append(result)
     assert_equal([torch.cat(out, dim=1), state], expected)
-
-
-def test_the_example_of_the_docstring():
-    one, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 6.0]).view(1, 2, 1, 1)
-    half = torch.full((1, 2, 1), 0.5)
-    for rule in (gated_delta_rule, by_definition):
-        out, state = rule(one, one, v, half, half.log(), torch.zeros(1, 1, 1, 1))
-        assert out.flatten().tolist() == [4, 4] and state.item() == 4
-
-
-def test_a_chunk_of_another_size_is_the_same(monkeypatch):
-    given = inputs(50)
-    expected = gated_delta_rule(*given)
-    monkeypatch.setattr(module, "CHUNK", 7)
-    assert_equal(gated_delta_rule(*given), expected)

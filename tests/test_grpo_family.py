@@ -90,12 +90,6 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     assert line["frac_reward_zero_std"] == 0.75
 
 
-def test_a_rollout_that_teaches_is_not_sampled_anew(stage, samples, script):
-    script(LIVE * 4, LIVE * 4)
-    lines = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3").go(2)
-    assert len(samples) == 2 and [line["num_gen_batches"] for line in lines] == [1, 1]
-
-
 def test_groups_that_are_kept_are_dealt_to_the_steps_of_a_rollout(stage, samples, script):
     """8 prompts in two steps; the second draw replaces what was dead in either."""
     script(LIVE * 3 + DEAD + LIVE * 3 + DEAD, LIVE * 8)

@@ -10,7 +10,7 @@ import pytest
 
 from minivlmrl.reward_functions import box_rewards
 from minivlmrl.tasks.shapes import COLORS
-from recipes.localisation import GRID, NAMES, Localisation, constant_box, draw, is_unseen, overlap, pixels, position
+from recipes.localisation import GRID, NAMES, Localisation, draw, is_unseen, overlap, pixels, position
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SIDES = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
@@ -61,10 +61,6 @@ def iou(a, b):
     """Counted, unit by unit."""
     cells = [{(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])} for box in (a, b)]
     return len(cells[0] & cells[1]) / len(cells[0] | cells[1])
-
-
-def true_box(row):
-    return tuple(number // 7 for number in row.columns["solution"])
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():
@@ -131,22 +127,6 @@ def test_noise_changes_demonstrations_only():
         assert sum(a.completion != b.completion for a, b in zip(rows_of(clean), rows_of(noisy), strict=True)) > 35
 
 
-def test_demonstrations_of_the_recipe_are_vague():
-    """Mean IoU of their boxes with the true ones 0.40, against 0.28 of the best constant box."""
-    rows = rows_of(Localisation(4000, 0, jitter=1, wrong_boxes=0.3))
-    mean = sum(iou(demonstrated(row), true_box(row)) for row in rows) / 4000
-    print(f"mean IoU of noisy demonstrations: {mean:.4f}")
-    assert 0.39 < mean < 0.42
-
-
-def test_boxes_that_are_held_out():
-    """Of the 126 an object alone can have, 15, and some of each size; fixed for ever, results depend on them."""
-    held_out = [box for box in SQUARES if is_unseen(box)]
-    assert len(SQUARES) == 126
-    assert Counter(box[2] - box[0] for box in held_out) == {2: 7, 3: 2, 4: 3, 5: 3}
-    assert held_out[:3] == [(0, 0, 2, 2), (0, 2, 5, 7), (1, 4, 3, 6)]
-
-
 @pytest.mark.parametrize("seed", [0, "0/sft", "7/grpo"])
 def test_training_never_shows_an_unseen_box(seed):
     rows = columns(Localisation(3000, seed))
@@ -172,13 +152,3 @@ def test_thinking_of_positions_is_about_the_box_that_is_demonstrated():
         color, _ = named(row)
         down, across = position(demonstrated(row))
         assert row.completion.startswith(f"<think>{color} {down} {color} {across}</think><answer>")
-
-
-def test_best_constant_box_of_the_test_rows():
-    """0.285 of the 512 rows that are evaluated, though chosen with them; 0.281 of all boxes."""
-    rows = Localisation(512, "test")
-    box, mean = constant_box(rows)
-    print(f"best constant box of the test rows: {box}, {mean:.4f}")
-    every = [sum(iou(candidate, true_box(row)) for row in rows_of(rows)) / 512 for candidate in (box, (1, 1, 6, 7))]
-    assert every[0] == pytest.approx(mean) and every[1] <= mean
-    assert mean == pytest.approx(0.285, abs=0.001)

@@ -13,12 +13,9 @@ from minivlmrl.adapters.lora import (
     adapter_parameters,
     adapters,
     draw_adapters,
-    full,
     plain_weights,
 )
-from minivlmrl.adapters.trained import table
 from minivlmrl.batch import pack
-from minivlmrl.hub.family import FAMILIES
 from minivlmrl.logprobs import per_token_logps
 
 import tiny
@@ -125,7 +122,7 @@ def check_gradients(model):
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
 def test_gradients_of_every_adapted_kind_of_layer(model_type):
     check_gradients(adapted(model_type=model_type))
 
@@ -164,14 +161,6 @@ def test_a_target_without_layers_is_refused(target, says):
         adapted([target])
 
 
-def test_merged_is_a_plain_model_with_the_same_result():
-    model = adapted()
-    expected = model(batch(model)).detach()
-    merged = tiny.model().double()
-    merged.load_state_dict({name: full(weight) for name, weight in plain_weights(model).items()})
-    torch.testing.assert_close(merged(batch(model)), expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_plain_weights_are_what_a_plain_models_are_made_of(quantize):
     """Merged: of each adapted layer the layer. To be read: its own weight, or the layer where that is packed."""
@@ -205,27 +194,7 @@ def test_a_copy_of_adapters_computes_as_they_were():
         assert torch.equal(loss(model), after)
 
 
-def test_a_copy_of_adapters_leaves_an_older_graph_alone():
-    model = adapted()
-    kept = AdapterCopy(model)
-    for layer in adapters(model).values():
-        layer.lora_B.data *= 1.5
-    expected = torch.autograd.grad(loss(model), adapter_parameters(model))
-    graph = loss(model)
-    with kept.computing(), torch.no_grad():
-        loss(model)
-    found = torch.autograd.grad(graph, adapter_parameters(model))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_on_a_bfloat16_base_the_adapter_is_in_float32():
     model = adapted(dtype=torch.bfloat16)
     assert {layer.lora_B.dtype for layer in adapters(model).values()} == {torch.float32}
     assert model(batch(model)).dtype == torch.bfloat16
-
-
-def test_the_table_counts():
-    """r 4 on up_proj: 4 * (64 + 96) numbers in each of 3 layers."""
-    lines = table(adapted([r".+\.up_proj", "merger"])).splitlines()
-    assert lines[0].startswith("trained: ") and len(lines) == 1 + 1 + 2 + 1
-    assert any("model.layers.*.mlp.up_proj" in line and "3 x r 4" in line and "1,920" in line for line in lines)

@@ -31,13 +31,6 @@ def test_random_weights_are_the_seeds(build):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_checkpoint_is_loaded_in_the_dtype_that_is_asked_for(build, own):
-    expected = dict(build()[0].named_parameters())
-    for dtype in (torch.float32, torch.bfloat16):
-        model, _ = build(*own, f"--model.dtype={str(dtype).removeprefix('torch.')}")
-        assert all(torch.equal(p, expected[name].to(dtype)) for name, p in model.named_parameters())
-
-
 def test_options_of_data_reach_the_processor(build, own):
     _, plain = build(*own)
     options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch", "--data.add_vision_id=true"]

@@ -12,7 +12,7 @@ from talk import IMAGE_PART, assistant, renders_as_transformers, system, text, u
 from test_qwen3_vl import film_prompt, qwen3_vl_name, random_prompt
 
 from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
-from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
+from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
@@ -20,7 +20,6 @@ from minivlmrl.hub import qwen3_5
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
-from minivlmrl.kernels import gated_delta_rule
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.run.plan import Costs, Work, meta_batch
@@ -162,28 +161,6 @@ def test_a_packed_group_has_the_log_probabilities_and_gradients_of_single_rows(t
     assert not gradients
 
 
-def test_neither_order_nor_micro_batches_change_anything():
-    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
-    rows, completions, _ = mixed_group()
-    counts = [[len(ids) for ids in group] for group in completions]
-    weights = torch.linspace(-1, 1, sum(map(sum, counts))).double()
-    expected, gradients = scores(model, rows, completions, weights)
-    parts = [x.split(own) for x, own in zip(expected.split([sum(x) for x in counts]), counts, strict=True)]
-    given = [x.split(own) for x, own in zip(weights.split([sum(x) for x in counts]), counts, strict=True)]
-    total = {}
-    # the rows of a prompt turned around; a prompt's in two micro-batches
-    for picked in ([(3, (1, 0)), (1, (1, 0))], [(0, (2,)), (2, (1, 2, 0))], [(0, (1, 0))]):
-        some = [completions[i][j] for i, own in picked for j in own]
-        groups = [[completions[i][j] for j in own] for i, own in picked]
-        own_weights = torch.cat([given[i][j] for i, own in picked for j in own])
-        logps, found = scores(model, [rows[i] for i, _ in picked], groups, own_weights)
-        assert (logps - torch.cat([parts[i][j] for i, own in picked for j in own])).abs().max() <= 1e-12
-        total = {name: total.get(name, 0) + gradient for name, gradient in found.items()}
-        assert len(some) == sum(map(len, groups))
-    for name, gradient in gradients.items():
-        assert (total[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
-
-
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     """By gradients, through the convolution too: what attention's mask says."""
     layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
@@ -191,29 +168,6 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)).sum(1), x)  # (N, N, 64)
     assert torch.equal((moved != 0).any(2), visible(layout))
-
-
-def test_a_branch_of_a_branch_goes_on_from_its_copy():
-    """A layer's memory handed over twice: a trunk, two branches of it, and two leaves of each, as four single rows."""
-    layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
-    generator, lengths = torch.Generator().manual_seed(0), (5, 2, 70)
-    parts = [torch.randn(2**i, n, 64, dtype=torch.float64, generator=generator) for i, n in enumerate(lengths)]
-    parts, memory, found = [x.requires_grad_() for x in parts], None, []
-    whole = torch.cat([x.repeat_interleave(4 // len(x), 0) for x in parts], dim=1)
-    for x in parts:
-        memory = memory and [kept.repeat_interleave(2, 0) for kept in memory]
-        inputs = layer.in_proj_qkv(x), layer.in_proj_b(x), layer.in_proj_a(x)
-        out, memory = layer.scan(inputs, memory)
-        found.append(out.repeat_interleave(4 // len(x), 0))
-    expected, last = layer.scan([layer.in_proj_qkv(whole), layer.in_proj_b(whole), layer.in_proj_a(whole)], None)
-    for a, b in zip([torch.cat(found, dim=1), *memory], [expected, *last], strict=True):
-        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
-    weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
-    gradients = [
-        torch.autograd.grad((x * weight).sum(), parts, retain_graph=True) for x in (torch.cat(found, dim=1), expected)
-    ]
-    for a, b in zip(*gradients, strict=True):
-        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
 def leaking(attention, index, inputs, scan):
@@ -336,13 +290,6 @@ def test_sampler_and_trainer_agree_about_every_token(dtype, close, decode):
     assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= close
 
 
-def test_a_row_is_drawn_by_its_key_whatever_runs_beside_it():
-    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
-    rows, _, _ = mixed_group()
-    together, [first] = drawn(model, rows, 20), drawn(model, rows[:1], 20)
-    assert [c.ids.tolist() for c in together[0]] == [c.ids.tolist() for c in first]
-
-
 def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
     """A prompt once and each completion, whatever they are long."""
     config = tiny.config(model_type="qwen3_5")
@@ -363,14 +310,6 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
         assert len(attention.own) == 1 and len(attention.memory) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
-
-
-def test_a_token_that_waits_for_other_ranks_runs_through_every_layer():
-    """What a rank runs whose rows have ended, see sharding.Lockstep."""
-    model = tiny.model(model_type="qwen3_5")
-    attention = GroupAttention(GroupLayout([1], [[]]))
-    hidden = model.model(model.model.embed_tokens(torch.zeros(1, dtype=torch.long)), torch.zeros(3, 1), attention)
-    assert hidden.shape == (1, 64) and not isinstance(attention, DecodeAttention)
 
 
 # ---- templates
@@ -474,15 +413,3 @@ def test_states_are_float32_or_wider_and_blocks_recompute(dtype):
 @pytest.mark.slow
 def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run):
     whole_run(tiny.RUN_QWEN35, transformers.Qwen3_5ForConditionalGeneration)
-
-
-def test_the_definition_gives_the_same_model(monkeypatch):
-    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
-    rows, completions, _ = mixed_group()
-    weights = torch.linspace(-1, 1, sum(len(ids) for group in completions for ids in group)).double()
-    logps, gradients = scores(model, rows, completions, weights)
-    monkeypatch.setattr(qwen3_5, "gated_delta_rule", gated_delta_rule.by_definition)
-    expected, theirs = scores(model, rows, completions, weights)
-    assert (logps - expected).abs().max() <= 1e-12
-    for name, gradient in theirs.items():
-        assert (gradients[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name

@@ -18,6 +18,7 @@ from minivlmrl.hub.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, load_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rows import Processor
 
+pytestmark = pytest.mark.slow
 # ids 151657 to 151664: added, but words and no control tokens
 WORDS = (
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",

@@ -11,7 +11,6 @@ from runs import metrics, summary
 from benchmarks.digits import write_digits
 from minivlmrl import train
 from minivlmrl.rows import Completion
-from minivlmrl.run.config import load_config
 from minivlmrl.sampling import sample as sample_file
 from minivlmrl.scale.checkpoint import load_model, random_model, save_model
 from recipes import localisation
@@ -165,21 +164,6 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
     assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     load_model(folder / "checkpoint")
-
-
-def test_the_settings_are_those_of_the_papers():
-    """VLM-R1's script, the same with adapters, and CLS-RL's without thinking."""
-    plain, rec, lora, cls = (
-        load_config(ROOT / "recipes" / f"{name}.yaml")
-        for name in ("rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b")
-    )
-    grpo = plain.grpo
-    assert (grpo.num_generations, grpo.beta, grpo.learning_rate, grpo.max_steps) == (8, 0.04, 1e-6, 480)
-    for run in (rec, lora):
-        assert (run.adapter.r, run.adapter.alpha, run.adapter.target) == (64, 128, ["language"])
-        assert run.grpo.learning_rate == 1e-5 and run.model.dtype == "bfloat16"
-    assert (cls.grpo.num_generations, cls.grpo.prompts_per_step, cls.max_epochs) == (4, 16, 50)
-    assert cls.data.answer == "whole" and cls.rewards == {"accuracy": 1.0} and cls.data.resize == (384, 384)
 
 
 @pytest.mark.parametrize(

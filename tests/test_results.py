@@ -17,7 +17,7 @@ from minivlmrl.run import results as file
 from minivlmrl.run.config import load_config
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.page import collect
-from minivlmrl.run.results import Results, check_outputs, print_table
+from minivlmrl.run.results import Results, print_table
 from minivlmrl.run.resume import Progress
 from minivlmrl.scale.checkpoint import load_model, random_model
 from minivlmrl.scale.ranks import World
@@ -96,13 +96,6 @@ def test_the_policy_is_written_once_at_the_end(stage, more, results, monkeypatch
     monkeypatch.setattr(file, "save_model", save_model)
     results().write({}, trained(stage, saved=save))
     assert save.call_count == 1 and save_model.call_count == more
-
-
-def test_without_held_out_rows_nothing_is_measured(results, monkeypatch):
-    monkeypatch.setattr(file, "evaluate", None)  # calling it would fail
-    found = results()
-    found.measure("start")
-    assert found.results == {}
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
@@ -227,10 +220,3 @@ def test_evaluations_need_held_out_rows(run, own, option):
     name = option.removeprefix("--").partition("=")[0]
     with pytest.raises(ValueError, match=f"^{name}: there are no held-out rows; set data.eval_file$"):
         run(*own, "--stages=[sft]", option)
-
-
-def test_a_folder_with_states_is_refused_before_the_model_is_built(tmp_path):
-    (tmp_path / "states" / "000003").mkdir(parents=True)
-    config = load_config("shapes.yaml", [f"--output_dir={tmp_path}"])
-    with pytest.raises(ValueError, match="holds states of an earlier run, the newest 000003; --resume=auto"):
-        check_outputs(config)

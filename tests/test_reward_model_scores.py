@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from minivlmrl.algorithms import reward_model_scores as file
-from minivlmrl.algorithms.reward_model_scores import RewardModelScores, check_reward_model, reward_model
+from minivlmrl.algorithms.reward_model_scores import check_reward_model, reward_model
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 from minivlmrl.reward_functions import names
 
-from stages import ONE, drawn, main
+from stages import drawn, main
 
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
@@ -59,15 +59,6 @@ def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
 def test_it_takes_the_dtype_of_the_policy(stage, judge):
     run = stage("grpo", JUDGED, f"--reward_model.path={judge}", dtype=torch.float64)
     assert {p.dtype for p in run.algorithm.reward_model.model.parameters()} == {torch.float64}
-
-
-def test_by_default_it_is_the_one_of_this_run(stage, judge):
-    run = stage("sft").algorithm
-    run.run.output_dir = str(judge.parent)
-    scores = RewardModelScores(run.run, run.policy, ONE)
-    expected = load_value_model(judge, torch.float64)
-    weights = dict(scores.model.named_parameters())
-    assert all(torch.equal(weights[name], value) for name, value in expected.named_parameters())
 
 
 def test_it_must_be_there_before_its_stage_begins(judge):

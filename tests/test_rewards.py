@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minivlmrl import rewards as rewards_file
-from minivlmrl.reward_functions.names import get_reward, required_columns
-from minivlmrl.rewards import accuracy, find_answer, format, normalize, reward_columns
+from minivlmrl.reward_functions.names import required_columns
+from minivlmrl.rewards import accuracy, find_answer, format, reward_columns
 from minivlmrl.rows import Completion, Row
 
 from earnings import earnings
@@ -139,10 +139,6 @@ def test_where_an_answer_is(completion):
     assert tuple(find_answer(completion, where) for where in ("tags", "whole", "last_line")) == ANSWERS[completion]
 
 
-def test_normalize_docstring_example():
-    assert normalize("<answer> Green  square.</answer>") == "green square"
-
-
 def test_rewards_judge_each_completion_by_its_own_row():
     columns = {"solution": ["green square", "red square", None]}
     rewards = earnings(["accuracy", "format"], [GOOD, GOOD, "nothing"], columns)
@@ -150,13 +146,6 @@ def test_rewards_judge_each_completion_by_its_own_row():
     assert rewards[:2].tolist() == [[1.0, 1.0], [0.0, 1.0]]
     assert rewards[2, 0].isnan()
     assert rewards[2, 1] == 0
-
-
-def test_an_unknown_reward_is_named_with_the_known_ones():
-    asks = (get_reward, lambda name: earnings([name], [GOOD], {}), lambda name: required_columns([name]))
-    for ask in asks:
-        with pytest.raises(ValueError, match=r"^unknown reward 'acuracy'; there are: acc_0_5, accuracy, .*format"):
-            ask("acuracy")
 
 
 def test_a_missing_column_is_named():
@@ -193,24 +182,6 @@ def test_any_reward_may_read_the_given_columns(own):
     assert required_columns([name]) == []
     columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
     assert earnings([name], ["a"], columns).tolist() == [[1.5]]
-
-
-def test_a_reward_of_a_package_by_its_module():
-    assert get_reward("minivlmrl.rewards:accuracy") is accuracy
-    assert earnings(["minivlmrl.rewards:format", "format"], [GOOD], {}).tolist() == [[1.0, 1.0]]
-
-
-def test_a_file_may_import_its_package_and_keep_what_it_computed(own):
-    """The file is run once, so a reward may load something large at its top."""
-    name = own(
-        """
-        def counted(completions, **columns):
-            return format(completions)
-
-        from minivlmrl.rewards import format
-        """
-    )
-    assert get_reward(name) is get_reward(name) and earnings([name], [GOOD, ""], {}).tolist() == [[1.0], [0.0]]
 
 
 @pytest.mark.parametrize("name, why", [

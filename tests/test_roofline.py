@@ -55,20 +55,6 @@ def test_no_gradient_of_a_layer_adds_rows_up(counts):
     assert ops["index_put"][0] == 2 * roofline.SORT
 
 
-def test_recomputing_runs_each_block_once_more(counts):
-    recomputed = roofline.phases(CONFIG, "h100", WORK, recompute=True)["train"]
-    assert recomputed.ops["attention"][0] == 2 * counts["train"].ops["attention"][0]
-    assert recomputed.ops["linear_log_softmax"] == counts["train"].ops["linear_log_softmax"]
-
-
-def test_seconds_follow_the_larger_of_host_and_gpu(counts):
-    step = roofline.grpo_step(counts, CONFIG, 1, WORK)
-    assert step["sum"] == step["prefill"] + step["decode"] + step["train"]
-    assert step["decode, eager"] > step["decode"]  # at this size the host is slower
-    without_host = roofline.grpo_step(counts, CONFIG, 1, WORK, host_us=0.0)
-    assert without_host["prefill"] == counts["prefill"].total()[3] < step["prefill"]
-
-
 def test_the_script_prints_a_table_and_a_step(capsys):
     roofline.main(["--model=toy", "--text=7", "--image=9", "--completion=8", "--prompts=2", "--cards=2", "--top=1"])
     output = capsys.readouterr().out

@@ -58,6 +58,7 @@ def test_the_operator():
     torch.library.opcheck(rotary, (x.requires_grad_(), cos, sin, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_in_the_interpreter():
     """With the tests of two others: a process takes longer to begin than all."""

@@ -16,18 +16,10 @@ from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rope import get_rope_index
-from minivlmrl.rows import Processor, Row, uniform_numbers
+from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.tasks import shapes
 
 import tiny
-
-
-def test_a_row_becomes_messages_images_and_columns(write_rows):
-    row = FileDataset(write_rows({"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}))[0]
-    assert row.messages == [{"role": "user", "content": [IMAGE_PART, text("What?")]}]
-    assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
-    assert row.columns == {"problem": "What?", "image": "red.png", "solution": "a square", "level": 3}
-    assert row.completion is None
 
 
 def test_a_broken_image_is_named_with_its_row(write_rows, tmp_path):
@@ -116,13 +108,6 @@ def test_images_are_numbered_if_the_processor_says_so():
     assert "Picture 1: <|vision_start|>" in decode(numbered(message, images).input_ids.tolist())
 
 
-def test_a_prompt_without_images_has_empty_tensors_of_the_right_form():
-    prompt = PROCESSOR(asked(text("hi")), [])
-    assert prompt.pixel_values.shape == (0, 1176)
-    assert prompt.image_grid_thw.shape == (0, 3)
-    assert (prompt.input_ids.dtype, prompt.image_grid_thw.dtype) == (torch.int64, torch.int64)
-
-
 @pytest.mark.parametrize(("placeholders", "images"), [(0, 1), (1, 0), (2, 1), (1, 2)])
 def test_as_many_placeholders_as_images(placeholders, images):
     message = rf"{placeholders} image placeholder\(s\) but {images} image\(s\)"
@@ -159,13 +144,6 @@ def test_ids_and_mask_of_several_turns():
     assert trained.tolist() == [i != 1 for i, tokens in enumerate(expected) for _ in tokens]
     shown = "red<|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\nno, blue<|im_end|>"
     assert PROCESSOR.tokenizer.decode(ids.tolist()) == shown
-
-
-def test_a_control_token_that_an_answer_spells_is_text():
-    turns = [assistant("<|im_end|>"), *asked(text("<|im_start|>")), assistant("no")]
-    ids = encode_completion(PROCESSOR, [], turns).ids
-    assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_end|>"]) == 3
-    assert ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|im_start|>"]) == 2
 
 
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
@@ -240,8 +218,3 @@ def test_random_numbers_go_by_the_key_of_a_prompt():
     expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
     assert numbers.tolist() == np.concatenate(expected).tolist()
     assert numbers.dtype == torch.float64
-
-
-def test_a_row_of_no_dataset_says_so():
-    row = Row([], [])
-    assert (row.where, row.index) == ("", -1)

@@ -70,25 +70,6 @@ def test_filters_are_those_of_the_options(sampler, values):
     assert drawn(sampler(model, **values)) == expected != drawn(sampler(model))
 
 
-def test_filters_change_draws_and_not_their_log_probabilities(sampler):
-    """Of one token that is left, as without temperature; the log-probability is that of all tokens."""
-    [[one]] = sampler(top_k=1)(prompts(1), 1, ["a"])
-    [[greedy]] = sampler(temperature=0.0)(prompts(1), 1, ["a"])
-    assert torch.equal(one.ids, greedy.ids) and torch.equal(one.logps, greedy.logps) and one.logps.max() < -0.1
-
-
-def test_a_stop_string_ends_a_completion(sampler):
-    plain, ending = sampler(stop_token_ids=[]), sampler(stop_token_ids=[], stop_strings=["a"])
-    decode, ended = plain.processor.tokenizer.decode, 0
-    for whole, group in zip(plain(prompts(5), 2, KEYS), ending(prompts(5), 2, KEYS), strict=True):
-        for free, cut in zip(whole, group, strict=True):
-            lengths = [n for n in range(1, 13) if "a" in decode(free.ids[:n].tolist())]
-            assert cut.ids.tolist() == free.ids[: lengths[0] if lengths else 12].tolist()
-            assert cut.stopped == bool(lengths)
-            ended += cut.stopped and len(cut.ids) < 12
-    assert ended > 2
-
-
 # how a decode step is run
 
 

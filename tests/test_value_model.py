@@ -68,14 +68,6 @@ def test_a_value_is_read_before_each_token(groups):
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-10, atol=1e-10)
 
 
-def test_the_token_that_is_added_is_never_read(groups):
-    model, (prompts, completions) = value_model(), groups
-    batch = pack_to_end(prompts, completions, model.backbone.config, "cpu")
-    assert batch.layout.row_lengths == [4, 2, 6, 5, 3, 3]
-    spans = torch.cat([c for group in completions for c in group])
-    assert len(batch.input_ids) == sum(len(p.input_ids) for p in prompts) + len(spans)
-
-
 def test_a_new_head_says_zero_everywhere(groups):
     model, (prompts, completions) = ValueModel(tiny.model(dtype=torch.float64)), groups
     assert not model(pack(prompts, completions, model.backbone.config)).any()

@@ -49,12 +49,6 @@ def test_windows_of_2000_random_grids_equal_transformers():
         assert torch.tensor([0, *window_lengths]).cumsum(0).tolist() == torch.unique_consecutive(cu_seqlens).tolist()
 
 
-def test_windows_of_the_docstring_example():
-    order, lengths, _ = vision.window_order(torch.tensor([[1, 6, 10]]), tiny.config().vision_config)
-    assert order.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 4, 9, 14]
-    assert lengths == [48, 12]
-
-
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_norms_of_the_vision_tower_add_a_millionth(model_type):
     """Telling on inputs of that size alone, which no picture makes."""

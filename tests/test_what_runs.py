@@ -12,7 +12,6 @@ import threading
 
 import pytest
 from pretend_cuda import CUDA, PretendCuda
-from runs import checkpoint, home, rows  # noqa: F401
 
 from benchmarks import house
 from minivlmrl import train
