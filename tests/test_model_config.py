@@ -68,6 +68,47 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
             assert ours.vision_config.intermediate_size == theirs.vision_config.embed_dim * ratio
 
 
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
+LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+NEWER = {  # fields of the text, and what some files of it say
+    "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
+    "qwen3_5": (
+        (*SHARED, "eos_token_id", *(f"linear_{name}" for name in LINEAR)),
+        {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.25}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("little", [True, False])
+@pytest.mark.parametrize("model_type", NEWER)
+def test_what_a_newer_config_leaves_out_is_what_transformers_takes(model_type, little, transformers):
+    """Also what transformers itself writes: rope_parameters, dtype."""
+    names, said, rope, vision = NEWER[model_type]
+    text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"vocab_size": 300, "intermediate_size": 96}
+    if not little:
+        sections = [1, 1, 0] if rope else [4, 2, 2]
+        rope = rope | {"rope_type": "default", "mrope_section": sections, "rope_theta": 7e5}
+        text |= said | {"rope_parameters": rope}
+    vision = {"out_hidden_size": 64, **({} if little else vision)}
+    given = {"model_type": model_type, "text_config": text, "vision_config": vision}
+    theirs = transformers.AutoConfig.for_model(**given)
+    for config in (given, json.loads(theirs.to_json_string())):
+        ours = ModelConfig.from_dict(config)
+        assert [getattr(ours, name) for name in names] == [getattr(theirs.text_config, name) for name in names]
+        assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
+        found = theirs.text_config.rope_parameters
+        assert ours.rope_theta == found["rope_theta"]
+        if model_type == "qwen3_5":
+            assert list(ours.layer_types) == theirs.text_config.layer_types
+            assert ours.partial_rotary_factor == found["partial_rotary_factor"]
+        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "num_position_embeddings"):
+            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+        deep = getattr(theirs.vision_config, "deepstack_visual_indexes", ())
+        assert list(ours.vision_config.deepstack_visual_indexes) == list(deep)
+
+
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2-VL-2B", "Qwen3-VL-4B", "Qwen3.5-9B"])
 def test_what_is_written_is_read_as_the_same(size):
     config = ModelConfig.from_dict(real_config(size))
@@ -77,8 +118,9 @@ def test_what_is_written_is_read_as_the_same(size):
 
 
 def changed(path: str, value) -> dict:
-    """The config of a tiny model with one value replaced, or taken out if it is `...`."""
-    config = json.loads(json.dumps(tiny_config("qwen2_5_vl", tied=False)))
+    """The config of a tiny model, "family/section.name" or of Qwen2.5-VL, with a value replaced; `...` takes it out."""
+    family, _, path = path.rpartition("/")
+    config = json.loads(json.dumps(tiny_config(family or "qwen2_5_vl", tied=False)))
     *inside, name = path.split(".")
     holder = config
     for key in inside:
@@ -107,8 +149,21 @@ def changed(path: str, value) -> dict:
     ("vision_config.hidden_act", "gelu", "vision_config.hidden_act is 'gelu', it must be 'silu'"),
     ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
     ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be a multiple of 4 x num_heads"),
+    ("qwen3_vl/vision_config.num_position_embeddings", 35, "is 35, it must be a square number"),
+    ("qwen3_vl/vision_config.deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
+    ("qwen3_vl/vision_config.deepstack_visual_indexes", [0, 1, 2], "it must be fewer than num_hidden_layers (3)"),
+    ("qwen3_vl/vision_config.hidden_act", "gelu", "it must be 'gelu_pytorch_tanh'"),
+    ("qwen3_vl/text_config.attention_bias", True, "attention_bias is True, it must be False"),
+    ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
+    ("qwen3_5/text_config.layer_types", ["full_attention"] * 2, "it must be the types of 3 layers"),
+    ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
+    ("qwen3_5/text_config.layer_types", ["sliding"] * 3, "layer_types is 'sliding', it must be"),
+    ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
+    ("qwen3_5/text_config.linear_conv_kernel_dim", 1, "linear_conv_kernel_dim is 1, it must be 2 or more"),
+    ("qwen3_5/text_config.attn_output_gate", False, "attn_output_gate is False, it must be True"),
+    ("qwen3_5/text_config.head_dim", 16, "mrope_section is [2, 1, 1], it must be three numbers whose sum is half of 4"),
 ])  # fmt: skip
 def test_what_no_model_of_ours_computes_is_named(path, value, says):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")
-    assert str(error.value).startswith(f"FOLDER/config.json: {says}")
+    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)

@@ -32,45 +32,7 @@ from stages import snapshot
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
-
-
-@pytest.mark.parametrize("text, vision", [({}, {}), ({"head_dim": 16}, {"deepstack_visual_indexes": [1]})])
-def test_what_config_json_leaves_out_is_transformers_default(text, vision):
-    """Also what transformers itself writes: rope_parameters, dtype."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 300, "intermediate_size": 96, **text}
-    if text:
-        sizes["rope_scaling"] = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 7e5}
-    given = {"model_type": "qwen3_vl", "text_config": sizes, "vision_config": {"out_hidden_size": 64, **vision}}
-    theirs = transformers.Qwen3VLConfig(text_config=sizes, vision_config=given["vision_config"])
-    for config in (given, json.loads(theirs.to_json_string())):
-        ours = ModelConfig.from_dict(config)
-        for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "attention_bias"):
-            assert getattr(ours, name) == getattr(theirs.text_config, name), name
-        assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
-        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "num_position_embeddings"):
-            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
-        assert list(ours.vision_config.deepstack_visual_indexes) == list(theirs.vision_config.deepstack_visual_indexes)
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value", "says"),
-    [
-        ("vision_config", "num_position_embeddings", 35, "num_position_embeddings is 35, it must be a square number"),
-        ("vision_config", "deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
-        ("vision_config", "deepstack_visual_indexes", [0, 1, 2], "it must be fewer than num_hidden_layers (3)"),
-        ("vision_config", "hidden_act", "gelu", "it must be 'gelu_pytorch_tanh'"),
-        ("text_config", "attention_bias", True, "attention_bias is True, it must be False"),
-        ("text_config", "rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
-    ],
-)
-def test_what_no_model_of_ours_computes_is_named(section, name, value, says):
-    config = tiny.config(model_type="qwen3_vl").to_dict()
-    config[section][name] = value
-    with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(config, "FOLDER/config.json")
-    assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
+from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 
 def random_config(rng: random.Random) -> ModelConfig:
@@ -106,45 +68,38 @@ def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[t
     return prompt
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_logits_of_random_configs_equal_transformers(seed, monkeypatch):
-    check_random_configs([seed], monkeypatch)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=str)
+def test_logits_of_200_random_configs_equal_transformers(seeds, monkeypatch):
+    check_random_configs(random_config, seeds, monkeypatch)
 
 
-@pytest.mark.slow
-def test_logits_of_200_random_configs_equal_transformers(monkeypatch):
-    check_random_configs(range(20, 200), monkeypatch)
-
-
-def check_random_configs(seeds, monkeypatch):
-    in_float64(monkeypatch, "qwen3_vl")
-    model_class = transformers.Qwen3VLForConditionalGeneration
+def check_random_configs(random_config, seeds, monkeypatch, close=1e-13):
     for seed in seeds:
         config, generator = random_config(random.Random(seed)), torch.Generator().manual_seed(seed)
-        theirs = model_class._from_config(transformers.Qwen3VLConfig(**config.to_dict())).double().eval()
-        tiny.telling_weights(theirs)
+        in_float64(monkeypatch, config.model_type)
+        theirs = transformers.AutoConfig.for_model(**config.to_dict())
+        theirs = tiny.telling_weights(CLASSES[config.model_type]._from_config(theirs).double().eval())
         theirs.tie_weights()
         ours = tiny.model_of(config).double()
         found = {qwen3_vl_name(name): p for name, p in theirs.state_dict().items()}
         ours.load_state_dict(found, strict=not config.tie_word_embeddings)
-        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)])]
+        rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)], [(9, 9)])]
         with torch.no_grad():
             for row, logits in zip(rows, our_logits(ours, rows), strict=True):
                 expected = theirs(**their_inputs(row)).logits[0]
-                assert (logits - expected).abs().max() <= 1e-13 * expected.abs().max(), seed
+                assert (logits - expected).abs().max() <= close * expected.abs().max(), seed
 
 
 def qwen3_vl_name(name: str) -> str:
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
 
-def both_in_float64(folder, monkeypatch):
+def both_in_float64(folder, monkeypatch, model_type="qwen3_vl"):
     """Our model and transformers', read from one folder."""
-    in_float64(monkeypatch, "qwen3_vl")
-    save_model(folder, tiny.model(model_type="qwen3_vl"), Processor(shapes.tokenizer(), ImageProcessor()))
+    in_float64(monkeypatch, model_type)
+    save_model(folder, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
     ours = load_model(folder, torch.float64)
-    theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
-    return ours, theirs
+    return ours, CLASSES[model_type].from_pretrained(folder, dtype=torch.float64).eval()
 
 
 @pytest.fixture(scope="module")
@@ -228,14 +183,15 @@ STAGES = {name: [name] for name in ("sft", "dpo", "kto", "reward_model", "grpo",
 STAGES |= {loss_type: ["grpo", f"--grpo.loss_type={loss_type}"] for loss_type in FAMILY}
 
 
+@pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_trains_every_part(stage, name):
-    """Also the learned positions, DeepStack's merger and the norms of queries and keys."""
-    run = stage(*STAGES[name], model="qwen3_vl")
+def test_every_stage_trains_every_part(stage, name, model):
+    """Also learned positions, DeepStack's merger, norms of queries and keys; the convolution, the decay, the gates."""
+    run = stage(*STAGES[name], model=model)
     before = snapshot(run.algorithm.trained)
     run.go(2)
     still = {key for key, p in run.algorithm.trained.named_parameters() if torch.equal(p, before[key])}
-    assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 60
+    assert {key.removeprefix("backbone.") for key in still} <= {"lm_head.weight"} and len(before) > 50
     assert not still or name == "reward_model"  # which predicts no tokens
 
 

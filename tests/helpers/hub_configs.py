@@ -35,17 +35,23 @@ def qwen3_config(size: str) -> dict:
         "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": rope, "rope_theta": 5000000,
         "use_cache": True, "vocab_size": 151936,
     }  # fmt: skip
+    return _nested("qwen3_vl", "Qwen3VL", 151652, tied, text, (depth, width, vision_ffn, deep))
+
+
+def _nested(model_type: str, name: str, first_id: int, tied: bool, text: dict, tower: tuple) -> dict:
+    """With what both newer families share; tower: its depth, hidden_size, intermediate_size and deep blocks."""
+    depth, width, ffn, deep = tower
     vision = {
         "deepstack_visual_indexes": deep, "depth": depth, "hidden_act": "gelu_pytorch_tanh", "hidden_size": width,
-        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": vision_ffn, "model_type": "qwen3_vl",
-        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": ffn, "model_type": model_type,
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"], "patch_size": 16,
         "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+        "architectures": [f"{name}ForConditionalGeneration"], "image_token_id": first_id + 3, "model_type": model_type,
         "text_config": text, "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0",
-        "video_token_id": 151656, "vision_config": vision, "vision_end_token_id": 151653,
-        "vision_start_token_id": 151652,
+        "video_token_id": first_id + 4, "vision_config": vision, "vision_end_token_id": first_id + 1,
+        "vision_start_token_id": first_id,
     }  # fmt: skip
 
 
@@ -74,18 +80,7 @@ def qwen35_config(size: str) -> dict:
         "num_key_value_heads": groups, "rms_norm_eps": 1e-6, "use_cache": True, "vocab_size": 248320,
         "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_theta": 10000000},
     }  # fmt: skip
-    vision = {
-        "deepstack_visual_indexes": [], "depth": depth, "hidden_act": "gelu_pytorch_tanh", "hidden_size": width,
-        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": vision_ffn, "model_type": "qwen3_5",
-        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": hidden, "patch_size": 16,
-        "spatial_merge_size": 2, "temporal_patch_size": 2,
-    }  # fmt: skip
-    return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
-        "text_config": text, "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0",
-        "video_token_id": 248057, "vision_config": vision, "vision_end_token_id": 248054,
-        "vision_start_token_id": 248053,
-    }  # fmt: skip
+    return _nested("qwen3_5", "Qwen3_5", 248053, tied, text, (depth, width, vision_ffn, []))
 
 
 def tiny_qwen35_config(tied: bool) -> dict:
