@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from minivlmrl.algorithms.table import find_algorithm
-from minivlmrl.scale.checkpoint import load_model
 
 from stages import STAGES, Stage, snapshot
 
@@ -31,13 +30,3 @@ def test_a_frozen_vision_tower_stays(stage, name):
     run.go(2)
     moved = {key for key, p in run.algorithm.trained.named_parameters() if not torch.equal(p, before[key])}
     assert moved and not moved & set(frozen)
-
-
-def test_what_a_state_keeps_and_what_is_saved(stage, tmp_path):
-    """The weights of all models that a resumed run needs; of the policy alone a checkpoint."""
-    without, with_one = stage("sft").algorithm, stage("grpo", "--grpo.beta=0.1").algorithm
-    assert without.modules() == {"policy": without.policy} and without.state_dict() == {}
-    assert with_one.modules() == {"policy": with_one.policy, "reference": with_one.reference.model}
-    without.save(tmp_path)
-    saved = load_model(tmp_path / "checkpoint").state_dict()
-    assert all(torch.equal(weight, saved[name]) for name, weight in without.policy.state_dict().items())

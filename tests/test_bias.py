@@ -69,13 +69,6 @@ def test_what_is_exact_is_so_for_another_policy(tables):
         assert exactness(getattr(other, name)()) == exactness(tables[name]), name
 
 
-def test_fifteen_completions():
-    assert len(bias.COMPLETIONS) == 15 and all(c.count(2) == (c[-1] == 2) for c in bias.COMPLETIONS)
-    assert bias.chances(bias.OLD).sum() == pytest.approx(1)
-    ratio = (bias.logps_of(bias.MOVED) - bias.OLD).exp()[bias.MASK.bool()]
-    assert [f"{x:.2f}" for x in (ratio.min(), ratio.max())] == ["0.75", "1.33"]
-
-
 @pytest.mark.parametrize(("options", "G", "length"), [
     (FamilyLoss(loss_type="rloo"), 2, 1),
     (FamilyLoss(loss_type="rloo"), 4, 1),

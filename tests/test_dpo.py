@@ -64,16 +64,6 @@ def test_precomputing_scores_what_the_stage_meets_and_no_more(stage):
         run.go()
 
 
-def test_a_resumed_run_has_what_was_precomputed(stage):
-    run, resumed = stage("dpo", PRECOMPUTE), stage("dpo", PRECOMPUTE, "--dpo.max_steps=0")
-    assert not resumed.algorithm.precomputed["train"]
-    resumed.algorithm.load_state_dict(run.algorithm.state_dict())
-    assert resumed.go(3) == run.go(3)
-    damaged = run.algorithm.state_dict() | {"train/lengths": torch.ones(2, 2).long()}
-    with pytest.raises(RuntimeError):  # which run/resume.py puts into words
-        resumed.algorithm.load_state_dict(damaged)
-
-
 def test_precomputing_tells_rows_apart(stage):
     """A wide and a high image of one colour have equal patches and equally many tokens."""
     rows = [Shapes(1, "x")[0] for _ in range(2)]

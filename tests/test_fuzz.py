@@ -40,6 +40,7 @@ pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis"
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
 IMAGES = [
     "PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", "DDS", "DIB", "ICNS", "IM", "MPO", "PCX",
     "SPIDER", *["JPEG2000"] * PIL.features.check("jpg_2000"),
@@ -378,9 +379,9 @@ def test_a_damaged_file_is_read_or_named(name, tmp_path):
     wholes, read, says = SUBJECTS[name](tmp_path)
     of_json = name.endswith((".json", ".jsonl", ".safetensors"))
     damages = [flipped, cut, grown, random] + [wrong_value] * 4 * of_json
-    examples = {"image": 200} | dict.fromkeys(CHECKPOINT, 40) | dict.fromkeys(SENT, 20)
+    examples = {"image": 300} | dict.fromkeys(CHECKPOINT, 60) | dict.fromkeys(SENT, 20)
 
-    @settings(max_examples=MORE * examples.get(name, 60), deadline=None, database=None)
+    @settings(max_examples=MORE * examples.get(name, 100), deadline=None, database=None)
     @given(data=st.data())
     def fuzz(data):
         damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))

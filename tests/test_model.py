@@ -52,20 +52,17 @@ def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, t
     assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
 
 
-def test_activations_are_recomputed_with_the_same_gradients(build):
-    grads, calls = [], []
+def test_activations_are_recomputed(build):
+    """With the same gradients: test_sharding.py."""
+    calls = []
     for option in ("false", "true"):
-        model, processor = build(f"--model.activation_checkpointing={option}", "--model.dtype=float64")
+        model, processor = build(f"--model.activation_checkpointing={option}")
         prompt, count = processor([{"role": "user", "content": "Hm?"}], []), []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         batch = pack([prompt], [[torch.tensor([5, 6])]], model.config, "cpu")
         per_token_logps(model, batch)[0].sum().backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         calls.append(len(count))
     assert calls == [1, 2]
-    assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 5
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-12, atol=1e-12)
 
 
 def test_random_weights_need_rows_for_their_tokenizer(build):

@@ -181,16 +181,6 @@ def test_one_draw(config):
     near(Costs(config).one_draw(torch.float32, SamplingOptions(), 6), live.most + logits.nbytes)
 
 
-def test_a_batch_on_the_meta_device_has_the_lengths():
-    config = tiny.config()
-    batch = plans.meta_batch(config, WORK)
-    tokens = 2 * (64 + 150) + 2 * 3 * 39
-    assert batch.input_ids.shape == (tokens,) and batch.completion_ids.shape == (240,)
-    assert batch.image_grid_thw.tolist() == [[1, 16, 16]] * 2 and batch.pixel_values.shape == (512, 1176)
-    assert batch.input_ids.device.type == batch.layout.predict_index.device.type == "meta"
-    assert plans.meta_batch(config, Work(1, 0, 5, 0, 0)).pixel_values.shape == (0, 1176)
-
-
 def test_the_piece_of_logits(config):
     states, head = torch.randn(240, config.hidden_size), torch.randn(config.vocab_size, config.hidden_size)
     with LiveBytes([states, head]) as live:

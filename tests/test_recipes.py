@@ -1,18 +1,13 @@
-"""Recipes of the repository in small runs: localisation, and referring expressions on real photographs."""
+"""Recipes of the repository in small runs."""
 
 import json
 from pathlib import Path
 
-import PIL.Image
 import pytest
-import torch
 from runs import metrics, summary
 
 from benchmarks.digits import write_digits
-from minivlmrl import train
-from minivlmrl.rows import Completion
-from minivlmrl.sampling import sample as sample_file
-from minivlmrl.scale.checkpoint import load_model, random_model, save_model
+from minivlmrl.scale.checkpoint import load_model
 from recipes import localisation
 from recipes.localisation import Localisation, constant_box
 
@@ -67,86 +62,6 @@ def test_an_eval_reward_that_nobody_can_answer_is_refused(run, plain):
 
 # recipes/rec_qwen2_5_vl_3b.yaml with a tiny checkpoint
 
-RECIPE = ROOT / "recipes" / "rec_qwen2_5_vl_3b.yaml"
-PHOTOS = {"china.jpg": ("the tower", [240, 60, 400, 300]), "flower.jpg": ("the flower", [180, 60, 480, 380])}
-
-
-@pytest.fixture(scope="module")
-def rec(tmp_path_factory):
-    """A tiny checkpoint of the hub's patch size, and rows with two photographs and boxes made for this test."""
-    datasets = pytest.importorskip("sklearn.datasets", reason="photographs missing: pip install scikit-learn")
-    folder = tmp_path_factory.mktemp("rec")
-    values = json.loads((ROOT / "recipes" / "localisation_model.json").read_text())
-    values["vision_config"] |= {"patch_size": 14, "window_size": 112}
-    (folder / "model.json").write_text(json.dumps(values))
-    save_model(folder / "model", *random_model(folder / "model.json", localisation.tokenizer(), seed=0))
-    rows = []
-    for photo in datasets.load_sample_images().filenames:
-        name = Path(photo).name
-        with PIL.Image.open(photo) as image:
-            image.save(folder / name)
-        what, box = PHOTOS[name]
-        problem = f"Please provide the bounding box coordinate of the region this sentence describes: {what}."
-        rows.append({"image": name, "problem": problem, "solution": box})
-    assert len(rows) == 2
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
-@pytest.fixture
-def run_rec(rec, tmp_path, plain):
-    def run(*overrides):
-        rows = str(rec / "rows.jsonl")
-        small = ["--data.max_pixels=50176", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--num_threads=1"]
-        files = [f"--model.path={rec / 'model'}", f"--data.train_file={rows}", f"--data.eval_file={rows}"]
-        files += ["--sampling.max_new_tokens=8", f"--output_dir={tmp_path}", "--resume=never"]
-        train.main([str(RECIPE), *files, *small, *overrides])
-        return metrics(tmp_path)
-
-    return run
-
-
-def test_boxes_of_the_resized_image_are_scaled_back(run_rec, monkeypatch):
-    """A policy that writes the true box in pixels of the resized image gets IoU 1; in original pixels it does not."""
-    scores = {}
-    for space in ("resized", "original"):
-
-        def write(prompts, space=space):
-            said = []
-            for prompt, (_, box) in zip(prompts, boxes(prompts), strict=True):
-                _, height, width = prompt.image_grid_thw[0].tolist()
-                scale = (width * 14 / 640, height * 14 / 427) if space == "resized" else (1, 1)
-                numbers = [round(v * scale[i % 2], 1) for i, v in enumerate(box)]
-                said.append(f"<think>there</think><answer>{json.dumps({'bbox_2d': numbers})}</answer>")
-            return said
-
-        monkeypatch.setattr(sample_file, "generate", speak(write))
-        [line] = run_rec("--data.eval_rows=2", "--grpo.num_generations=2", "--rollout.max_logp_mismatch=.inf")
-        scores[space] = line["rewards/iou/mean"]
-    assert scores["resized"] == pytest.approx(1, abs=0.01)
-    assert scores["original"] < 0.7
-
-
-def boxes(prompts):
-    """Which photograph a prompt shows: the flower's question is the longer one by a token or more."""
-    tokenizer = localisation.tokenizer()
-    texts = [tokenizer.decode(prompt.input_ids.tolist()) for prompt in prompts]
-    return [next(photo for photo in PHOTOS.values() if photo[0] in text) for text in texts]
-
-
-def speak(write):
-    """A generate() that says what write() makes up."""
-    tokenizer = localisation.tokenizer()
-
-    def generate(model, prompts, num_generations, *rest, **draws):
-        said = []
-        for text in write(prompts):
-            ids = torch.tensor([*tokenizer.encode(text), tokenizer.special_tokens["<|im_end|>"]])
-            said.append([Completion(ids, torch.zeros(len(ids)), True) for _ in range(num_generations)])
-        return said
-
-    return generate
-
 
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
@@ -167,9 +82,10 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b", "rec_qwen3_vl_4b_one_card"]
+    "name",
+    ["rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b", "rec_qwen3_vl_4b_one_card"],
 )
-def test_a_step_of_the_recipes_of_one_card(run, plain, own, rows, name):
+def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
     files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]

@@ -2,10 +2,8 @@
 
 import json
 import re
-import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from minivlmrl.__main__ import main
 from minivlmrl.hub.load import load_name
@@ -101,17 +99,6 @@ def test_mistakes_are_named(run, plain, lively, replayed):
     ):
         code, lines = replayed(folder, *arguments)
         assert code == 2 and words in "\n".join(lines)
-
-
-def test_another_base_under_an_adapter_is_refused(run, plain, replayed, checkpoint, tmp_path):
-    base = shutil.copytree(checkpoint, tmp_path / "base")
-    options = ["--model.config=null", f"--model.path={base}", "--adapter.r=2", "--stages=[sft]", "--state_steps=1"]
-    folder = run(*options, "--num_threads=1")
-    assert replayed(folder, "sft", 2)[0] == 0
-    file = base / "model.safetensors"
-    save_file({name: 1.3 * value for name, value in load_file(file).items()}, file, {"format": "pt"})
-    code, [line] = replayed(folder, "sft", 2)
-    assert code == 2 and "000002: the weights below its adapter (model.path, adapter.quantize) have changed" in line
 
 
 def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path):

@@ -173,17 +173,18 @@ STILL = "--reference.sync_ref_model=false"  # dpo keeps no reference here
 GRPO = ["--grpo.max_steps=16"]
 KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches a step
     "grpo": (GRPO, [
-        ("in a rollout", 3), ("before the tensors of a state", 1), ("in the optimizer", 2),
+        ("in a rollout", 3), ("in backward", 7), ("before the tensors of a state", 1), ("in the optimizer", 2),
         ("after the tensors of a state", 1), ("when metrics are written", 3), ("before the rename", 1),
-        ("between the rename and the cleanup", 4), ("while resuming", 1), ("in the cleanup", 2), ("in backward", 3),
+        ("between the rename and the cleanup", 4), ("while resuming", 1), ("before the rename", 1),
+        ("in the cleanup", 2),
     ]),
     "sft": (["--optimizer.name=adamw_8bit"], [("between the rename and the cleanup", 1), ("in backward", 7)]),
     "dpo": ([STILL], [("in the precomputing", 2), ("when metrics are written", 3), ("in backward", 3)]),
     "ppo": ([], [("in backward", 5), ("in the optimizer", 3)]),
     "sft, ppo": (["--adapter.r=4", "--adapter.dropout=0.3"], [("in the optimizer", 8), ("in backward", 11)]),
     "sft, reward_model": ([], [("in backward", 20)]),
-    "sft, grpo": (["--model.config=FOLDER/qwen3_vl.json"], [("in a rollout", 2)]),
-    "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in a rollout", 2)]),
+    "sft, grpo": (["--model.config=FOLDER/qwen3_vl.json"], [("in the optimizer", 8)]),
+    "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
 }  # fmt: skip
 
 

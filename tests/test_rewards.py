@@ -172,18 +172,6 @@ def test_a_trl_reward_with_a_column_asks_for_it(own):
         earnings([name], ["ab"], {"prompts": [[]]})
 
 
-def test_any_reward_may_read_the_given_columns(own):
-    name = own(
-        """
-        def brevity(prompts, completions, completion_ids, reward_model_scores, **columns):
-            return [s / len(ids) for s, ids in zip(reward_model_scores, completion_ids, strict=True)]
-        """
-    )
-    assert required_columns([name]) == []
-    columns = {"prompts": [[]], "completion_ids": [[1, 2]], "reward_model_scores": [3.0]}
-    assert earnings([name], ["a"], columns).tolist() == [[1.5]]
-
-
 @pytest.mark.parametrize("name, why", [
     ("nowhere.py:brevity", "FileNotFoundError"),
     ("no_such_package.rewards:brevity", "ModuleNotFoundError"),

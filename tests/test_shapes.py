@@ -6,10 +6,7 @@ from collections import Counter
 
 import pytest
 
-from minivlmrl.data.turns import encode_completion
-from minivlmrl.image import ImageProcessor
 from minivlmrl.rewards import accuracy, find_answer, format
-from minivlmrl.rows import Processor
 from minivlmrl.run import batches
 from minivlmrl.run.config import DataSection, RunConfig
 from minivlmrl.tasks import shapes
@@ -141,13 +138,3 @@ def test_splits_and_seeds_share_no_picture():
 def test_evaluation_rows_are_the_same_for_every_seed():
     first, second = (load_datasets(DataSection(task="shapes", eval_rows=10), {}, seed)["eval"] for seed in (0, 1))
     assert pictures(first) == pictures(second)
-
-
-def test_tokens_of_a_prompt_and_of_a_completion():
-    """41 (of them 16 of the image) and 14: the timings of the default run depend on them."""
-    processor = Processor(shapes.tokenizer(), ImageProcessor(patch_size=7, min_pixels=14 * 14))
-    row = Shapes(1, 0)[0]
-    prompt = processor(row.messages, row.images)
-    assert len(prompt.input_ids) == 41
-    assert prompt.image_grid_thw.tolist() == [[1, 8, 8]]
-    assert {len(encode_completion(processor, [], answer(label)).ids) for label in LABELS} == {14}
