@@ -42,6 +42,10 @@ TOOLS = {  # name: (module:function, what it does)
         "minivlmrl.audit.replay:main",
         "train a step of a run again, and show a group of it",
     ),
+    "verify": (
+        "minivlmrl.audit.verify:main",
+        "train steps of a run again that you draw, and compare bytes",
+    ),
     "audit": (
         "minivlmrl.audit.audit:main",
         "check a step that any trainer dumped, and name its bugs",

@@ -20,7 +20,8 @@ def open_log(folder, world=ONE, **progress):
     return MetricsLog(RunConfig(output_dir=str(folder)), world, Progress(0, ["sft", "grpo"], "", **progress))
 
 
-GROUPS = [SimpleNamespace(input_ids=range(n)) for n in (30, 20)]
+IDS = torch.zeros(3, dtype=torch.long)
+GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
 
 

@@ -94,6 +94,7 @@ def test_what_is_no_number_is_left_out_and_names_have_no_spaces(tmp_path):
     log = MetricsLog(RunConfig(output_dir=str(tmp_path)), ONE, Progress(0, ["sft"], "", steps=4))
     log.trackers = [lambda *arguments: said.append(arguments)]
     algorithm = SimpleNamespace(stage="sft", config=SimpleNamespace(max_steps=9), run=RunConfig())
+    algorithm.trained = torch.nn.Module()
     log.stage(algorithm, None, 4)
     log.step(4, {"reward": math.nan, "loss": 1.5}, SimpleNamespace(micro_batches=[], rollout=None))
     log.evaluation("sft", 5, {"iou greedy": 0.5}, 0.0)

@@ -37,8 +37,8 @@ ROLLOUT |= {"completions/clipped_ratio"}
 def test_a_run_writes_its_files(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images", "metrics.jsonl",
-        "page.html", "summary.json", "timings.jsonl", "warnings.jsonl",
+        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "hashes.jsonl", "images",
+        "metrics.jsonl", "page.html", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     load_model(folder / "checkpoint")
     assert "after grpo" in capsys.readouterr().out

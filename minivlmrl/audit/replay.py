@@ -7,6 +7,7 @@ alone, so what completions.jsonl and metrics.jsonl say of the step is compared t
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,19 +39,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
     options, overrides = parser.parse_known_args(arguments)
     folder, number = Path(options.run), options.step
-    recipe, own = folder, []
-    if folder.is_dir():
-        recipe = options.recipe or folder / "config.yaml"
-        own = [f"--output_dir={folder}"]
-        changed = [word for word in overrides if not word.startswith("--num_threads=")]
-        if changed:
-            only = f"only a recipe takes {changed[0]}"
-            raise ValueError(f"{folder}: a run is replayed as it was; {only}")
-    config = load_config(recipe, [*own, *overrides])
-    if folder.is_dir() and not options.recipe:
-        names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
-        names.append(config.sampling.environment or "")
-        check_found(recipe, names, overrides)
+    config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stages][-1]
     algorithm, optimizer, step, rows = go_to(config, stage, number)
     show(algorithm, step, rows, options.prompt)
@@ -63,8 +52,34 @@ def main(arguments: list[str]) -> int:
     return int(not all(same.values()))
 
 
+def run_config(folder: Path, recipe: str | None, overrides: list[str]):
+    """Read the recipe of a run's folder, or another one (ValueError: it is changed, names code)."""
+    if not folder.is_dir():
+        return load_config(folder, overrides)
+    if changed := [word for word in overrides if not word.startswith("--num_threads=")]:
+        raise ValueError(f"{folder}: a run is replayed as it was; only a recipe takes {changed[0]}")
+    given = recipe or folder / "config.yaml"
+    config = load_config(given, [f"--output_dir={folder}", *overrides])
+    if not recipe:
+        names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
+        check_found(given, [*names, config.sampling.environment or ""], overrides)
+    return config
+
+
 def go_to(config, stage: str, number: int) -> tuple:
-    """Train until a step is next: algorithm, optimizer, Step, rows (ValueError: there is none)."""
+    """Train until a step is next: algorithm, optimizer, Step, rows."""
+    for algorithm, optimizer, step, done, batches in steps_to(config, stage, number):
+        if (algorithm.stage, done) == (stage, number):
+            again = Batches(batches.dataset, algorithm, batches.draws - 1)
+            return algorithm, optimizer, step, step.rollout.rows if step.rollout else next(again)
+        train.optimizer_step(algorithm, step, optimizer, done)
+
+
+def steps_to(config, stage: str, number: int) -> Iterator[tuple]:
+    """Yield what is to be trained up to a step: algorithm, optimizer, Step, its number, Batches.
+
+    Nothing is written (ValueError: there is no such step).
+    """
     if stage not in config.stages:
         raise ValueError(f"--stage {stage}: the run has {', '.join(config.stages)}")
     world = ranks.setup(config.num_threads, config.timeout, config.uses_fsdp)
@@ -91,13 +106,9 @@ def go_to(config, stage: str, number: int) -> tuple:
         if not states.restore(algorithm, optimizer):
             algorithm.begin(batches, datasets.get("eval"))
         steps = algorithm.steps(batches)
-        for done in range(progress.step, number if index == wanted else lengths[index]):
-            train.optimizer_step(algorithm, next(steps), optimizer, done)
+        for done in range(progress.step, number + 1 if index == wanted else lengths[index]):
+            yield algorithm, optimizer, next(steps), done, batches
         progress.begin_stage(index + 1)
-    step = next(steps)
-    again = Batches(datasets[stage], algorithm, batches.draws - 1)
-    rows = step.rollout.rows if step.rollout else next(again)
-    return algorithm, optimizer, step, rows
 
 
 @torch.no_grad()

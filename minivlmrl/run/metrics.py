@@ -16,12 +16,13 @@ from tqdm import tqdm
 from minivlmrl.hub.folder import json_text
 from minivlmrl.run.alarms import Alarms, check_mismatch, looks_away
 from minivlmrl.run.completions import CompletionsLog
+from minivlmrl.run.hash_chain import HASHES, process_hashes, step_hashes, text_hash
 from minivlmrl.run.trackers import TRACKERS, curves
 from minivlmrl.scale.ranks import World
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
-FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
+FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS, HASHES
 # of micro-batches; of all other metrics the mean counts
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 
@@ -42,6 +43,9 @@ class MetricsLog(ExitStack):
             for name in FILES:
                 self.files[name] = self.enter_context((Path(config.output_dir) / name).open("w+"))
                 print(progress.logs.get(name, ""), file=self.files[name], end="", flush=True)
+            self.process = process_hashes(config, world)
+            hashed = progress.logs.get(HASHES, "").splitlines()
+            self.previous = text_hash(hashed[-1]) if hashed else ""
             names = dict.fromkeys(config.report_to)
             self.trackers = [TRACKERS[name](config, self.steps, self) for name in names]
 
@@ -56,7 +60,7 @@ class MetricsLog(ExitStack):
 
     def stage(self, algorithm, optimizer, done: int = 0, seconds: float = 0.0):
         """Begin a stage with a new bar; `done` steps took `seconds` before the run was resumed."""
-        self.algorithm, self.name = algorithm, algorithm.stage
+        self.algorithm, self.optimizer, self.name = algorithm, optimizer, algorithm.stage
         self.alarms = Alarms(algorithm, optimizer)
         if done and self.alarmed:
             self.alarms.restore(self.alarmed)
@@ -88,6 +92,10 @@ class MetricsLog(ExitStack):
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.write(METRICS, line | finite)
         self.track({name: value for name, value in finite.items() if value is not None})
+        hashed = {"previous": self.previous} | line | self.process
+        hashed |= step_hashes(self.algorithm, self.optimizer, step)
+        self.previous = text_hash(json_text(hashed))
+        self.write(HASHES, hashed)
         tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         took = seconds - self.last
         timing = {"seconds": seconds, "step_time": took, "tokens_per_second": tokens / took}
