@@ -18,15 +18,6 @@ def test_the_docstring_example():
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]] * 3
 
 
-def test_positions_continue_from_the_prompt():
-    """A 4 x 6 image takes 3 positions (its wider merged side), not 6: the text after it goes on from there."""
-    prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)], text=2)
-    batch = pack([prompt], [[tiny.completion(torch.Generator(), 3)] * 2], tiny.config())
-    end = int(prompt.input_ids.shape[0])
-    assert batch.position_ids[:, :end].max() == end - 6 + 3 - 1
-    assert batch.position_ids[:, end:].tolist() == [[end - 3, end - 2] * 2] * 3
-
-
 def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
     """A completion may contain the image token or the pad token: they are text like any other."""
     prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 
 import pytest
-from talk import IMAGE_PART, assistant, bracketed, system, text, user
+from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.chat import Control, part_kind, render
 from minivlmrl.data.turns import render_completion
@@ -106,13 +106,6 @@ ANSWERS = {
         assistant("\nforty-two"),
     ],
 }  # fmt: skip
-
-
-def test_what_is_trained_of_several_turns():
-    """The docstring's example."""
-    assert bracketed(render_completion(ANSWERS["several turns"])) == (
-        "[two<|im_end|>]\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]"
-    )
 
 
 @pytest.mark.parametrize("prompt", ["own system", "several turns", "several images"])

@@ -7,8 +7,6 @@ import pytest
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.family import FAMILIES, family_of
 from minivlmrl.hub.model_config import VisionConfig
-from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.tasks import shapes
 
 import tiny
 
@@ -33,11 +31,3 @@ def test_towers_have_fields_of_vision_config_and_survive_the_names_of_the_hub(mo
     stored = tiny.config(model_type=model_type).to_dict()["vision_config"]
     found = {"in_channels": 3, **family.read_vision(stored, "config.json")}
     assert {name: found[name] for name in ours} == ours
-
-
-def test_control_tokens_are_fields_of_the_config():
-    """A random model takes their ids from the tokenizer."""
-    tokenizer = shapes.tokenizer()
-    model, _ = random_model("recipes/shapes_model.json", tokenizer, seed=0)
-    for name, token in family_of(model).control_tokens.items():
-        assert getattr(model.config, name) == tokenizer.special_tokens[token]

@@ -105,17 +105,10 @@ def test_exif_orientation_is_applied(tmp_path, orientation):
     upright = PIL.Image.new("RGB", (3, 2))
     for i in range(6):
         upright.putpixel((i % 3, i // 3), (40 * i, 0, 0))
-    Transpose = PIL.Image.Transpose
-    stored = {
-        1: lambda image: image,
-        2: lambda image: image.transpose(Transpose.FLIP_LEFT_RIGHT),
-        3: lambda image: image.transpose(Transpose.ROTATE_180),
-        4: lambda image: image.transpose(Transpose.FLIP_TOP_BOTTOM),
-        5: lambda image: image.transpose(Transpose.TRANSPOSE),
-        6: lambda image: image.transpose(Transpose.ROTATE_90),
-        7: lambda image: image.transpose(Transpose.TRANSVERSE),
-        8: lambda image: image.transpose(Transpose.ROTATE_270),
-    }[orientation](upright)
+    turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
+    stored = upright
+    if orientation > 1:
+        stored = upright.transpose(PIL.Image.Transpose[turns[orientation - 2]])
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
     stored.save(tmp_path / "photo.png", exif=exif)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from talk import assistant, renders_as_transformers, user
 from test_qwen3_vl import TALKS, both_in_float64, check_random_configs, film_prompt, qwen3_vl_name
 
-from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
+from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
 from minivlmrl.data.template import ChatTemplate
@@ -25,7 +25,6 @@ from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.run.plan import Costs, Work, meta_batch
 from minivlmrl.sampling.captured import CapturedDecode
 from minivlmrl.scale.checkpoint import load_model, save_model
-from minivlmrl.scale.sharding import recompute_blocks
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -283,22 +282,13 @@ def test_adapters_are_on_the_new_projections(stage, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_are_float32_or_wider_and_blocks_recompute(dtype):
+def test_states_are_float32_or_wider(dtype):
     """Sampler and trainer differ by bfloat16's rounding alone."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
     LoRAConfig(r=2).place(model)
     draw_adapters(model, 0)
     rows, completions, _ = mixed_group()
     batch = pack(rows[:2], completions[:2], model.config)
-    expected, _ = per_token_logps(model, batch)
-    expected.sum().backward()
-    gradients = [p.grad.clone() for p in adapter_parameters(model)]
-    recompute_blocks(model)
-    model.zero_grad()
-    logps, _ = per_token_logps(model, batch)
-    logps.sum().backward()
-    assert torch.equal(logps, expected)
-    assert all(torch.equal(p.grad, g) for p, g in zip(adapter_parameters(model), gradients, strict=True))
     attention = GroupAttention(batch.layout, keep_keys=True)
     with torch.no_grad():
         model(batch, attention)

@@ -4,13 +4,11 @@ The rows are as uneven as can be, see on_ranks.Uneven: some ranks have images in
 sharded, weights full or layer by layer in a rollout, with one model or two beside the policy.
 """
 
-import json
 import os
 import sys
 
 import pytest
 import torch
-import yaml
 from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
 
 from minivlmrl.algorithms.value_model import ValueModel, save_value_model
@@ -24,7 +22,8 @@ from minivlmrl.scale.ranks import setup as join  # pytest 8.0 runs a module's `s
 from minivlmrl.tasks import shapes
 from minivlmrl.tools.ask import choose_device
 
-from tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN35, recipe
+from stages import write_recipe
+from tiny import recipe
 
 STAGE = {
     "max_steps": 3, "prompts_per_step": PROMPTS_PER_STEP, "micro_batch_size": 1, "learning_rate": 1e-4,
@@ -98,10 +97,7 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # diffe
 
 def prepare(folder):
     """The files of the recipe: its model, and a reward model with an opinion."""
-    (folder / "model.json").write_text(json.dumps(RUN_MODEL))
-    (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
-    (folder / "qwen3_5.json").write_text(json.dumps(RUN_QWEN35))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(folder, RECIPE)
     model, processor = random_model(folder / "model.json", shapes.tokenizer(), 1)
     judge = ValueModel(model.double())
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))

@@ -84,9 +84,10 @@ def test_all_layers_can_be_shared_and_not_more(stage):
         stage("grpo", "--reference.num_shared_layers=3", "--grpo.beta=0.1")
 
 
-@pytest.mark.parametrize(("name", "options"), [("grpo", []), ("ppo", ["--ppo.kl_coef=0"])])
+@pytest.mark.parametrize("name, options", [
+    ("grpo", []), ("ppo", ["--ppo.kl_coef=0"]), ("dpo", ["--dpo.precompute_ref_log_probs=true"]),
+])  # fmt: skip
 def test_none_is_kept_where_none_is_asked(stage, name, options):
-    """For dpo see test_dpo.py."""
     run = stage(name, *options)
     run.go(2)
     assert run.algorithm.reference is None and "reference" not in run.algorithm.modules()

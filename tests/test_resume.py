@@ -19,7 +19,6 @@ import PIL.Image
 import pytest
 import torch
 import tqdm
-import yaml
 from children import exit_code, fork
 from on_ranks import ONE
 from safetensors.torch import load, load_file, save_file
@@ -41,6 +40,7 @@ from minivlmrl.run.state_files import find_pieces
 from minivlmrl.scale import checkpoint as checkpoint_file
 
 import tiny
+from stages import write_recipe
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 STAGE = {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
@@ -64,10 +64,7 @@ RECIPE = tiny.recipe(
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
-    (folder / "qwen3_vl.json").write_text(json.dumps(tiny.RUN_QWEN3))
-    (folder / "qwen3_5.json").write_text(json.dumps(tiny.RUN_QWEN35))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(folder, RECIPE)
     return folder / "recipe.yaml"
 
 

@@ -1,7 +1,5 @@
 """Rewards: what earns, what does not, and what a policy that looks for loopholes gets."""
 
-import re
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +13,6 @@ from minivlmrl.rows import Completion, Row
 from earnings import earnings
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
-
-
-@pytest.fixture
-def own(tmp_path):
-    """Write the source of a reward into a file; returns what a recipe calls it."""
-
-    def write(source):
-        (tmp_path / "own.py").write_text(textwrap.dedent(source), encoding="utf-8")
-        return f"{tmp_path / 'own.py'}:{re.search('def ([a-z_]+)', source)[1]}"
-
-    return write
 
 
 @pytest.mark.parametrize("completion", [
@@ -139,15 +126,6 @@ def test_where_an_answer_is(completion):
     assert tuple(find_answer(completion, where) for where in ("tags", "whole", "last_line")) == ANSWERS[completion]
 
 
-def test_rewards_judge_each_completion_by_its_own_row():
-    columns = {"solution": ["green square", "red square", None]}
-    rewards = earnings(["accuracy", "format"], [GOOD, GOOD, "nothing"], columns)
-    assert rewards.dtype == torch.float32
-    assert rewards[:2].tolist() == [[1.0, 1.0], [0.0, 1.0]]
-    assert rewards[2, 0].isnan()
-    assert rewards[2, 1] == 0
-
-
 def test_a_missing_column_is_named():
     message = r"reward accuracy needs column 'solution'; the rows have \['level', 'problem'"
     with pytest.raises(ValueError, match=message):
@@ -157,13 +135,12 @@ def test_a_missing_column_is_named():
 # rewards of one's own
 
 
-def test_a_trl_reward_with_a_column_asks_for_it(own):
-    name = own(
-        """
-        def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
-            return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
-        """
-    )
+def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
+    return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
+
+
+def test_a_trl_reward_with_a_column_asks_for_it():
+    name = f"{__file__}:right_level"
     assert required_columns([name, "accuracy", "format"]) == ["ground_truth", "solution"]
     rewards = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert rewards[0].item() == 1

@@ -3,7 +3,6 @@ their formula."""
 
 import json
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,46 +58,6 @@ def test_text_resumes_after_the_time_of_a_video_not_after_its_width():
 def test_without_seconds_a_video_has_one_second_a_step():
     ids, grids = torch.tensor([tiny.VIDEO] * 4), torch.tensor([[2, 2, 4]])
     assert rope.get_rope_index(ids, grids, tiny.config())[0].tolist() == [0, 0, 2, 2]
-
-
-def turned(x, angles):
-    """Each pair (x_i, x_{i + D/2}) of x (N, H, D) times e^(i angle), as a complex number; angles (N, D/2)."""
-    real, imaginary = x.double().chunk(2, dim=-1)
-    z = torch.complex(real, imaginary) * torch.exp(1j * angles.double())[:, None]
-    return torch.cat([z.real, z.imag], dim=-1)
-
-
-def test_the_text_turns_by_its_three_positions():
-    """mrope_section (2, 3, 3): frequencies 0 and 1 go by time, 2 to 4 by height, 5 to 7 by width."""
-    config = tiny.config()
-    positions = torch.tensor([[0, 3, 70, 1], [0, 5, 9, 2], [0, 7, 2, 4000]])
-    frequencies = [config.rope_theta ** (-i / 8) for i in range(8)]
-    axes = [0, 0, 1, 1, 1, 2, 2, 2]
-    angles = [[time[axes[i]] * frequencies[i] for i in range(8)] for time in positions.T.tolist()]
-    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(0))
-    found = rope.apply_rotary(x, *rope.text_rotary(positions, config, torch.float32))
-    torch.testing.assert_close(found.double(), turned(x, torch.tensor(angles)), rtol=0, atol=1e-3)
-    for rounded, exact in zip(
-        rope.text_rotary(positions, config, torch.bfloat16),
-        rope.text_rotary(positions, config, torch.float32),
-        strict=True,
-    ):
-        assert torch.equal(rounded, exact.bfloat16())
-
-
-def test_the_tower_turns_by_row_and_column_of_a_patch():
-    """Patches come in blocks of 2 x 2; of 8 frequencies 4 go by row and the same 4 by column."""
-    config, angles = tiny.config().vision_config, []
-    frequencies = [10000 ** (-i / 4) for i in range(4)]
-    grids = [(1, 4, 6), (2, 2, 4), (1, 6, 2)]
-    for frames, height, width in grids:
-        for _ in range(frames):
-            for block_row, block_column, y, x in product(range(height // 2), range(width // 2), range(2), range(2)):
-                row, column = 2 * block_row + y, 2 * block_column + x
-                angles.append([row * f for f in frequencies] + [column * f for f in frequencies])
-    x = torch.randn(len(angles), 2, 16, generator=torch.Generator().manual_seed(0))
-    found = rope.apply_rotary(x, *rope.vision_rotary(torch.tensor(grids), config))
-    torch.testing.assert_close(found.double(), turned(x, torch.tensor(angles)), rtol=0, atol=1e-5)
 
 
 def test_positions_equal_transformers_of_today(oracle):

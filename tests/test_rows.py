@@ -10,7 +10,6 @@ import torch
 from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.batch import pack
-from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.turns import encode_completion
 from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import train_tokenizer
@@ -20,13 +19,6 @@ from minivlmrl.rows import Processor, uniform_numbers
 from minivlmrl.tasks import shapes
 
 import tiny
-
-
-def test_a_broken_image_is_named_with_its_row(write_rows, tmp_path):
-    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*cut\.png: cannot be read as an image"):
-        FileDataset(write_rows({"problem": "a", "image": "cut.png"}))[0].prompt(PROCESSOR)
-
 
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
@@ -97,15 +89,6 @@ def test_a_video_beside_an_image():
     assert prompt.second_per_grid_ts.tolist() == [0.0, 1.0]
     assert prompt.pixel_values.shape == (24 + 1152, 1176)
     assert prompt.input_ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]) == 288
-
-
-def test_images_are_numbered_if_the_processor_says_so():
-    """A fresh one does not, as the hub's template."""
-    message, images = asked(IMAGE_PART, text("?")), [picture((56, 56))]
-    numbered = Processor(PROCESSOR.tokenizer, ImageProcessor(), add_vision_id=True)
-    decode = PROCESSOR.tokenizer.decode
-    assert "Picture" not in decode(PROCESSOR(message, images).input_ids.tolist())
-    assert "Picture 1: <|vision_start|>" in decode(numbered(message, images).input_ids.tolist())
 
 
 @pytest.mark.parametrize(("placeholders", "images"), [(0, 1), (1, 0), (2, 1), (1, 2)])

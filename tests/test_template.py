@@ -109,12 +109,6 @@ def test_a_fine_tunes_own_control_tokens_are_cut_the_longer_first():
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 
 
-def test_the_value_of_eos_token_is_the_templates():
-    tokens = {"eos_token": "<|im_end|>"}
-    pieces = ChatTemplate("{{ messages[0].content }}{{ eos_token }}", "t", token_names=tokens).render(HI)
-    assert pieces == ["hi", "<|im_end|>"] and kinds(pieces) == [str, Control]
-
-
 def test_a_template_for_text_alone_gets_the_parts_joined():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
     assert template.render(user({"text": "a"}, {"type": "text", "text": "b"})) == ["ab!"]

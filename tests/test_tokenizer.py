@@ -55,14 +55,6 @@ def test_training_keeps_to_the_vocabulary_size():
     assert len(train_tokenizer(shapes.LABELS, vocab_size=300)) == 300
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path):
-    TINY.backend.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    attack = "".join(ORDINARY) + "".join(SPECIAL_TOKENS)
-    assert loaded.encode(attack) == TINY.encode(attack)
-    assert loaded.backend.to_str() == TINY.backend.to_str()
-
-
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
 def test_equals_transformers(tmp_path, kind, transformers):
     TINY.backend.save(str(tmp_path / "tokenizer.json"))

@@ -27,8 +27,6 @@ STAGE = {
     "lr_scheduler_type": "constant",
 }  # fmt: skip
 RECIPE = recipe(STAGE, data={"demonstrations": 8, "eval_rows": 2, "pairs": 8}, rewards={"letters": 1.0})
-# share of pairs whose chosen answer is ahead -> which of eight pairs to turn around for it
-FLIPS = {1.0: [False] * 8, 0.0: [True] * 8, 0.75: [False, True, False, False] * 2}
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
 ONE = World(0, 1, torch.device("cpu"))
 
@@ -40,14 +38,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def write_recipe(folder):
+def write_recipe(folder, recipe=RECIPE):
     """Write recipe.yaml and configs: of a model with a head of its own, with a tied head, of Qwen3-VL, of Qwen3.5."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
     (folder / "qwen3_vl.json").write_text(json.dumps(RUN_QWEN3))
     (folder / "qwen3_5.json").write_text(json.dumps(RUN_QWEN35))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def letters(completions, **columns):
@@ -98,14 +96,6 @@ class Stage:
     def go(self, steps=1):
         """Metrics of the next steps."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
-
-    def hold_out(self, share, number):
-        """Held-out pairs; number(row, answer) is larger for the chosen answer in this share of them."""
-        self.held_out = Rows()
-        for row, flip in zip((Shapes(8, "ranked")[i] for i in range(8)), FLIPS[share], strict=True):
-            if (number(row, row.chosen) > number(row, row.rejected)) == flip:
-                row.chosen, row.rejected = row.rejected, row.chosen
-            self.held_out.append(row)
 
     def accuracy(self):
         return self.algorithm.evaluate(self.held_out).get("pairs")
