@@ -111,7 +111,7 @@ def test_the_readme_is_short_and_begins_with_two_commands():
     run, tests, *_ = [line for block in blocks(README, "bash") for line in block.splitlines()]
     assert run.endswith("pip install -c constraints.txt -e . && torchrun train.py")
     assert tests.endswith("pip install -c constraints.txt -e '.[test]' && pytest")
-    assert len(README.splitlines()) <= 124
+    assert len(README.splitlines()) <= 150
     ci = (ROOT / ".ci" / "run").read_text()
     assert "-c constraints.txt" in ci and "-e '.[test]'" in ci and re.search(r"^check pytest$", ci, re.MULTILINE)
 
@@ -331,8 +331,8 @@ def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
 
 
 def test_grpo_of_plain_objects(own, monkeypatch):
-    """The loop of docs/data.md changes the policy in each of its steps."""
-    [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
+    """The loop of README changes the policy in each of its steps."""
+    [code] = [code for code in blocks(README, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
     space = {}
