@@ -52,6 +52,11 @@ def grpo(name: str, *overrides: str, **expected) -> Entry:
     return Entry(name, "shapes.yaml", [f"--grpo.{text}" for text in overrides], **{"sampled_gain": 0.25, **expected})
 
 
+def zoom_control(name: str, task: str, environment: str) -> Entry:
+    options = [f"--data.task=recipes/zoom.py:{task}", f"--sampling.environment=recipes/zoom.py:{environment}"]
+    return Entry(f"zoom, {name}", "zoom.yaml", options, most_sampled_gain=0.1)
+
+
 AFTER_SFT = "../train.py {root}/recipes/shapes.yaml --seed={seed} --stages=[sft] --output_dir=sft --num_threads=1"
 LORA = ["--model.config=null", "--model.path=sft/checkpoint", "--adapter.r=16", "--grpo.learning_rate=1e-3"]
 LORA += ["--adapter.target=[language, vision, merger]"]
@@ -86,6 +91,11 @@ LONG = [
     Entry("qwen3-vl, localisation", "localisation.yaml", THOUSANDTHS, 0.25),
     Entry("localisation of three", "localisation_three.yaml"),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="digits.py digits"),
+    Entry("zoom", "zoom.yaml", sampled_gain=0.5),
+    zoom_control("grey crops", "BLIND", "Blind"),
+    zoom_control("any quarter", "LOST", "Lost"),
+    zoom_control("no thought", "SILENT", "Quarters"),
+    Entry("zoom, shuffled rewards", "zoom.yaml", ["--grpo.shuffle_rewards=true"], most_sampled_gain=0.1),
 ]
 
 

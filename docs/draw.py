@@ -7,7 +7,7 @@ mask.svg     who sees whom in a packed run with two groups: attention.visible
 windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
 mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
 recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
-zoom.svg     rewards of recipes/zoom.yaml on two seeds, and what seed 0 wrote: zoom.json, of `keep`
+zoom.svg     rewards of recipes/zoom.yaml on three seeds, and what seed 0 wrote: zoom.json, of `keep`
 """
 
 import base64

@@ -28,22 +28,34 @@ SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is
 ANSWER = "<answer>{}</answer>"
 
 
-def draw(rng: random.Random, label: str | None = None) -> tuple[PIL.Image.Image, str, int]:
+def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
     """Draw a picture; returns its label and the quarter of the stripes too.
 
     Two stripes of complements are as wide as a pixel of what is shown, and on its grid: all labels are one grey there.
+
+    Args:
+        others: so many of the other quarters have a dark square.
     """
     drawn, quarter = rng.choice(LABELS), rng.randrange(4)
     label = label or drawn
     color, way = label.split()
     image = PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
-    left, top = (QUARTER * i + 2 * rng.randint(0, (QUARTER - SQUARE) // 2) for i in (quarter % 2, quarter // 2))
     pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
+    left, top = corner(rng, quarter)
+    for other in rng.sample([q for q in range(4) if q != quarter], others):
+        x, y = corner(rng, other)
+        pen.rectangle([x, y, x + last, y + last], (60, 60, 60))
     for i in range(SQUARE):
         tint = tuple(255 - v if i % 2 else v for v in COLORS[color])
         x1, y1, x2, y2 = (0, i, last, i) if way == "rows" else (i, 0, i, last)
         pen.line([(left + x1, top + y1), (left + x2, top + y2)], fill=tint)
     return image, label, quarter
+
+
+def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
+    """Draw where a square of a quarter begins, on the grid of what is shown."""
+    left, top = (QUARTER * i + 2 * rng.randint(0, (QUARTER - SQUARE) // 2) for i in (quarter % 2, quarter // 2))
+    return left, top
 
 
 def shown(image: PIL.Image.Image) -> PIL.Image.Image:
@@ -95,14 +107,17 @@ class Stripes:
     seed: str
     environment: type = Quarters
     silent: bool = False  # no thought: a control
+    informed: float = 0.0  # share of demonstrations that look at the right quarter on purpose
+    others: int = 0  # dark squares in other quarters
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
-        image, label, right = draw(rng)
+        image, label, right = draw(rng, others=self.others)
         asked, found = rng.randrange(4), [rng.randrange(4) for _ in PLACES]
+        asked = right if rng.random() < self.informed else asked
         columns = {"problem": PROBLEM, "solution": label, "quarter": right + 1, "picture": image, "found": found}
         environment = self.environment()
         environment.reset(**columns)
@@ -134,11 +149,11 @@ def tokenizer():
     return train_tokenizer([*base, *said], vocab_size=384)
 
 
-def task(environment: type = Quarters, silent: bool = False) -> Task:
-    """Make the task, or a control of it."""
+def task(**options) -> Task:
+    """Make the task; with options of Stripes a control, or a harder one."""
 
     def datasets(data, seed):
-        rows = functools.partial(Stripes, environment=environment, silent=silent)
+        rows = functools.partial(Stripes, **options)
         training = {
             "demonstrations": rows(data.demonstrations, f"{seed}/sft"),
             "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
@@ -148,4 +163,5 @@ def task(environment: type = Quarters, silent: bool = False) -> Task:
     return Task(datasets, tokenizer, chance=lambda held_out: 1 / len(LABELS), chance_name="chance")
 
 
-TASK, BLIND, LOST, SILENT = task(), task(Blind), task(Lost), task(silent=True)
+TASK, BLIND, LOST, SILENT = task(), task(environment=Blind), task(environment=Lost), task(silent=True)
+INFORMED, OTHERS = task(silent=True, informed=0.33), task(others=2)

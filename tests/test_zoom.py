@@ -2,6 +2,7 @@
 
 import random
 import runpy
+from itertools import product
 from pathlib import Path
 
 import PIL.Image
@@ -58,9 +59,9 @@ def test_what_cannot_be_shown_says_why(zoom, box, picture, error):
 
 
 def test_what_is_shown_does_not_tell_the_label():
-    """The same bytes for all 12 labels, while their crops differ."""
-    for seed in range(20):
-        drawn = [TASK["draw"](random.Random(seed), label) for label in TASK["LABELS"]]
+    """The same bytes for all 12 labels, while their crops differ, and with dark squares beside them too."""
+    for seed, others in product(range(10), (0, 2)):
+        drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
         assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
         assert len({TASK["crop"](image, quarter).tobytes() for image, _, quarter in drawn}) == 12
 
@@ -93,6 +94,15 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
     looks = [parts_of(row)[1] == row.columns["quarter"] for row in found]
     assert 5 < sum(looks) < 25  # of 60: a quarter of them
     assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
+
+
+def test_harder_tasks():
+    """A third of demonstrations look on purpose; two of the quarters without stripes have a dark square."""
+    looks = [parts_of(row)[1] == row.columns["quarter"] for row in rows("INFORMED", count=200)]
+    assert 80 < sum(looks) < 120  # a third, and a quarter of the others
+    for row in rows("OTHERS"):
+        crops = [TASK["crop"](row.columns["picture"], quarter) for quarter in range(4)]
+        assert sum((60, 60, 60) in dict((color, n) for n, color in crop.getcolors()) for crop in crops) == 2
 
 
 def test_a_look_is_at_the_quarter_that_was_asked_for_first():
