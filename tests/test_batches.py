@@ -35,11 +35,6 @@ def test_passes_differ_in_order():
     assert first != second
 
 
-def test_shuffling_no_rows_is_refused():
-    with pytest.raises(ValueError):
-        next(shuffled(0, 1, seed=0))
-
-
 def load_datasets(data, stages, seed, *columns):
     return batches_file.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
 

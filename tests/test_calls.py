@@ -223,11 +223,6 @@ def test_numbers_of_any_kind(values):
     assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
 
 
-def test_none_is_no_verdict():
-    first, second = file.checked_values("own", [None, 2], ["a", "b"])
-    assert math.isnan(first) and second == 2.0
-
-
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", [1.0], 1j, np.float32("nan"), torch.ones(1)], ids=str
 )

@@ -22,10 +22,6 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
     assert ("no completions were drawn" in out) == bool(asked)
 
 
-def test_help_says_what_it_does(capsys):
-    assert check.main([]) == 0 and "Before any training" in capsys.readouterr().out
-
-
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():
     config = SimpleNamespace(rewards={"format": 1.0, "box_format": 0.5, "iou": 1.0})
     processor = SimpleNamespace(answer="tags")

@@ -165,12 +165,6 @@ def test_aliases_do_not_explode(write):
         load_config(write(f"seed: {text}"))
 
 
-def test_a_recipe_that_is_no_text_is_named(tmp_path):
-    (tmp_path / "weights.yaml").write_bytes(b"\xff\xfe\x80\x81")
-    with pytest.raises(ValueError, match=r"weights\.yaml: not YAML"):
-        load_config(tmp_path / "weights.yaml")
-
-
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     """Unless YAML reads a text: quotes are YAML's, and so is null."""

@@ -104,10 +104,3 @@ def test_the_fast_processor_of_a_folder_resizes_with_torch():
 def test_a_setting_that_is_not_supported_is_named(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
         read({**HUB_CONFIG, field: value})
-
-
-@pytest.mark.parametrize("settings_", [None, [], "a", 3])
-def test_settings_that_are_no_object_are_refused(settings_):
-    message = r"preprocessor_config\.json: the file is .*, it must be an object with names and values"
-    with pytest.raises(ValueError, match=message):
-        read(settings_)

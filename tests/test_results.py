@@ -105,14 +105,6 @@ def test_the_second_rank_writes_nothing(results, monkeypatch):
     assert not found.folder.exists()
 
 
-def test_logits_that_are_not_finite_are_named_with_a_cure(results):
-    found = results(held_out=Shapes(2, "x"))
-    with torch.no_grad():
-        found.model.lm_head.weight[0, 0] = NAN
-    with pytest.raises(ValueError, match=r"^evaluation after_sft: .*not finite; try a lower learning rate$"):
-        found.measure("after_sft")
-
-
 def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     """Neither by training again nor by evaluating a checkpoint into its own folder."""
     folder = run("--stages=sft", "--sft.max_steps=1")

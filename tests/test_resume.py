@@ -185,7 +185,9 @@ KILLS = {  # grpo in 16 steps: a rollout and a state every 4; two micro-batches 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stages", KILLS)
+@pytest.mark.parametrize(
+    "stages", [pytest.param(name, marks=[pytest.mark.slow] * (number > 4)) for number, name in enumerate(KILLS)]
+)
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_path, stages):
     options, kills = KILLS[stages]
     options = [f"--stages=[{stages}]", *(option.replace("FOLDER", str(recipe.parent)) for option in options)]
@@ -283,7 +285,8 @@ EVALUATED = ["--stages=sft", "--sft.max_steps=3", "--eval_steps=1", "--data.eval
 
 
 @pytest.mark.parametrize(
-    ("function", "options", "steps"), [(fails_on_the_second_rank, [], 4), (fails_in_an_evaluation, EVALUATED, 2)]
+    ("function", "options", "steps"),
+    [(fails_on_the_second_rank, [], 4), pytest.param(fails_in_an_evaluation, EVALUATED, 2, marks=pytest.mark.slow)],
 )
 def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(
     recipe, straight, tmp_path, monkeypatch, capfd, function, options, steps

@@ -126,12 +126,6 @@ def test_where_an_answer_is(completion):
     assert tuple(find_answer(completion, where) for where in ("tags", "whole", "last_line")) == ANSWERS[completion]
 
 
-def test_a_missing_column_is_named():
-    message = r"reward accuracy needs column 'solution'; the rows have \['level', 'problem'"
-    with pytest.raises(ValueError, match=message):
-        earnings(["accuracy"], [GOOD], {"problem": ["?"], "level": [1]})
-
-
 # rewards of one's own
 
 
