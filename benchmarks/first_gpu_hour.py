@@ -47,7 +47,8 @@ PARTS = {
     "tests": Part(
         "Tests that need a GPU", 4,
         ["-m", "pytest", "-m", "slow or not slow", "-k", "gpu", "tests/test_attention.py",
-         "tests/test_window_attention.py", "tests/test_backend.py", "tests/test_captured.py"], ["--collect-only"],
+         "tests/test_window_attention.py", "tests/test_decode_attention.py", "tests/test_backend.py",
+         "tests/test_captured.py"], ["--collect-only"],
     ),
     **{
         f"run_{name}": Part(

@@ -36,12 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout
 from minivlmrl.kernels.backend import triton
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.swiglu import swiglu
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 from minivlmrl.rope import _cos_sin, apply_rotary
+from minivlmrl.sampling.captured import StaticDecodeAttention
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEMPERATURE = 0.9
@@ -468,6 +470,56 @@ def off_windows(phase: str, got: list[Tensor], expected: dict[str, list[Tensor]]
     return max(relative(a[rows], b) for a, b in zip(got, expected[phase], strict=True))
 
 
+# ------------------------------------------------------------------------------------------------ decoding
+
+
+def decode_table(run: Run) -> None:
+    """A layer of 3B's decode step: prompts of 1,100 tokens, rows with 200 of 256 tokens, whose keys are written too."""
+    P, C, done, H, K, D = (50, 8, 5, 4, 2, 16) if run.toy else (1100, 256, 200, 16, 2, 128)
+    for prompts, slots in [(2, 3)] if run.toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
+        R = prompts * slots
+        torch.manual_seed(R)
+        prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
+        new = [torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K)]
+        prefill.keys.append([new[0].new_empty(prompts * P, K, D).normal_() for _ in range(2)])
+        static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(slots), C)
+        for x in static.own[0]:
+            x[:, :, :done] = torch.randn_like(x[:, :, :done])
+        static.length.fill_(done)
+        static.mask[:, : done + 1] = 0
+        # each row with keys of its own, as where prompts are not shared
+        of_rows = [
+            torch.cat([static.slots.spread(x), y], 2) for x, y in zip(static.prompt[0], static.own[0], strict=True)
+        ]
+        for x, y in zip(of_rows, new[1:], strict=True):
+            x[:, :, P + done] = y
+        hidden = torch.cat([static.bias[:1], static.unseen], 1)
+        ways = [
+            Way("ours", partial(decode_way, static, new)),
+            Way("ours, torch path", partial(decode_way, static, new, DecodeAttention.__call__)),
+            Way("sdpa, prompts copied to rows", lambda q=new[0], kv=of_rows, m=hidden: [on_rows(q, *kv, m)]),
+        ]
+        pick = torch.randperm(R)[:CHECKED].to(CARD)
+        expected = on_rows(*(x[pick].double() for x in (new[0], *of_rows)), hidden.double())
+        size = new[0].element_size() * (2 * K * D * (prompts * P + R * (done + 1)) + 2 * new[0].numel())
+        floors = {"forward": run.ceilings.milliseconds(size)}
+        error = lambda phase, got, e=expected, p=pick: relative(got[0][p], e)  # noqa: E731
+        run.table(f"decode {prompts} x {slots} rows, {P} + {done + 1} keys", ways, error, 0.02, floors)
+        ours, plain = (row.get("ms") for row in run.rows[-3:-1])
+        if ours and plain:
+            print(f"torch path / ours: {plain / ours:.2f}")
+
+
+@torch.no_grad()
+def decode_way(static, new: list[Tensor], call=StaticDecodeAttention.__call__) -> list[Tensor]:
+    return [call(static, 0, *new)]
+
+
+def on_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """q (R, H, D), k and v (R, K, T, D), hidden (1, T) -> (R, H, D)."""
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, hidden, enable_gqa=True)[:, :, 0]
+
+
 # ------------------------------------------------------------------------------------------------ element by element
 
 
@@ -514,7 +566,13 @@ def off_element_wise(phase: str, got: list[Tensor], expected: dict) -> float:
     return max(relative(a, b) for a, b in zip(got, expected[phase], strict=True))
 
 
-TABLES = {"logits": logits_table, "states": states_table, "windows": windows_table, "element-wise": element_wise_table}
+TABLES = {
+    "logits": logits_table,
+    "states": states_table,
+    "windows": windows_table,
+    "decode": decode_table,
+    "element-wise": element_wise_table,
+}
 
 
 # ------------------------------------------------------------------------------------------------ shared

@@ -34,6 +34,7 @@ from typing import Any
 import triton
 
 from minivlmrl.kernels import backend as installed
+from minivlmrl.kernels import decode_attention as decoding
 from minivlmrl.kernels import nf4_unpack, rotary, swiglu
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
@@ -105,6 +106,23 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     ]
 
 
+def decode_builds() -> list[Build]:
+    """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
+    pointers = dict.fromkeys(["q", "k", "v", "hidden", "own_k", "own_v", "unseen"], "*bf16")
+    pointers |= {"outs": "*fp32", "ends": "*fp32"}
+    numbers = dict.fromkeys(["lines", "slots", "programs", "P", "size", "C", "own_size"], "i32") | {"scale": "fp32"}
+    found = []
+    for K, h, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
+        sizes = {"K": K, "h": h, "D": D, "TILE": tile, "OWN": 16, "BLOCK": decoding.BLOCK}
+        name, warps = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries", decoding.warps(D)
+        found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
+    for D in (128, 256):
+        given = {"outs": "*fp32", "ends": "*fp32", "out": "*bf16", "lines": "i32", "parts": "i32"}
+        sizes = {"D": D, "PARTS": 2 * decoding.MOST_PARTS}
+        found.append(Build(f"decode_attention, joined heads of {D}", decoding._join_kernel, given, sizes))
+    return found
+
+
 def element_wise_builds() -> list[Build]:
     """SwiGLU, the rotary of decoder (tables of bfloat16) and tower, weights of 4 bits."""
     tensors, size = dict.fromkeys(["gate", "up", "out"], "*bf16"), {"size": "i32"}
@@ -127,7 +145,7 @@ def element_wise_builds() -> list[Build]:
 def builds() -> list[Build]:
     """All builds."""
     of_windows = [build for case in CASES for build in window_builds(*case)]
-    return [*log_softmax_builds(), *of_windows, *element_wise_builds()]
+    return [*log_softmax_builds(), *of_windows, *decode_builds(), *element_wise_builds()]
 
 
 def main(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ from minivlmrl import generate
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.model_config import ModelConfig
+from minivlmrl.kernels.decode_attention import HEAD_DIMS, cut
 from minivlmrl.kernels.linear_log_softmax import TILE
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.rotary import rotary
@@ -127,11 +128,19 @@ def on_card(card: str):
         count.add("float32 product", size_of((a, b, made)), 2.0 * a.shape[-1] * made.numel())
         return made
 
+    def decode_attention(q, k, v, hidden, own_k, own_v, unseen):
+        (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
+        parts = cut(k, R // B * H // K)[2] + cut(own_k, H // K)[2]
+        between = 2 * 4 * parts * R * H * (D + 1)  # what the parts write and the second kernel reads
+        size = size_of((q, q, k, v, own_k, own_v, hidden, unseen)) + between
+        count.add("decode attention", size, 4.0 * q.numel() * (P + C), launches=2, rate=FLASH)
+        return torch.empty_like(q)
+
     def rms_norm(self, x):
         return Kernel.apply(count, "rms norm", 0.0, x, self.weight)
 
-    functions = {f.__name__: f for f in (dense_attention, window_attention, float32_matmul)}
-    functions |= {"swiglu": fused_swiglu, "apply_rotary": rotary}
+    functions = {f.__name__: f for f in (dense_attention, window_attention, float32_matmul, decode_attention)}
+    functions |= {"swiglu": fused_swiglu, "apply_rotary": rotary, "fits": lambda q: q.shape[-1] in HEAD_DIMS}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(RMSNorm, "forward", rms_norm))
         for name, module in list(sys.modules.items()):

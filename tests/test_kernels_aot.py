@@ -31,7 +31,7 @@ def assert_good(builds):
     for name, row in builds.items():
         assert row["spills"] == 0, name
         assert row["wide"] > 0, f"{name}: no access of 16 bytes"
-        if name.startswith("window_attention"):
+        if name.startswith(("window_attention", "decode_attention ")):
             assert row["matrix"] > 0, f"{name}: no matrix instruction"
         if name.startswith("log-softmax forward"):
             assert row["instructions"] <= 10 and row["barriers"] == 0, name

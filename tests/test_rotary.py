@@ -62,4 +62,4 @@ def test_the_operator():
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_in_the_interpreter():
     """With the tests of two others: a process takes longer to begin than all."""
-    run_interpreted(__file__, "tests/test_swiglu.py", "tests/test_nf4_unpack.py")
+    run_interpreted(__file__, "tests/test_swiglu.py", "tests/test_nf4_unpack.py", "tests/test_decode_attention.py")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.generate import Decode
+from minivlmrl.kernels.decode_attention import decode_attention, fits
 
 HEADROOM = 2**30  # bytes of a card that a capture may need of the driver
 KEYS = 256  # own keys that a step reads at first; twice as many when they are full
@@ -85,6 +86,12 @@ class StaticDecodeAttention(DecodeAttention):
         for keys, new in zip(self.own[layer_index], (k, v), strict=True):
             keys.index_copy_(2, self.length, new.unsqueeze(2))
         return [keys[:, :, : self.read] for keys in self.own[layer_index]]
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not fits(q):
+            return super().__call__(layer_index, q, k, v)
+        own = self.remember(layer_index, k, v)
+        return decode_attention(q, *self.prompt[layer_index], self.bias, *own, self.unseen)
 
 
 class CapturedDecode(Decode):

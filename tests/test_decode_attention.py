@@ -1,0 +1,94 @@
+"""Attention of new tokens against the formula in float64, row by row, and against the torch form of DecodeAttention."""
+
+import pytest
+import torch
+from interpreter import INTERPRETED
+
+from minivlmrl.attention import GroupAttention, GroupLayout
+from minivlmrl.kernels import decode_attention as module
+from minivlmrl.kernels.decode_attention import decode_attention, fits
+from minivlmrl.sampling import captured
+from minivlmrl.sampling.captured import StaticDecodeAttention
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # of the norm
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="interpreted by test_rotary.py")
+CASES = [  # heads, key heads, head_dim; tokens of the prompts, rows of each; own keys, those that are there
+    (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 8, 33, 33),  # 3B, 7B
+    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two tiles of queries; Qwen3.5
+    (4, 4, 16, [3, 0, 64], 1, 32, 3), (4, 2, 64, [0, 0], 3, 9, 9),  # no prompt
+]  # fmt: skip
+
+
+def numbers(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+@runs
+@pytest.mark.parametrize("programs", [256, 1])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("H", "K", "D", "prompts", "slots", "C", "own"), CASES, ids=str)
+def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
+    monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs
+):
+    """In many parts and in few. What is hidden is large: a key that is not there would be seen."""
+    if DEVICE == "cuda" and dtype == torch.float32:
+        pytest.skip("a card has no registers for it")
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    B, P, R = len(prompts), max(prompts), len(prompts) * slots
+    q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
+    hidden = torch.arange(P) >= torch.tensor(prompts)[:, None]
+    for x in keys[:2]:
+        x.copy_(x.masked_fill(hidden[:, None, :, None], 99))
+    for x in keys[2:]:
+        x[:, :, own:] = 99
+    masks = [
+        torch.zeros(x.shape, dtype=dtype).masked_fill(x, float("-inf")) for x in (hidden, torch.arange(C)[None] >= own)
+    ]
+    k, v, own_k, own_v = keys
+    given = [x.to(DEVICE) for x in (q, k, v, masks[0], own_k, own_v, masks[1])]
+    assert fits(given[0])
+    found = decode_attention(*given).cpu()
+    for row in range(R):
+        group, n = row // slots, prompts[row // slots]
+        k, v = (torch.cat([x[group, :, :n], y[row, :, :own]], 1).double() for x, y in (keys[::2], keys[1::2]))
+        k, v = (x.repeat_interleave(H // K, 0) for x in (k, v))  # (H, keys, D)
+        weights = (k @ q[row].double()[:, :, None] * D**-0.5).softmax(1)
+        expected = (weights.mT @ v)[:, 0]
+        assert (found[row].double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    assert found.dtype == dtype
+
+
+@runs
+def test_on_a_gpu_or_interpreted_rows_move(monkeypatch):
+    """Also where a slot is filled up with a row of another prompt, and where own keys get more room."""
+    monkeypatch.setattr(captured, "KEYS", 3)
+    monkeypatch.setattr(captured, "SHRINK", 1)
+    dtype, last = torch.float32 if INTERPRETED else torch.bfloat16, torch.tensor([2, 5, 2, 8, 8, 8, 3, 1, 1, 6, 1, 1])
+    calls, results, kernel = [], {}, captured.decode_attention
+    monkeypatch.setattr(captured, "decode_attention", lambda *given: calls.append(1) or kernel(*given))
+    for kernels in ("triton", "torch"):
+        monkeypatch.setenv("MINIVLMRL_KERNELS", kernels)
+        prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
+        prefill(0, *(numbers(16, heads, 16, dtype=dtype).to(DEVICE) for heads in (4, 2, 2)))
+        decoding = StaticDecodeAttention(prefill, torch.arange(3).repeat_interleave(4), 7)
+        running, forms, results[kernels] = torch.arange(12), set(), []
+        for step in range(1, 8):
+            decoding.grow()
+            new = (numbers(12, heads, 16, dtype=dtype)[running].to(DEVICE) * step for heads in (4, 2, 2))
+            results[kernels].append(decoding(0, *new))
+            decoding.advance()
+            if (kept := decoding.select(last[running] > step)) is not None:
+                running = running[kept.cpu()]
+            prompts = (running // 4).view(-1, decoding.slots.slots)  # of the rows of each group
+            forms.add((*prompts.shape, decoding.read, bool((prompts != prompts[:, :1]).any())))
+    assert len(calls) == 7 and {read for *_, read, _ in forms} == {3, 6, 7}
+    assert len({form[:2] for form in forms}) > 2 and any(mixed for *_, mixed in forms), forms
+    for ours, expected in zip(*results.values(), strict=True):
+        assert (ours - expected).double().norm() <= (1e-6 if INTERPRETED else 1e-2) * expected.double().norm()
+
+
+def test_which_queries_it_takes():
+    """All others run in torch: heads of other sizes, float64, those of a CPU."""
+    assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
+    assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))
