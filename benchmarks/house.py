@@ -17,14 +17,14 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for what is new: families (Qwen3-VL, Qwen3.5), environments
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18954
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 19102
 SHELF_LINES = {
-    "kernels": 1647,
+    "kernels": 1788,
     "hub": 1459,
     "data": 2544,
     "adapters": 702,
     "scale": 851,
-    "sampling": 585,
+    "sampling": 592,
     "reward_functions": 929,
     "environments": 310,
     "algorithms": 2265,

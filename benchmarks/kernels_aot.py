@@ -114,7 +114,7 @@ def decode_builds() -> list[Build]:
     found = []
     for K, h, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
         sizes = {"K": K, "h": h, "D": D, "TILE": tile, "OWN": 16, "BLOCK": decoding.BLOCK}
-        name, warps = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries", decoding.warps(D)
+        name, warps = f"decode_attention {K * h}/{K} heads of {D}, {tile} queries", decoding.WARPS[D]
         found.append(Build(name, decoding._parts_kernel, pointers | numbers, sizes, warps, decoding.STAGES))
     for D in (128, 256):
         given = {"outs": "*fp32", "ends": "*fp32", "out": "*bf16", "lines": "i32", "parts": "i32"}

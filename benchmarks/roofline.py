@@ -27,7 +27,7 @@ from minivlmrl import generate
 from minivlmrl.attention import DecodeAttention, GroupAttention
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.hub.model_config import ModelConfig
-from minivlmrl.kernels.decode_attention import HEAD_DIMS, cut
+from minivlmrl.kernels.decode_attention import WARPS, cut
 from minivlmrl.kernels.linear_log_softmax import TILE
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.rotary import rotary
@@ -140,7 +140,7 @@ def on_card(card: str):
         return Kernel.apply(count, "rms norm", 0.0, x, self.weight)
 
     functions = {f.__name__: f for f in (dense_attention, window_attention, float32_matmul, decode_attention)}
-    functions |= {"swiglu": fused_swiglu, "apply_rotary": rotary, "fits": lambda q: q.shape[-1] in HEAD_DIMS}
+    functions |= {"swiglu": fused_swiglu, "apply_rotary": rotary, "fits": lambda q: q.shape[-1] in WARPS}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(RMSNorm, "forward", rms_norm))
         for name, module in list(sys.modules.items()):

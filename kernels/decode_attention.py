@@ -20,14 +20,13 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
+from minivlmrl.kernels.window_attention import DTYPES
 
 PROGRAMS = 128  # one for each multiprocessor, of prompts and of own keys
 MOST_PARTS, TILE, BLOCK = 32, 64, 32  # of a query's keys; queries of a program; keys of a block
-STAGES = 2  # blocks on their way
-HEAD_DIMS = 16, 32, 64, 128, 256
-# float32 does not fit into registers; the interpreter has none
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
+WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # by head_dim
+STAGES = 2  # blocks of keys on their way
 constexpr = tl.constexpr
 
 
@@ -99,15 +98,12 @@ def _join_kernel(outs, ends, out, lines, parts, D: constexpr, PARTS: constexpr):
 
 def fits(q: Tensor) -> bool:
     """Say whether the kernels take queries (R, H, D); others go to torch."""
-    return q.shape[-1] in HEAD_DIMS and q.dtype in DTYPES and backend_for(q) == "triton"
+    return q.shape[-1] in WARPS and q.dtype in DTYPES and backend_for(q) == "triton"
 
 
 def cut(k: Tensor, queries: int) -> tuple[int, int, int, int]:
-    """Divide work: keys (B, K, T, D), each read by so many queries.
-
-    Returns:
-        queries of a program, keys of a part, parts, programs.
-    """
+    """Divide keys (B, K, T, D), each read by so many queries: queries of a program, keys of a part,
+    parts, programs."""
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))  # 16: of a matrix instruction
     groups = k.shape[0] * k.shape[1] * -(-queries // tile)
     blocks = min(MOST_PARTS, max(1, PROGRAMS // groups)) * BLOCK
@@ -119,16 +115,15 @@ def cut(k: Tensor, queries: int) -> tuple[int, int, int, int]:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own_k: Tensor, own_v: Tensor, unseen: Tensor
 ) -> Tensor:
-    """Compute attention with scale D^-1/2, where `fits` says so.
+    """Compute DecodeAttention of minivlmrl/attention.py, where `fits` says so.
 
     Args:
         q: (R, H, D), R / B rows of each prompt, one prompt after the other.
         k, v: (B, K, P, D) of prompts. own_k, own_v: (R, K, C, D) of rows. All contiguous.
-        hidden: (B, P), 0 or -inf for keys that are not there, which come last.
-        unseen: (1, C), the same of own keys; the first is there.
+        hidden: (B, P), 0 or -inf for keys that are not there, which come last; unseen: (1, C), the
+            same of own keys, of which the first is there.
     Returns:
         (R, H, D).
-    Source: the torch form in minivlmrl/attention.py, DecodeAttention.
     """
     (R, H, D), (B, K, P, _), C = q.shape, k.shape, own_k.shape[2]
     slots, h, lines, scale = R // B, H // K, R * H, D**-0.5 * math.log2(math.e)
@@ -139,13 +134,8 @@ def decode_attention(
     outs, out = ends.new_empty(parts, lines, D), q.new_empty(q.shape)
     tensors = q.contiguous(), k, v, hidden, own_k, own_v, unseen, outs, ends
     numbers = lines, slots, programs, P, size, C, own_size, scale, K, h, D, tile, own_tile, BLOCK
-    options = {"num_warps": warps(D), "num_stages": STAGES}
+    options = {"num_warps": WARPS[D], "num_stages": STAGES}
     with torch.cuda.device_of(q):  # Triton launches on the current device
         _parts_kernel[(programs + own_programs,)](*tensors, *numbers, **options)
         _join_kernel[(lines,)](outs, ends, out, lines, parts, D, 1 << (parts - 1).bit_length())
     return out
-
-
-def warps(D: int) -> int:
-    """Warps of a program: the results of 64 queries fill the registers of four."""
-    return 8 if D > 128 else 4
