@@ -1,4 +1,4 @@
-"""Attention of new tokens against the formula in float64, row by row, and against the torch form of DecodeAttention."""
+"""Attention of new tokens, interpreted (by test_rotary.py): the formula row by row, and DecodeAttention of the book."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from minivlmrl.sampling.captured import StaticDecodeAttention
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # of the norm
 DEVICE = "cpu" if INTERPRETED else "cuda"
-runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="interpreted by test_rotary.py")
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="calls a kernel: `pytest -m slow` runs it interpreted"
+)
 CASES = [  # heads, key heads, head_dim; tokens of the prompts, rows of each; own keys, those that are there
     (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 8, 33, 33),  # 3B, 7B
     (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two tiles of queries; Qwen3.5
