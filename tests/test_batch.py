@@ -54,14 +54,13 @@ def micro_batch(mask):
 
 
 def test_a_mean_is_over_the_tokens_that_are_trained_on():
-    """(1 + 4 + 16) / 3: tokens of equal weight, whatever row they are in; the mean has no gradient."""
+    """(1 + 4 + 16) / 3: tokens of equal weight, whatever row they are in; the mean has no gradient.
+
+    A row that is left out, such as a truncated completion, may be alone in its micro-batch: then it is 0.
+    """
     part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
     mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
     assert (mean.item(), mean.requires_grad, part.weight) == (7.0, False, 3.0)
-
-
-def test_a_mean_over_no_token_is_zero():
-    """A row that is left out, such as a truncated completion, may be alone in its micro-batch."""
     part = micro_batch([[0.0] * 3] * 2)
     assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
 

@@ -262,12 +262,9 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
     [("original", (90, 50)), ("resized", (84, 56)), ("thousandths", (1000, 1000)), ("unit", (1, 1)), (None, (84, 56))],
 )
 def test_a_row_may_say_its_space(space, extent):
+    """And its extent, which comes before the space."""
     assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
-
-
-def test_a_row_may_say_its_extent():
-    """It comes before the space."""
-    assert columns_of([row((90, 50), box_space="unit", answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
+    assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
 def test_rows_without_images_have_neither():
@@ -279,12 +276,9 @@ def test_rows_without_images_have_neither():
     }
 
 
-def test_the_first_image_counts():
+def test_the_first_image_counts_and_no_video_before_it():
     rows = [row((56, 112), (90, 50)), row((90, 50), (56, 112))]
     assert columns_of(rows) == {"image_sizes": [(56, 112), (90, 50)], "answer_extents": [(56, 112), (84, 56)]}
-
-
-def test_a_video_before_the_image_does_not_count():
     one = row((90, 50))
     one.videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     one.messages[0]["content"].insert(0, {"type": "video"})

@@ -180,10 +180,6 @@ def test_match_against_brute_force(n, m, similarity, scipy):
         assert total == pytest.approx(brute_force([[similarity(p, t) for t in truth] for p in predicted]), abs=1e-12)
 
 
-def test_match_of_nothing():
-    assert match([], [box(0, 0, 1, 1)]) == match([box(0, 0, 1, 1)], []) == match([], []) == []
-
-
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     near, far = box(0, 0, 2, 2), box(5, 5, 7, 7)
@@ -194,7 +190,8 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
         match([near, far], [far, near])
 
 
-def test_match_puts_boxes_that_are_none_last():
+def test_match_of_nothing_and_of_boxes_that_are_none():
+    assert match([], [box(0, 0, 1, 1)]) == match([box(0, 0, 1, 1)], []) == match([], []) == []
     good, bad = box(1, 2, 5, 6), box(5, 6, 1, 2)
     nan = replace(good, x1=math.nan)
     assert (2, 0) in match([bad, nan, good], [good])

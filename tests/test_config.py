@@ -29,19 +29,13 @@ def recipe(write):
     return write({"seed": 3, "grpo": {"num_generations": 4}})
 
 
-def test_a_recipe_sets_some_fields_and_the_rest_keeps_its_default(recipe):
-    config = load_config(recipe)
-    assert config == RunConfig(seed=3, grpo=GRPOSection(num_generations=4))
-
-
-@pytest.mark.parametrize("content", ["", "# nothing\n", "{}"])
-def test_an_empty_recipe_is_the_defaults(write, content):
-    assert load_config(write(content)) == RunConfig()
-
-
-def test_overrides_go_over_the_recipe_and_the_last_one_counts(recipe):
+def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
+    """The last of two counts."""
+    assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOSection(num_generations=4))
     config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
+    for content in ("", "# nothing\n", "{}"):
+        assert load_config(write(content)) == RunConfig()
 
 
 @pytest.mark.parametrize(("override", "path", "value"), [

@@ -80,11 +80,6 @@ def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
     assert row.columns == {"messages": turns}
 
 
-def test_a_conversation_may_have_preferences_for_its_first_answer(write_rows):
-    row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
-    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
-
-
 def test_the_implicit_prompt_is_trls(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
@@ -213,10 +208,9 @@ def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
         FileDataset(write_rows({"problem": "a"}, row))
 
 
-def test_a_user_of_a_completion_may_be_silent(write_rows):
-    turns = [assistant("a"), user(""), assistant("b")]
-    assert FileDataset(write_rows({"problem": "?", "completion": turns}))[0].completion == turns
-
-
-def test_an_answer_may_speak_of_images(write_rows):
-    assert FileDataset(write_rows({"problem": "Tag?", "completion": "<image>"}))[0].completion == "<image>"
+def test_what_looks_like_a_mistake_and_is_none(write_rows):
+    """A user of a completion may be silent, an answer speak of images, a conversation have preferences."""
+    for answer in ([assistant("a"), user(""), assistant("b")], "<image>"):
+        assert FileDataset(write_rows({"problem": "?", "completion": answer}))[0].completion == answer
+    row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
+    assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")

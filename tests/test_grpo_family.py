@@ -279,7 +279,8 @@ def test_the_gradient_is_that_of_all_completions(stage, script, options):
 
 
 @pytest.mark.parametrize(
-    "option", ["entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"]
+    "option",
+    ["beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"],
 )
 def test_where_every_completion_counts_all_stay(stage, script, option):
     script(REWARDS)

@@ -15,11 +15,8 @@ def tokens(lengths, piece):
     return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
 
 
-def test_the_example():
+def test_the_example_and_prompts_in_order_without_a_budget():
     assert pieces([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
-
-
-def test_without_a_budget_pieces_are_prompts_in_order():
     lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
     assert pieces(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
 

@@ -28,10 +28,6 @@ HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
 }  # fmt: skip
 
 
-def test_the_hubs_settings_are_the_defaults():
-    assert read(HUB_CONFIG) == ImageProcessor()
-
-
 @pytest.mark.parametrize(("config", "bounds"), [
     ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
@@ -57,9 +53,10 @@ def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transfor
     assert torch.equal(read(config)(image)[0], expected["pixel_values"])
 
 
-def test_arguments_override_a_folders_settings():
-    processor = read(HUB_CONFIG, min_pixels=784, max_pixels=1000)
-    assert processor == ImageProcessor(min_pixels=784, max_pixels=1000)
+def test_the_hubs_settings_are_the_defaults_and_arguments_override_them():
+    assert read(HUB_CONFIG) == ImageProcessor()
+    assert read(HUB_CONFIG, min_pixels=784, max_pixels=1000) == ImageProcessor(min_pixels=784, max_pixels=1000)
+    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
 
 
 CUSTOM = {
@@ -82,10 +79,6 @@ def test_transformers_reads_what_we_write(tmp_path, resize, transformers):
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     expected = theirs(images=[image], return_tensors="pt")
     assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
-
-
-def test_the_fast_processor_of_a_folder_resizes_with_torch():
-    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
 
 
 @pytest.mark.parametrize(("field", "value"), [

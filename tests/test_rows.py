@@ -182,15 +182,12 @@ def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
-def test_decode_drops_one_stop_token_at_the_end(stop):
+def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     ids = [*PROCESSOR.tokenizer.encode("red"), PROCESSOR.tokenizer.special_tokens[stop]]
     assert PROCESSOR.decode(torch.tensor(ids)) == "red"
     assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
     assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
-
-
-def test_a_control_token_inside_a_completion_is_shown():
-    """What a policy writes in front of its answer must not be hidden from the rewards."""
+    # what a policy writes in front of its answer must not be hidden from the rewards
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
 

@@ -24,9 +24,6 @@ class Run:
 def test_each_stage_has_a_class_of_its_name():
     assert set(ALGORITHMS) == set(STAGES)
     assert all(find_algorithm(name, Run()).stage == name for name in STAGES)
-
-
-def test_an_unknown_stage_is_refused():
     with pytest.raises(ValueError, match=r"unknown algorithm 'tpo'; known are sft, dpo, kto, reward_model, grpo, ppo$"):
         find_algorithm("tpo", Run())
 
@@ -37,13 +34,12 @@ def test_a_recipe_with_the_books_options_is_run_by_the_book(loss_type):
     assert find_algorithm("grpo", Run(**options)) is GRPOStage
 
 
-@pytest.mark.parametrize("loss_type", ["bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"])
-def test_other_losses_are_run_by_the_family(loss_type):
-    assert find_algorithm("grpo", Run(loss_type=loss_type)) is Family
+OTHERS = [{"loss_type": loss_type} for loss_type in ("bnpo", "luspo", "rloo", "cispo", "sapo", "vespo")]
 
 
-def test_ratios_of_both_levels_are_run_by_the_family():
-    assert find_algorithm("grpo", Run(importance_sampling_level="sequence_token")) is Family
+@pytest.mark.parametrize("options", [*OTHERS, {"importance_sampling_level": "sequence_token"}], ids=str)
+def test_other_losses_and_ratios_are_run_by_the_family(options):
+    assert find_algorithm("grpo", Run(**options)) is Family
 
 
 @pytest.mark.parametrize("name", NOT_IN_THE_BOOK)

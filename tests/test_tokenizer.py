@@ -46,11 +46,8 @@ def test_no_text_becomes_a_control_token(parts):
     assert TINY.decode(ids) == text
 
 
-def test_control_tokens_are_the_last_ids_in_qwens_order():
+def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_ids_in_qwens_order():
     assert [TINY.special_tokens[token] for token in SPECIAL_TOKENS] == list(range(len(TINY) - 14, len(TINY)))
-
-
-def test_training_keeps_to_the_vocabulary_size():
     assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270  # bytes and control tokens, no merge
     assert len(train_tokenizer(shapes.LABELS, vocab_size=300)) == 300
 

@@ -34,7 +34,8 @@ ROLLOUT |= {"completions/clipped_ratio"}
 # what a run writes
 
 
-def test_a_run_writes_its_files(run, capsys):
+def test_the_files_and_the_numbers_of_a_run(run, capsys):
+    """One line a step, with metrics of its stage; the summary has what was measured between stages."""
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "hashes.jsonl", "images",
@@ -42,11 +43,6 @@ def test_a_run_writes_its_files(run, capsys):
     ]  # fmt: skip
     load_model(folder / "checkpoint")
     assert "after grpo" in capsys.readouterr().out
-
-
-def test_the_numbers_of_a_run(run, plain):
-    """One line a step, with metrics of its stage; the summary has what was measured between stages."""
-    folder = run()
     table = summary(folder)
     assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     assert table["chance"] == 1 / 12
