@@ -157,6 +157,31 @@ def test_pictures_in_the_text_are_seen(read, row):
     assert words(row.messages) == words(HOW_MANY) and row.images[0].size == (60, 40)
 
 
+@pytest.mark.parametrize(("name", "calls", "answers"), [
+    ("conversations", "function_call", "observation"), ("messages", "tool_call", "tool_response"),
+    ("messages", "tool_call", "tool"),
+])  # fmt: skip
+def test_turns_of_agents_are_read(read, name, calls, answers):
+    """LLaMA-Factory's and ms-swift's; an answer may show a picture."""
+    keys = ("from", "value") if name == "conversations" else ("role", "content")
+    said = [
+        ("user", "<image>Where?"),
+        (calls, '{"name": "zoom", "arguments": {"n": 1}}'),
+        (answers, "<image>"),
+        ("assistant", "There."),
+    ]
+    row = read({name: [dict(zip(keys, turn, strict=True)) for turn in said], "images": ["cat.jpg", "dog.jpg"]})
+    assert words(row.messages) == "Where?" and [image.size for image in row.images] == [(60, 40)]
+    call, answer, last = row.completion
+    assert (
+        call["role"] == "assistant"
+        and words([call]) == '<tool_call>\n{"name": "zoom", "arguments": {"n": 1}}\n</tool_call>'
+    )
+    [image] = [part["image"] for part in answer["content"] if "image" in part]
+    assert answer["role"] == "tool" and image.getpixel((0, 0))[2] > 250
+    assert words([last]) == "There."
+
+
 TURN = {"from": "human", "value": "a"}
 WRONG = [  # a row, and what its error says after the file and line
     ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']; name its question, data.columns: {Y"),
@@ -168,6 +193,7 @@ WRONG = [  # a row, and what its error says after the file and line
     ({"conversations": [TURN, 3]}, "form 'conversations': turn 1 is 3; 'from' has"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 <image> placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
+    ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
     ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has fewer than the texts have "),
     ({"prompt": "<bbox>", "objects": {"bbox": 4}}, "form 'objects': column 'objects' has fewer than the texts have <"),
     ({"prompt": "<bbox>", "objects": {"bbox": [[1, 2]] * 3}}, "column 'objects' has 2 more than the texts have <bbox>"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from talk import assistant, text, user
 
 from minivlmrl.algorithms import policy_losses as policy
 from minivlmrl.algorithms import preference_losses as preference
@@ -269,12 +270,23 @@ class Ragged(Shapes):
         return row
 
 
-def steps(folder, stage, *overrides):
+class Looking(Ragged):
+    """Ragged, but in most rows each answer goes on after a user has shown another picture."""
+
+    def __getitem__(self, index):
+        row, other = super().__getitem__(index), super().__getitem__((index + 1) % len(self))
+        shown = user([{"type": "image", "image": other.images[0]}, text("And this?")])
+        for name in ("completion", "chosen", "rejected") if index % 3 else ():
+            setattr(row, name, [assistant(getattr(row, name)), shown, assistant(getattr(other, name))])
+        return row
+
+
+def steps(folder, stage, *overrides, rows=Ragged):
     """Run a stage's steps; returns their metrics and what was trained."""
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
-    run, lines = Stage(folder, stage, *usual, *overrides, rows=Ragged(8, "rows")), []
+    run, lines = Stage(folder, stage, *usual, *overrides, rows=rows(8, "rows")), []
     for _ in range(run.config.max_steps):
         run.next()
         lines.append(run.update())
@@ -329,6 +341,20 @@ def test_micro_batch_size(folder, name):
             assert other[metric] == pytest.approx(line[metric], rel=1e-5, abs=1e-6), metric
     for parameter, value in weights.items():
         torch.testing.assert_close(same_weights[parameter], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
+def test_pictures_in_later_turns(folder, stage):
+    """Conversations packed together train as each by itself does."""
+    (lines, weights), (others, alone) = (
+        steps(folder, stage, f"--{stage}.micro_batch_size={size}", rows=Looking) for size in (4, 1)
+    )
+    for line, other in zip(lines, others, strict=True):
+        assert line["grad_norm"] > 1e-6
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-12, abs=1e-13)
+        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-12)
+    for name, value in weights.items():
+        torch.testing.assert_close(alone[name], value, rtol=1e-12, atol=1e-12)
 
 
 def reorder(monkeypatch, order):

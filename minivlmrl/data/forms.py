@@ -7,14 +7,15 @@ import json
 import re
 from collections.abc import Callable
 
-from minivlmrl.hub.checker import require
+from minivlmrl.hub.checker import naming, require
+from minivlmrl.hub.folder import parse_json
 
 QUESTIONS = ("problem", "prompt", "messages")
 ROLES = {  # role: who `from` says
     "user": "human user",
     "system": "system",
-    "tool": "observation tool",
-    "assistant": "gpt assistant chatgpt bing model function_call",
+    "tool": "observation tool tool_response function",
+    "assistant": "gpt assistant chatgpt bing model function_call tool_call",
 }
 SPEAKERS = {name: role for role, names in ROLES.items() for name in names.split()}
 
@@ -47,7 +48,6 @@ def _conversations(row: dict) -> dict:
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     if not said or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
         return {"messages": None, "prompt": turns}
-    # nothing is there
     negative = len(said) == 1 and isinstance(said[0], str) and not said[0].strip()
     found = {"messages": None, "prompt": turns[:-1]} if negative else _answered(turns, row)
     if row.get("solution") is not None:
@@ -69,9 +69,13 @@ def _turn(turn: dict, number: int) -> dict:
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
     value = turn.get("value", turn.get("content"))
-    # VLM-R1's answers may be numbers
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # of VLM-R1
         value = str(value)
+    if speaker in ("function_call", "tool_call"):  # laid out as Qwen writes it
+        with naming(f"the call of turn {number}"):
+            call = parse_json(str(value))
+            require(isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}')
+        value = f"<tool_call>\n{value.strip()}\n</tool_call>"
     return {"role": SPEAKERS[speaker], "content": value}
 
 
@@ -83,12 +87,11 @@ def _system(row: dict) -> list[dict]:
 def _messages(row: dict) -> dict:
     """ms-swift: `messages` that end with the user's turn are a prompt."""
     turns = row["messages"]
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, dict) for turn in turns)
-    ):
+    valid = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if not valid or not turns:
         return {}  # conversations.py says what is wrong
+    other = SPEAKERS.keys() - ROLES.keys()
+    turns = [_turn(x, i) if str(x.get("role")) in other else x for i, x in enumerate(turns)]
     said = turns[-1].get("role") == "assistant"
     return _answered(turns, row) if said else {"messages": None, "prompt": turns}
 
@@ -106,11 +109,8 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
         paired = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
         needed = "a list of pairs, each a question and its answer"
         require(paired, "column 'history'", before, needed)
-        turns = [
-            {"role": ("user", "assistant")[i], "content": pair[i]}
-            for pair in before
-            for i in (0, 1)
-        ]
+        roles = ("user", "assistant")
+        turns = [{"role": roles[i], "content": pair[i]} for pair in before for i in (0, 1)]
         found = {"prompt": [*_system(row), *turns, {"role": "user", "content": text}]}
         if said is not None and row.get("solution") is None:
             found["solution"] = said
