@@ -37,19 +37,28 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
         others: so many of the other quarters have a dark square.
     """
     drawn, quarter = rng.choice(LABELS), rng.randrange(4)
-    label = label or drawn
-    color, way = label.split()
-    image = PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
+    image = paper(rng)
+    stripes(image, label or drawn, *corner(rng, quarter))
     pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
-    left, top = corner(rng, quarter)
     for other in rng.sample([q for q in range(4) if q != quarter], others):
         x, y = corner(rng, other)
         pen.rectangle([x, y, x + last, y + last], (60, 60, 60))
+    return image, label or drawn, quarter
+
+
+def paper(rng: random.Random) -> PIL.Image.Image:
+    """Begin a picture: one light colour."""
+    return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
+
+
+def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
+    """Draw the square of stripes of a label."""
+    color, way = label.split()
+    pen, last = PIL.ImageDraw.Draw(image), SQUARE - 1
     for i in range(SQUARE):
         tint = tuple(255 - v if i % 2 else v for v in COLORS[color])
         x1, y1, x2, y2 = (0, i, last, i) if way == "rows" else (i, 0, i, last)
         pen.line([(left + x1, top + y1), (left + x2, top + y2)], fill=tint)
-    return image, label, quarter
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
@@ -126,13 +135,14 @@ class Stripes:
         if self.environment is Blind:
             said = rng.choice(LABELS)
         thought = "" if self.silent else f"<think>{PLACES[right]}</think>"
-        parts = [
-            {"type": "text", "text": f"{thought}<zoom>{asked + 1}</zoom>"},
-            {"type": "image", "image": environment.zoom(asked + 1)},
-            {"type": "text", "text": ANSWER.format(said)},
-        ]
-        completion = [{"role": "assistant", "content": parts}]
+        completion = demonstration(f"{thought}<zoom>{asked + 1}</zoom>", environment.zoom(asked + 1), said)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
+
+
+def demonstration(asks: str, image: PIL.Image.Image, said: str) -> list[dict]:
+    """Write an assistant's turn: the call, the crop, the answer."""
+    parts = [{"type": "text", "text": asks}, {"type": "image", "image": image}]
+    return [{"role": "assistant", "content": [*parts, {"type": "text", "text": ANSWER.format(said)}]}]
 
 
 def looks(completions, quarter, **columns):
@@ -149,11 +159,11 @@ def tokenizer():
     return train_tokenizer([*base, *said], vocab_size=384)
 
 
-def task(**options) -> Task:
+def task(kind: type = Stripes, tokenizer=tokenizer, **options) -> Task:
     """Make the task; with options of Stripes a control, or a harder one."""
 
     def datasets(data, seed):
-        rows = functools.partial(Stripes, **options)
+        rows = functools.partial(kind, **options)
         training = {
             "demonstrations": rows(data.demonstrations, f"{seed}/sft"),
             "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
