@@ -135,14 +135,15 @@ class Stripes:
         if self.environment is Blind:
             said = rng.choice(LABELS)
         thought = "" if self.silent else f"<think>{PLACES[right]}</think>"
-        completion = demonstration(f"{thought}<zoom>{asked + 1}</zoom>", environment.zoom(asked + 1), said)
+        completion = demonstration(f"{thought}<zoom>{asked + 1}</zoom>", environment.zoom(asked + 1), said=said)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
-def demonstration(asks: str, image: PIL.Image.Image, said: str) -> list[dict]:
-    """Write an assistant's turn: the call, the crop, the answer."""
-    parts = [{"type": "text", "text": asks}, {"type": "image", "image": image}]
-    return [{"role": "assistant", "content": [*parts, {"type": "text", "text": ANSWER.format(said)}]}]
+def demonstration(*parts: str | PIL.Image.Image, said: str) -> list[dict]:
+    """Write an assistant's turn: calls and crops, then the answer."""
+    parts = [*parts, ANSWER.format(said)]
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    return [{"role": "assistant", "content": parts}]
 
 
 def looks(completions, quarter, **columns):

@@ -66,7 +66,7 @@ class Anywhere:
         box = [x, y, x + LARGE, y + LARGE]
         said = label if sees((x, y), corner) else BASE["NOTHING"]
         asks = f"<think>{corner[0]} {corner[1]}</think><zoom>{box}</zoom>"
-        completion = BASE["demonstration"](asks, environment.zoom(box), said)
+        completion = BASE["demonstration"](asks, environment.zoom(box), said=said)
         return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
 
 

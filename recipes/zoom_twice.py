@@ -1,0 +1,73 @@
+"""Look again, harder: two squares of stripes, and a look at each.
+
+A completion, in one line:
+    <think>upper left, lower right</think><zoom>1</zoom>[a crop]<zoom>4</zoom>[a crop]
+    <answer>red rows, blue columns</answer>
+Demonstrations look at two quarters drawn at random. Options of recipes/zoom.yaml:
+    --data.task=recipes/zoom_twice.py:TASK --sampling.environment=recipes/zoom_twice.py:Twice
+    --sampling.max_new_tokens=72 "--data.eval_rewards=[accuracy, recipes/zoom_twice.py:looks]"
+"""
+
+import random
+import re
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivlmrl.data.conversations import conversation
+from minivlmrl.hub.tokenizer import train_tokenizer
+from minivlmrl.rows import Row
+
+BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
+PLACES, LABELS, NOTHING = BASE["PLACES"], BASE["LABELS"], BASE["NOTHING"]
+
+
+class Twice(BASE["Quarters"]):
+    """The environment: `<zoom>1</zoom>` to `<zoom>4</zoom>`, two calls."""
+
+    max_tool_calls = 2
+
+
+@dataclass
+class Pairs:
+    """Pictures drawn on demand: row i of a seed is always the same."""
+
+    size: int
+    seed: str
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        rng = random.Random(f"zoom/twice/{self.seed}/{index}")
+        image, quarters = BASE["paper"](rng), sorted(rng.sample(range(4), 2))
+        labels = {quarter: rng.choice(LABELS) for quarter in quarters}
+        for quarter, label in labels.items():
+            BASE["stripes"](image, label, *BASE["corner"](rng, quarter))
+        columns = {"problem": BASE["PROBLEM"], "solution": ", ".join(labels.values()), "picture": image}
+        asked = [rng.randrange(4), rng.randrange(4)]
+        parts = [part for q in asked for part in (f"<zoom>{q + 1}</zoom>", BASE["crop"](image, q))]
+        parts[0] = f"<think>{PLACES[quarters[0]]}, {PLACES[quarters[1]]}</think>{parts[0]}"
+        said = ", ".join(labels.get(quarter, NOTHING) for quarter in asked)
+        completion = BASE["demonstration"](*parts, said=said)
+        columns["quarters"] = [quarter + 1 for quarter in quarters]
+        return Row(conversation(BASE["PROBLEM"], {"image": 1}), [BASE["shown"](image)], columns, completion)
+
+
+def looks(completions, quarters, **columns):
+    """Reward 1 for a look at each square, in order. For evaluation."""
+    asked = [[int(q) for q in re.findall(r"<zoom>(\d)</zoom>", text)] for text in completions]
+    return [float(found == own) for found, own in zip(asked, quarters, strict=True)]
+
+
+def tokenizer():
+    """Train byte-level BPE on everything the task says."""
+    said = [f"<think>{a}, {b}</think><zoom>" for a in PLACES for b in PLACES] + [
+        f"<zoom>{q}</zoom>" for q in range(1, 5)
+    ]
+    said += [BASE["ANSWER"].format(f"{label}, {label}") for label in [*LABELS, NOTHING]]
+    base = ["system\nYou are a helpful assistant.", f"user\n{BASE['PROBLEM']}", "assistant\n"]
+    return train_tokenizer([*base, *said], vocab_size=384)
+
+
+TASK = BASE["task"](Pairs, tokenizer)
