@@ -1,6 +1,8 @@
 """The tool zoom: which pixels a box of the model shows. And recipes/zoom.py, the task of a closer look."""
 
+import json
 import random
+import re
 import runpy
 from itertools import product
 from pathlib import Path
@@ -14,7 +16,9 @@ from minivlmrl.run.batches import DataSection
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "zoom.yaml"
-TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
+TASK, BOX, TWICE = (
+    runpy.run_path(str(ROOT / "recipes" / name)) for name in ("zoom.py", "zoom_box.py", "zoom_twice.py")
+)
 
 
 @pytest.fixture
@@ -66,8 +70,8 @@ def test_what_is_shown_does_not_tell_the_label():
         assert len({TASK["crop"](image, quarter).tobytes() for image, _, quarter in drawn}) == 12
 
 
-def rows(name, part="demonstrations", count=60):
-    training, held_out = TASK[name].datasets(DataSection(demonstrations=count, eval_rows=count), 0)
+def rows(name, part="demonstrations", count=60, module=TASK):
+    training, held_out = module[name].datasets(DataSection(demonstrations=count, eval_rows=count), 0)
     return [training[part][i] for i in range(count)] if part != "eval" else [held_out[i] for i in range(count)]
 
 
@@ -103,6 +107,33 @@ def test_harder_tasks():
     for row in rows("OTHERS"):
         crops = [TASK["crop"](row.columns["picture"], quarter) for quarter in range(4)]
         assert sum((60, 60, 60) in dict((color, n) for n, color in crop.getcolors()) for crop in crops) == 2
+
+
+@pytest.mark.parametrize(("module", "environment"), [(BOX, "Boxes"), (TWICE, "Twice")])
+def test_demonstrations_of_boxes_and_of_two_looks_read_what_their_crops_show(module, environment):
+    """As TASK's: the crops are what the tool answers, and an answer is right where all looks see stripes."""
+    right = 0
+    for row in rows("TASK", module=module):
+        parts = row.completion[0]["content"]
+        text = "".join(part.get("text", "") for part in parts)
+        tool = module[environment]()
+        tool.reset(**row.columns)
+        calls = [json.loads(said) for said in re.findall("<zoom>(.*?)</zoom>", text)]
+        crops = [part["image"].tobytes() for part in parts if "image" in part]
+        assert [tool.zoom(said).tobytes() for said in calls] == crops
+        [look] = module["looks"]([text], **{name: [value] for name, value in row.columns.items()})
+        assert look <= (f"<answer>{row.columns['solution']}</answer>" in text)  # two squares may be alike
+        right += look
+    assert 0 < right < 40  # of 60
+
+
+def test_a_box_has_at_most_16_pixels_a_side():
+    tool = BOX["Boxes"]()
+    tool.reset(PIL.Image.new("RGB", (64, 64)))
+    assert tool.zoom((0, 8, 16, 16)).size == (32, 16)
+    for box in ((0, 0, 17, 16), (8, 0, 8, 16), (20, 0, 36, 16), (-4, 0, 8, 8)):
+        with pytest.raises(ValueError, match="no such box"):
+            tool.zoom(box)
 
 
 def test_a_look_is_at_the_quarter_that_was_asked_for_first():
