@@ -52,9 +52,13 @@ def grpo(name: str, *overrides: str, **expected) -> Entry:
     return Entry(name, "shapes.yaml", [f"--grpo.{text}" for text in overrides], **{"sampled_gain": 0.25, **expected})
 
 
-def zoom_control(name: str, task: str, environment: str) -> Entry:
-    options = [f"--data.task=recipes/zoom.py:{task}", f"--sampling.environment=recipes/zoom.py:{environment}"]
-    return Entry(f"zoom, {name}", "zoom.yaml", options, most_sampled_gain=0.1)
+def zoom(name: str, task: str, environment: str = "Quarters", file: str = "zoom.py", *more: str, **expected) -> Entry:
+    options = [f"--data.task=recipes/{file}:{task}", f"--sampling.environment=recipes/{file}:{environment}", *more]
+    return Entry(f"zoom, {name}", "zoom.yaml", options, **expected)
+
+
+def looks(file: str) -> str:
+    return f"--data.eval_rewards=[accuracy, recipes/{file}:looks]"
 
 
 AFTER_SFT = "../train.py {root}/recipes/shapes.yaml --seed={seed} --stages=[sft] --output_dir=sft --num_threads=1"
@@ -92,9 +96,23 @@ LONG = [
     Entry("localisation of three", "localisation_three.yaml"),
     Entry("digits", "digits.yaml", sampled_gain=0.1, before="digits.py digits"),
     Entry("zoom", "zoom.yaml", sampled_gain=0.5),
-    zoom_control("grey crops", "BLIND", "Blind"),
-    zoom_control("any quarter", "LOST", "Lost"),
-    zoom_control("no thought", "SILENT", "Quarters"),
+    zoom("grey crops", "BLIND", "Blind", most_sampled_gain=0.1),
+    zoom("any quarter", "LOST", "Lost", most_sampled_gain=0.1),
+    zoom("no thought", "SILENT", most_sampled_gain=0.1),
+    zoom("dark squares", "OTHERS", sampled_gain=0.5),
+    zoom("a third informed", "INFORMED", sampled_gain=0.5),
+    zoom(
+        "a box", "TASK", "Boxes", "zoom_box.py", "--sampling.max_new_tokens=56", looks("zoom_box.py"), sampled_gain=0.3
+    ),
+    zoom(
+        "two looks",
+        "TASK",
+        "Twice",
+        "zoom_twice.py",
+        "--sampling.max_new_tokens=72",
+        looks("zoom_twice.py"),
+        sampled_gain=0.3,
+    ),
     Entry("zoom, shuffled rewards", "zoom.yaml", ["--grpo.shuffle_rewards=true"], most_sampled_gain=0.1),
 ]
 
