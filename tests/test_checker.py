@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from minivlmrl.hub.checker import build, naming, require, shortened, type_text
+from minivlmrl.hub.checker import build, naming, require, shortened
 from minivlmrl.run.config import load_config
 
 
@@ -120,19 +120,6 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     with pytest.raises(ValueError) as error:
         build(Base, {"rate": "x" * 1000}, "x.yaml")
     assert len(str(error.value)) < 200
-
-
-@pytest.mark.parametrize(("hint", "text"), [
-    (Annotated[int, ">= 1"] | None, "int, 1 or more or null"),
-    (Literal["a", "b", "c"], "'a', 'b' or 'c'"),
-    (tuple[int, ...], "tuple[int, ...]"),
-    (dict[str, float], "dict[str, float]"),
-    (bool, "bool"),
-    (list[Literal["a", "b"]], "list['a' or 'b']"),
-    (list[Annotated[float, ">= 0"]], "list[float, 0 or more]"),
-])  # fmt: skip
-def test_types_as_a_person_reads_them(hint, text):
-    assert type_text(hint) == text
 
 
 @pytest.mark.parametrize(("override", "meant"), [

@@ -1,6 +1,5 @@
 """The rest of the policy-gradient family by arithmetic done by hand; against TRL: tests/parity."""
 
-import inspect
 import math
 from dataclasses import fields
 from itertools import product
@@ -11,7 +10,6 @@ import torch
 from by_hand import near, sigmoid, tensor
 from parity.policy_cells import policy_batch
 
-from minivlmrl.algorithms.grpo_family import FamilyConfig
 from minivlmrl.algorithms.policy_losses import (
     CORRECTION_MODES,
     FamilyLoss,
@@ -21,7 +19,6 @@ from minivlmrl.algorithms.policy_losses import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.grpo import GRPOConfig
 from minivlmrl.losses import AVERAGES, Counts, PolicyLoss, grpo_loss
 
 from policy_by_hand import OFF_POLICY, loss_of, policy
@@ -36,18 +33,6 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     ours = {field.name: field.default for field in fields(FamilyLoss)}
     assert ours.keys() - theirs.keys() == {"kl_estimator", "kl_straight_through"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
-
-
-def test_an_option_is_declared_once():
-    """A recipe's section has the fields of the losses by inheritance; only two tables of names become longer."""
-    declared = [set(cls.__annotations__) for cls in (PolicyLoss, FamilyLoss, GRPOConfig, FamilyConfig)]
-    twice = {name for i, names in enumerate(declared) for name in names if any(name in d for d in declared[:i])}
-    assert twice == {"loss_type", "importance_sampling_level"}
-    assert len(declared[0] | declared[1]) == len(fields(FamilyLoss)) and set.union(*declared) <= {
-        field.name for field in fields(FamilyConfig)
-    }
-    parameters = [name for f in (grpo_loss, policy_loss) for name in inspect.signature(f).parameters]
-    assert not {*parameters} & (declared[0] | declared[1])
 
 
 @pytest.mark.parametrize("loss_type, level, estimator", product(AVERAGES, ("token", "sequence"), ("k1", "k2", "k3")))
