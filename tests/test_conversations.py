@@ -15,6 +15,15 @@ def test_images_stand_where_the_problem_says(write_rows):
     assert [image.getpixel((0, 0)) for image in rows[0].images] == [(0, 0, 255), (0, 255, 0)]
 
 
+def test_prompt_template_and_system_prompt(write_rows):
+    file = write_rows({"problem": "What is {x}?", "image": "red.png"})
+    row = FileDataset(file, prompt_template="Look: <image> {problem} Think.", system_prompt="Be brief.")[0]
+    assert row.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [text("Look: "), IMAGE_PART, text(" What is {x}? Think.")]},
+    ]
+
+
 def test_a_prompt_of_text_is_a_problem(write_rows):
     options = {"prompt_template": "Look: <image> {problem}", "system_prompt": "Be brief."}
     file = write_rows({"prompt": "What?", "image": "red.png"}, {"problem": "What?", "image": "red.png"})

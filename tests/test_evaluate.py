@@ -11,6 +11,7 @@ from minivlmrl.rows import Completion, Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.sampling.filters import SamplingOptions
+from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.checkpoint import random_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
@@ -118,6 +119,18 @@ def test_what_no_row_can_tell_is_not_reported(scripted):
 @pytest.fixture(scope="module")
 def model(folder):
     return random_model(folder / "model.json", shapes.tokenizer(), 0)
+
+
+def test_answers_do_not_depend_on_how_rows_are_batched(model, monkeypatch):
+    rows = Shapes(5, "held out")
+    drawn, original = [], RunSampler.__call__
+    monkeypatch.setattr(RunSampler, "__call__", lambda *a: drawn.append(original(*a)) or drawn[-1])
+    one = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    monkeypatch.setattr(file, "BATCH_SIZE", 2)
+    two = evaluate(*model, rows, SamplingOptions(max_new_tokens=6), ONE)
+    assert one == two
+    whole, parts = ([c.ids.tolist() for groups in calls for [c] in groups] for calls in (drawn[:2], drawn[2:]))
+    assert whole == parts and len(parts) == 10 and len({*map(tuple, parts)}) > 1 and len(drawn) == 2 + 6
 
 
 def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):

@@ -118,6 +118,15 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
     assert same(fetch_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
 
 
+def test_an_image_in_memory_is_turned_upright_and_put_on_white():
+    image = PIL.Image.new("LA", (3, 2), (0, 0))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    loaded = fetch_image(image)
+    assert loaded.size == (2, 3)
+    assert loaded.getcolors() == [(6, (255, 255, 255))]
+
+
 @pytest.mark.parametrize(("source", "message"), [
     ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
     ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),

@@ -174,6 +174,19 @@ def test_a_copy_of_adapters_computes_as_they_were():
         assert torch.equal(loss(model), after)
 
 
+def test_a_copy_of_adapters_leaves_an_older_graph_alone():
+    model = adapted()
+    kept = AdapterCopy(model)
+    for layer in adapters(model).values():
+        layer.lora_B.data *= 1.5
+    expected = torch.autograd.grad(loss(model), adapter_parameters(model))
+    graph = loss(model)
+    with kept.computing(), torch.no_grad():
+        loss(model)
+    found = torch.autograd.grad(graph, adapter_parameters(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_on_a_bfloat16_base_the_adapter_is_in_float32():
     model = adapted(dtype=torch.bfloat16)
     assert {layer.lora_B.dtype for layer in adapters(model).values()} == {torch.float32}

@@ -20,6 +20,7 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import uniform_numbers
 from minivlmrl.run.config import load_config
 from minivlmrl.run.model import build_model
+from minivlmrl.run.optimizer import OptimizerSection, TrainingConfig, build_optimizer
 from minivlmrl.scale import sharding as file
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.scale.ranks import World
@@ -321,6 +322,14 @@ def test_a_rank_that_ends_early_decodes_until_all_have_ended():
         assert ids_of(sample(model, prompts(1), 1, options(), range(60), draw, wrap)) == [ids]
     assert 1 < len(ids) < 12 and sum(world.told) == len(ids) - 1
     assert len(ran) == 1 + 11  # the prompt, and as many steps as the others
+
+
+def test_the_optimizer_has_the_sharded_weights(alone):
+    model = sharded_model()
+    with torch.no_grad():
+        per_token_logps(model, batch())
+    [group] = build_optimizer(model, TrainingConfig(), OptimizerSection()).param_groups
+    assert all(isinstance(p, DTensor) for p in group["params"])
 
 
 def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):

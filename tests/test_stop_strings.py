@@ -7,6 +7,7 @@ from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
 
+import tiny
 from draws import STOP, prompts, sample, seeded, their_tokens
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
@@ -100,3 +101,19 @@ def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, tokenize
         assert completion.stopped == (by_text or completion.ids[-1].item() in STOP)
         ends.append((by_text, len(completion.ids)))
     assert 2 < sum(by_text for by_text, _ in ends) < 20 and len({length for _, length in ends}) > 3
+
+
+def test_each_row_of_a_batch_ends_by_its_own_text(tokenizer_300):
+    """Strings that begin with a prompt's last letter, too; above, the rule is compared with transformers'."""
+    rows, first = prompts(10), torch.tensor([0])
+    letters = [chr(code) for code in range(33, 127)]
+    strings = [tokenizer_300.decode(row.input_ids[-1:].tolist()) + letter for row in rows for letter in letters]
+    sampling = SamplingOptions(max_new_tokens=30, stop_strings=strings)
+    out, lengths = generate_with(tokenizer_300, tiny.model(), rows, 6, sampling, ()), []
+    for row, group in zip(rows, out, strict=True):
+        for completion in group:
+            alone = StopStrings(strings, tokenizer_300, [row.input_ids])
+            *before, last = [alone.completed(first, token[None]).item() for token in completion.ids]
+            assert not any(before) and last == completion.stopped
+            lengths.append((completion.stopped, len(completion.ids)))
+    assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 9
