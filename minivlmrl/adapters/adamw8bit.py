@@ -51,17 +51,9 @@ class AdamW8bit(torch.optim.Optimizer):
     These keep in 16 bits what rounding has taken from them: small updates add up.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable,
-        lr: float,
-        betas=(0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay=0.0,
-    ):
-        super().__init__(
-            parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+    def __init__(self, parameters: Iterable, lr: float, betas=(0.9, 0.999), weight_decay=0.0):
+        defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
         self.codes = {name: dynamic_code(signed) for name, signed in SIGNED.items()}
 
     @torch.no_grad()

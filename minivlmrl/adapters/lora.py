@@ -60,10 +60,8 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, r: int, scaling: float, dora: bool = False):
         nn.Module.__init__(self)  # nn.Linear's would allocate a second weight
-        self.in_features = base.in_features
-        self.out_features = base.out_features
-        self.scaling = scaling
-        self.weight, self.bias = base.weight, base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.scaling = base.weight, base.bias, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         options = {"device": base.weight.device, "dtype": dtype}
         self.lora_A = nn.Parameter(torch.zeros(r, self.in_features, **options))
@@ -96,9 +94,8 @@ class LoRALinear(nn.Linear):
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Add up W + scaling B A, DoRA's rows scaled, in the dtype of W; all ranks call this."""
-        A = full(self.lora_A)
-        B = full(self.lora_B)
-        weight = full(self.weight).to(self.lora_A.device)
+        A, B = full(self.lora_A), full(self.lora_B)
+        weight = full(self.weight).to(A.device)
         moved = weight + self.scaling * (B @ A)
         if self.lora_magnitude is not None:
             lengths = full(self.lora_magnitude) / row_lengths(weight, A, B, self.scaling)
@@ -159,9 +156,8 @@ class AdapterCopy(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.models = [model]  # in a list: its base is no part of this
-        self.copies = nn.ParameterList(
-            p.detach().clone() for p in adapter_parameters(model)
-        ).requires_grad_(False)
+        copies = [p.detach().clone() for p in adapter_parameters(model)]
+        self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     @contextmanager
     def computing(self) -> Iterator[nn.Module]:

@@ -28,18 +28,13 @@ _scale_code = cache(lambda device: dynamic_code(True).to(device))
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Two indices a byte, the first in the upper half;
-    indices and scales of the blocks' scales, and their mean."""
+    """Two indices a byte; indices and scales of the blocks' scales, and the mean of these."""
     values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     nearest, scales = quantize(values[None], torch.tensor(NF4, device=weight.device), BLOCK)
     offset, packed = scales.mean(), nearest[0, ::2] << 4 | nearest[0, 1::2]
     indices, scale_scales = quantize(scales - offset, _scale_code(weight.device))
-    return {
-        "packed": packed,
-        "scale_indices": indices[0],
-        "scale_scales": scale_scales[0],
-        "offset": offset,
-    }
+    packed_scales = {"scale_indices": indices[0], "scale_scales": scale_scales[0]}
+    return {"packed": packed, **packed_scales, "offset": offset}
 
 
 def unpack(
@@ -74,9 +69,8 @@ class NF4Linear(nn.Linear):
         """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
         self.shape, self.dtype = weight.shape, getattr(self, "dtype", weight.dtype)
         values = pack(weight.to(self.dtype))
-        self.packed = nn.Parameter(
-            part(values.pop("packed"), getattr(self, "packed", None)), requires_grad=False
-        )
+        packed = part(values.pop("packed"), getattr(self, "packed", None))
+        self.packed = nn.Parameter(packed, requires_grad=False)
         for name, tensor in values.items():
             self.register_buffer(name, tensor)
 

@@ -16,6 +16,7 @@ from minivlmrl.hub.checker import build, naming, require
 from minivlmrl.hub.family import hub_name, memory_name
 from minivlmrl.hub.folder import read_json, write_json
 
+Form = tuple[int, float, bool]  # see LoRALinear.form
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # fields of PEFT's config that would change the result, unless they say nothing
@@ -50,7 +51,7 @@ def begin_with(model: nn.Module, folder: str | Path):
     own = {name: layer.form for name, layer in adapters(model).items()}
     text = "r {}, scaling {:g}, dora {}"
     for name in sorted(forms.keys() | own.keys()):
-        given = (text.format(*x[name]) if name in x else "no adapter" for x in (forms, own))
+        given = [text.format(*x[name]) if name in x else "no adapter" for x in (forms, own)]
         theirs, ours = given
         if theirs != ours:
             cure = f"the recipe says {ours}: change adapter.r, alpha, target or dora"
@@ -58,9 +59,7 @@ def begin_with(model: nn.Module, folder: str | Path):
     set_parameters(model, weights)
 
 
-def _read(
-    model: nn.Module, folder: Path
-) -> tuple[dict[str, tuple[int, float, bool]], dict[str, Tensor]]:
+def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Form], dict[str, Tensor]]:
     """The form of the adapter of each layer of a model, and all weights."""
     values = read_json(folder / CONFIG)
     config = build(PeftConfig, values, str(folder / CONFIG), json=True)
@@ -89,9 +88,7 @@ def _read(
     return forms, {f"{name}.lora_{which}": tensor for name, which, tensor in own}
 
 
-def _form(
-    model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig
-) -> tuple[int, float, bool]:
+def _form(model: nn.Module, name: str, pair: dict[str, Tensor], config: PeftConfig) -> Form:
     found = dict(model.named_modules()).get(name)
     if not isinstance(found, nn.Linear) or name == "lm_head":
         raise ValueError(f"{name:.80} is no linear layer of this model that can have an adapter")

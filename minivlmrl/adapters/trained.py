@@ -52,10 +52,8 @@ def table(model: nn.Module) -> str:
                 kind = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer), f" x r {layers[layer].form[0]}"
             kinds.setdefault(kind, []).append((layer, parameter.numel()))
     counts = {kind: sum(size for _, size in tensors) for kind, tensors in kinds.items()}
-    lines = [
-        f"trained: {(total := sum(counts.values())):,} parameters, {total / base:.3%} of the "
-        f"base's {base:,}"
-    ]
+    total = sum(counts.values())
+    lines = [f"trained: {total:,} parameters, {total / base:.3%} of the base's {base:,}"]
     for (name, rank), count in counts.items():
         number = len({layer for layer, _ in kinds[name, rank]})
         lines.append(f"  {name:<40} {number:>4}{rank:<9}{count:>14,} {count / base:>8.3%}")

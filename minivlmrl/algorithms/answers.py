@@ -38,19 +38,16 @@ class AnswerAlgorithm(Algorithm):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            yield self.step(
-                [self.micro_batch(part) for part in pieces(rows, self.config.micro_batch_size)]
-            )
+            parts = pieces(rows, self.config.micro_batch_size)
+            yield self.step([self.micro_batch(part) for part in parts])
 
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
         """The prompts, and each row's answers."""
-        encode = functools.partial(encode_completion, self.processor)
-        answers = [
-            [encode(row.messages, getattr(row, name)) for name in self.answers] for row in rows
-        ]
+        encode, names = functools.partial(encode_completion, self.processor), self.answers
+        answers = [[encode(row.messages, getattr(row, name)) for name in names] for row in rows]
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
@@ -87,9 +84,8 @@ class PairAlgorithm(AnswerAlgorithm):
         if not indices:
             return None
         parts = pieces(equal_share(indices, world), size)
-        margin = torch.cat(
-            [self.margins([replace(rows[i], index=i) for i in part]) for part in parts]
-        )
+        drawn = ([replace(rows[i], index=i) for i in part] for part in parts)
+        margin = torch.cat([self.margins(part) for part in drawn])
         reshard(self.trained)
         # not those that another rank has too
         ahead = margin[: len(indices[world.rank :: world.size])] > 0

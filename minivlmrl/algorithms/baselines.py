@@ -16,16 +16,10 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     columns = []
     for column in rewards.unbind(1):
         groups = to_groups(column, num_generations)
-        columns.append(
-            (
-                (groups - groups.nanmean(1, keepdim=True)) / (nanstd(groups)[:, None] + EPSILON)
-            ).flatten()
-        )
-    total = (
-        (torch.stack(columns, 1) * weights)
-        .nansum(1)
-        .masked_fill(rewards.isnan().all(1), float("nan"))
-    )
+        centred = groups - groups.nanmean(1, keepdim=True)
+        columns.append((centred / (nanstd(groups)[:, None] + EPSILON)).flatten())
+    total = (torch.stack(columns, 1) * weights).nansum(1)
+    total = total.masked_fill(rewards.isnan().all(1), float("nan"))
     return ((total - total.nanmean()) / (nanstd(total[None]) + EPSILON)).nan_to_num(0.0)
 
 

@@ -22,6 +22,8 @@ from minivlmrl.batch import MicroBatch, Step
 from minivlmrl.grpo import GRPOConfig, Rollout
 from minivlmrl.rows import Row, random_numbers
 
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
 
 @dataclass
 class FamilyConfig(GRPOConfig, FamilyLoss):
@@ -36,10 +38,7 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
     soft_punish_cache: Annotated[int, ">= 0"] = 0
     # over 1: groups with equal rewards are sampled again
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
-    # or GDPO
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize"
-    )
+    multi_objective_aggregation: Aggregation = "sum_then_normalize"  # or GDPO
     normalize_advantages: bool = False  # rloo: over the batch
     reward_clip_range: list[float] | None = None  # rloo: [low, high], before the KL
     shuffle_rewards: bool = False  # a control: rewards permuted over the batch carry no information
@@ -64,17 +63,12 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
 
 def needs_family(config: FamilyConfig) -> bool:
     """Whether a recipe asks for something that the book's GRPO does not have."""
-    if (
-        config.loss_type not in ("grpo", "dapo", "dr_grpo")
-        or config.importance_sampling_level == "sequence_token"
-    ):
+    loss_type, level = config.loss_type, config.importance_sampling_level
+    if loss_type not in ("grpo", "dapo", "dr_grpo") or level == "sequence_token":
         return True
     book = {field.name for field in fields(GRPOConfig)}
-    return any(
-        getattr(config, own.name) != own.default
-        for own in fields(FamilyConfig)
-        if own.name not in book
-    )
+    more = [own for own in fields(FamilyConfig) if own.name not in book]
+    return any(getattr(config, own.name) != own.default for own in more)
 
 
 @dataclass
@@ -143,9 +137,8 @@ class Family(GRPOStage):
         if self.config.soft_punish_cache:
             limit, cache = self.run.sampling.max_new_tokens, self.config.soft_punish_cache
             lengths = [len(c.ids) for group in rollout.completions for c in group]
-            rewards = rewards + torch.tensor(
-                [soft_overlong_punishment(n, limit, cache) for n in lengths]
-            )
+            punished = [soft_overlong_punishment(n, limit, cache) for n in lengths]
+            rewards = rewards + torch.tensor(punished)
         return rewards
 
     def micro_batches(
@@ -156,16 +149,11 @@ class Family(GRPOStage):
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), rollout, part, batches, self.world)
         if config.rollout_correction:
-            how = (
-                config.rollout_correction,
-                config.rollout_correction_max,
-                config.rollout_correction_min,
-            )
+            bounds = config.rollout_correction_max, config.rollout_correction_min
             for batch in batches:
                 logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(
-                    *logps, *how
-                )
+                how = *logps, config.rollout_correction, *bounds
+                batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(*how)
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)
         return batches
@@ -189,10 +177,8 @@ class Family(GRPOStage):
         """The entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        quantile = self.config.top_entropy_quantile
-        threshold = policy_losses.top_entropy_threshold(
-            entropies, torch.ones_like(entropies), quantile
-        )
+        given = entropies, torch.ones_like(entropies), self.config.top_entropy_quantile
+        threshold = policy_losses.top_entropy_threshold(*given)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
@@ -203,9 +189,8 @@ class Family(GRPOStage):
         rewards = self.world.all_gather(rollout.rewards)
         total = self.world.all_gather(self.shaped(rollout))
         if config.shuffle_rewards:
-            order = random_numbers(rollout.rows[0].key.rpartition("/")[0] + "/shuffle").permutation(
-                len(total)
-            )
+            draw = rollout.rows[0].key.rpartition("/")[0]
+            order = random_numbers(f"{draw}/shuffle").permutation(len(total))
             order = torch.from_numpy(self.world.gather_objects(order)[0])
             by_rank = torch.arange(len(total)).view(self.world.size, self.steps_per_rollout, -1)
             by_step = by_rank.transpose(0, 1).flatten()
@@ -218,9 +203,8 @@ class Family(GRPOStage):
         if self.rloo and config.beta:
             steps = [self.micro_batches(rollout, part) for part in parts]
         if self.rloo:
-            advantages = leave_one_out(
-                self.clip_and_penalise(total, steps), G, config.normalize_advantages
-            )
+            worth = self.clip_and_penalise(total, steps)
+            advantages = leave_one_out(worth, G, config.normalize_advantages)
         elif self.gdpo:
             advantages = normalize_then_sum(rewards, self.reward_weights, G)
         else:
@@ -253,9 +237,8 @@ class Family(GRPOStage):
         entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
         inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
         options = replace(self.config, beta=0.0) if self.rloo else self.config
-        loss, metrics = policy_loss(
-            inputs, batch.advantages, batch.loss_mask, options, batch.counts
-        )
+        given = batch.advantages, batch.loss_mask, options, batch.counts
+        loss, metrics = policy_loss(inputs, *given)
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 

@@ -55,9 +55,8 @@ class KTO(AnswerAlgorithm):
             total, good = self.world.sum(len(rows), int(labels.sum()))
             prompts, answers = self.encode(rows)
             kl = self.measure_kl(prompts, answers) if self.config.loss_type == "kto" else None
-            parts = [
-                pieces(items, self.config.micro_batch_size) for items in (prompts, answers, labels)
-            ]
+            size = self.config.micro_batch_size
+            parts = (pieces(items, size) for items in (prompts, answers, labels))
             for *encoded, marks in zip(*parts, strict=True):
                 batch = self.pack(*encoded)
                 batch.labels, batch.kl = marks.to(self.world.device), kl
@@ -82,16 +81,12 @@ class KTO(AnswerAlgorithm):
     def loss(self, batch: KTOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group, mask = batch.group, batch.loss_mask
         logps, entropies = per_token_logps(self.policy, group)
-        fixed = {
-            "ref_per_token_logps": batch.ref_per_token_logps,
-            "kl": batch.kl,
-            "counts": batch.counts,
-        }
-        loss, metrics = kto_loss(group.pad(logps), mask, batch.labels, self.config, **fixed)
+        fixed = {"ref_per_token_logps": batch.ref_per_token_logps, "counts": batch.counts}
+        given = group.pad(logps), mask, batch.labels, self.config
+        loss, metrics = kto_loss(*given, kl=batch.kl, **fixed)
         good = batch.labels.float().mean()
-        for name, here, in_step in zip(
-            ("chosen", "rejected"), (good, 1 - good), batch.shares, strict=True
-        ):
+        shares = {"chosen": good, "rejected": 1 - good}
+        for (name, here), in_step in zip(shares.items(), batch.shares, strict=True):
             # so weighed these add up to the mean over all good, or bad, answers of the step
             mean = metrics[f"rewards/{name}"].nan_to_num(0.0)
             metrics[f"rewards/{name}"] = mean * here / in_step if in_step else mean

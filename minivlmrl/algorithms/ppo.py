@@ -7,6 +7,7 @@ rollout of all ranks. Left out: adaptive KL, entropy bonus.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,10 +57,8 @@ class PPOConfig(PPOLoss, PiecesConfig, TrainingConfig):
 
     def __post_init__(self):
         if self.critic_path is not None and self.critic != "separate":
-            raise ValueError(
-                f"critic_path is {self.critic_path!r}, it must be left out unless critic is "
-                "'separate'"
-            )
+            words = "it must be left out unless critic is 'separate'"
+            raise ValueError(f"critic_path is {self.critic_path!r}, {words}")
 
 
 @dataclass
@@ -94,18 +93,13 @@ class PPO(GRPOStage):
             if is_sharded(self.policy):
                 self.policy.sharding.shard_head(head)
             return head
-        freeze = self.run.model.freeze
-        if self.config.critic_path is None:
-            critic = value_model.copy_as_value_model(self.policy, freeze)
-        else:
-            where = (
-                self.policy.lm_head.weight.dtype,
-                self.world.device,
-                getattr(self.policy, "sharding", None),
-            )
-            path, adapt = self.config.critic_path, self.run.adapter.place
-            critic = value_model.load_value_model(path, *where, adapt, freeze=freeze)
-            draw_adapters(critic.backbone, self.run.seed)
+        policy, path, freeze = self.policy, self.config.critic_path, self.run.model.freeze
+        if path is None:
+            return value_model.copy_as_value_model(policy, freeze)
+        where = self.world.device, getattr(policy, "sharding", None), self.run.adapter.place
+        dtype = policy.lm_head.weight.dtype
+        critic = value_model.load_value_model(path, dtype, *where, freeze=freeze)
+        draw_adapters(critic.backbone, self.run.seed)
         return critic
 
     def save(self, folder: Path):
@@ -128,24 +122,21 @@ class PPO(GRPOStage):
         batch.old_per_token_logps = batch.group.pad(logps)
         batch.old_values = batch.group.pad(values)
         if self.reference is not None:
-            batch.ref_per_token_logps = self.reference.logps(
-                batch.group, self.sample.sampling.temperature
-            )
+            temperature = self.sample.sampling.temperature
+            batch.ref_per_token_logps = self.reference.logps(batch.group, temperature)
 
     def micro_batches(self, rollout: Rollout, part: range, advantages=None) -> list[PPOBatch]:
         batches = super().micro_batches(rollout, part, advantages)
-        judged = ~rollout.rewards.isnan().all(1)
-        train_on(judged, rollout, part, batches, self.world)
+        train_on(~rollout.rewards.isnan().all(1), rollout, part, batches, self.world)
         return batches
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
         """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
         steps = [self.micro_batches(rollout, part) for part in parts]
-        batches = [batch for step in steps for batch in step]
+        batches, config, weights = [*chain(*steps)], self.config, self.reward_weights
         every = self.world.all_gather(rollout.rewards)
-        rollout.metrics = self.metrics(rollout, every, combine(every, self.reward_weights))
-        config, weights = self.config, self.reward_weights
+        rollout.metrics = self.metrics(rollout, every, combine(every, weights))
         scores = combine(rollout.rewards, weights).nan_to_num(0.0)  # (n,)
         if config.missing_eos_penalty is not None:
             cut = torch.tensor([not c.stopped for group in rollout.completions for c in group])
@@ -155,9 +146,8 @@ class PPO(GRPOStage):
         if config.whiten_rewards:
             rewards = whiten(rewards, masks, shift_mean=False, all_ranks=self.world.sum)
         for batch, earned in zip(batches, rewards, strict=True):
-            batch.advantages, batch.returns = gae(
-                earned, batch.old_values, config.gamma, config.lam
-            )
+            found = gae(earned, batch.old_values, config.gamma, config.lam)
+            batch.advantages, batch.returns = found
         whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
         for batch, advantages in zip(batches, whitened, strict=True):
             batch.advantages = advantages
@@ -172,9 +162,8 @@ class PPO(GRPOStage):
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
-        logps, entropies = logps_of_states(
-            self.policy, states, group, self.sample.sampling.temperature
-        )
+        given = self.policy, states, group, self.sample.sampling.temperature
+        logps, entropies = logps_of_states(*given)
         values = self.critic(states)[:, 0] if self.config.critic == "shared" else self.critic(group)
         return logps, entropies, values
 

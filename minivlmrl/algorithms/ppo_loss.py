@@ -67,16 +67,14 @@ def ppo_loss(
     clipped = -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
     per_token_policy = torch.max(unclipped, clipped)
 
-    near = rollout.old_values + (values - rollout.old_values).clamp(
-        -o.cliprange_value, o.cliprange_value
-    )
+    moved, most = values - rollout.old_values, o.cliprange_value
+    near = rollout.old_values + moved.clamp(-most, most)
     squared, squared_near = (values - returns).square(), (near - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_near)
 
-    given = None if counts is None else max(counts.tokens, 1)
-    num_tokens, num_values = (
-        x.sum().clamp(min=1) if given is None else given for x in (mask, value_mask)
-    )
+    num_tokens, num_values = (x.sum().clamp(min=1) for x in (mask, value_mask))
+    if counts is not None:
+        num_tokens = num_values = max(counts.tokens, 1)
     policy_loss = (per_token_policy * mask).sum() / num_tokens
     value_loss = (per_token_value * value_mask).sum() / num_values
     with torch.no_grad():

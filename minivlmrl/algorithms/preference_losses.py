@@ -19,16 +19,7 @@ from torch.nn.functional import logsigmoid
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
 F_DIVERGENCES, KTO_LOSS_TYPES = get_args(Divergence), get_args(KTOType)
-ANY_DIVERGENCE = (
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "robust",
-    "discopop",
-    "sft",
-)
+F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 
 @dataclass
@@ -60,8 +51,8 @@ class DPOLoss:
         _check_known("f_divergence_type", divergence, F_DIVERGENCES)
         for name in names:
             _check_known("loss_type", name, DPO_LOSSES)
-            if divergence != "reverse_kl" and name not in ANY_DIVERGENCE:
-                known = ", ".join(ANY_DIVERGENCE)
+            if divergence != "reverse_kl" and name not in F_LOSSES:
+                known = ", ".join(F_LOSSES)
                 raise ValueError(f"loss_type {name} is made for reverse_kl; {divergence}: {known}")
             if self.use_weighting and name in ("aot", "aot_unpaired"):
                 raise ValueError(f"loss_type {name} sorts the pairs: use_weighting has no meaning")

@@ -50,11 +50,8 @@ class Reference:
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """(R, T) log-probabilities of a batch's completions, nats."""
         reshard(self.policy)
-        with (
-            self.model.computing()
-            if isinstance(self.model, AdapterCopy)
-            else nullcontext(self.model) as model
-        ):
+        adapted = isinstance(self.model, AdapterCopy)
+        with self.model.computing() if adapted else nullcontext(self.model) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)

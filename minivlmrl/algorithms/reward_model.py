@@ -41,10 +41,9 @@ class RewardModel(PairAlgorithm):
     def micro_batch(self, rows: Sequence[Row]) -> AnswerBatch:
         prompts, answers = self.encode(rows)
         group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
-        margin = torch.tensor(
-            [row.columns.get("margin") or 0.0 for row in rows], device=self.world.device
-        )
-        return AnswerBatch(group, group.completion_mask, None, margin=margin)
+        margins = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
+        margins = margins.to(self.world.device)
+        return AnswerBatch(group, group.completion_mask, None, margin=margins)
 
     def rewards(self, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
         """(B,) of the chosen answers and (B,) of the rejected ones."""
@@ -52,9 +51,8 @@ class RewardModel(PairAlgorithm):
 
     def loss(self, batch: AnswerBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
-        return reward_loss(
-            chosen, rejected, self.config, margin=batch.margin.to(chosen.dtype), counts=batch.counts
-        )
+        fixed = {"margin": batch.margin.to(chosen.dtype), "counts": batch.counts}
+        return reward_loss(chosen, rejected, self.config, **fixed)
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))

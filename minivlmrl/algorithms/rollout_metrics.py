@@ -18,15 +18,15 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     rewards, total = rewards.double(), total.double()
     metrics = {"reward": total.nanmean().item()}
     for name, values in zip(algorithm.run.rewards, rewards.unbind(1), strict=True):
-        metrics |= {
-            f"rewards/{name}/mean": values.nanmean().item(),
-            f"rewards/{name}/std": nanstd(values).item(),
-        }
+        metrics[f"rewards/{name}/mean"] = values.nanmean().item()
+        metrics[f"rewards/{name}/std"] = nanstd(values).item()
     for kind, some in (("length", lengths), ("terminated_length", ended or [0])):
-        values = sum(some) / len(some), min(some), max(some)
-        metrics |= dict(
-            zip((f"completions/{of}_{kind}" for of in ("mean", "min", "max")), values, strict=True)
-        )
+        for of, value in {
+            "mean": sum(some) / len(some),
+            "min": min(some),
+            "max": max(some),
+        }.items():
+            metrics[f"completions/{of}_{kind}"] = value
     metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
     if algorithm.compares_groups:
         std = group_std(total, algorithm.config.num_generations)

@@ -29,21 +29,17 @@ class SFT(AnswerAlgorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        loss = sft_loss(
-            batch.group.pad(logps), batch.loss_mask, self.config.loss_type, counts=batch.counts
-        )
-        return loss, {"entropy": batch.mean(entropies)}
+        given = batch.group.pad(logps), batch.loss_mask, self.config.loss_type
+        return sft_loss(*given, counts=batch.counts), {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
-        indices = with_answers(rows, self.world, self.answers)
-        world = self.world
-        size = self.config.micro_batch_size
+        world, size = self.world, self.config.micro_batch_size
+        indices = with_answers(rows, world, self.answers)
         if not indices:
             return {}
-        share = equal_share(indices, world)
-        own = len(indices[world.rank :: world.size])
+        share, own = equal_share(indices, world), len(indices[world.rank :: world.size])
         sums = torch.zeros(2).double()
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])

@@ -30,6 +30,5 @@ def sft_loss(
     per_token_loss = -per_token_logps
     if loss_type == "dft":
         per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p
-    return (per_token_loss * mask).sum() / (
-        mask.sum().clamp(min=1) if counts is None else counts.tokens
-    )
+    tokens = mask.sum().clamp(min=1) if counts is None else counts.tokens
+    return (per_token_loss * mask).sum() / tokens

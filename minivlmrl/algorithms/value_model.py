@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minivlmrl.adapters.lora import adapters
+from minivlmrl.adapters.lora import adapters, full
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.batch import GroupBatch, pack
@@ -78,18 +78,15 @@ def load_beside(policy: nn.Module, folder: str | Path, device, same_base: bool) 
         model = copy_as_value_model(policy)
         load_adapter(model.backbone, Path(folder) / "adapter")
         return _read_head(model, Path(folder) / HEAD_FILE)
-    return load_value_model(
-        folder, policy.lm_head.weight.dtype, device, getattr(policy, "sharding", None)
-    )
+    sharding = getattr(policy, "sharding", None)
+    return load_value_model(folder, policy.lm_head.weight.dtype, device, sharding)
 
 
 def _read_head(model: ValueModel, file: Path) -> ValueModel:
+    shapes = {"score.weight": model.score.weight.shape}
     tensors = dict(read_tensors(file))
-    if (
-        set(tensors) != {"score.weight"}
-        or tensors["score.weight"].shape != model.score.weight.shape
-    ):
-        raise ValueError(f"{file}: it must hold score.weight, {tuple(model.score.weight.shape)}")
+    if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+        raise ValueError(f"{file}: it must hold score.weight, {tuple(shapes['score.weight'])}")
     with torch.no_grad():
         model.score.weight.copy_(tensors["score.weight"])
     if is_sharded(model.backbone):
@@ -116,17 +113,14 @@ def copy_as_value_model(policy: nn.Module, freeze: Sequence[str] = ()) -> ValueM
 def full_head(head: nn.Linear) -> dict[str, Tensor]:
     """What a file holds of a head, gathered if it is sharded; all ranks call this."""
     reshard(head)
-    weight = head.weight.full_tensor() if hasattr(head.weight, "full_tensor") else head.weight
-    return {"score.weight": weight.detach().cpu()}
+    return {"score.weight": full(head.weight).cpu()}
 
 
 def save_value_model(folder: Path, model: ValueModel, processor, world):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
     head = full_head(model.score)
-    save_model(
-        folder,
-        model.backbone,
-        processor,
-        world,
-        lambda written: save_file(head, written / HEAD_FILE),
-    )
+
+    def more(written: Path):
+        save_file(head, written / HEAD_FILE)
+
+    save_model(folder, model.backbone, processor, world, more)

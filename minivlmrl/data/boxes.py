@@ -127,25 +127,21 @@ def match(
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise ValueError(
-            "matching several boxes needs scipy: pip install -c constraints.txt -e '.[boxes]'"
-        ) from error
-    return list(
-        zip(
-            *(indices.tolist() for indices in linear_sum_assignment(table, maximize=True)),
-            strict=True,
-        )
-    )
+        cure = "pip install -c constraints.txt -e '.[boxes]'"
+        raise ValueError(f"matching several boxes needs scipy: {cure}") from error
+    rows, columns = linear_sum_assignment(table, maximize=True)
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
 def says_none(text: str) -> bool:
     """Whether an answer says that there is no such object: [], None or No such object."""
+    return unfenced(text).casefold() in ("[]", "none", "no such object")
+
+
+def unfenced(text: str) -> str:
+    """Take a text out of a code fence, and off a full stop."""
     fenced = FENCED.fullmatch(text.strip())
-    return (fenced[1] if fenced else text).strip().removesuffix(".").casefold() in (
-        "[]",
-        "none",
-        "no such object",
-    )
+    return (fenced[1] if fenced else text).strip().removesuffix(".")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
@@ -177,9 +173,7 @@ def parse_points(text: str) -> list[tuple[float, float]]:
 
 def _parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
     """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
-    text = QWEN2.sub(" ", text).strip()
-    fenced = FENCED.fullmatch(text)
-    text = (fenced[1] if fenced else text).strip().removesuffix(".")
+    text = unfenced(QWEN2.sub(" ", text))
     try:
         text = text if '"' in text else text.replace("'", '"')  # as Python writes it
         said = json.loads(text, parse_int=float, object_pairs_hook=_object)

@@ -4,6 +4,7 @@ from minivlmrl.chat import content_parts, part_kind, render
 from minivlmrl.data.forms import ASKING
 from minivlmrl.data.media import MARK, Media, place_media
 from minivlmrl.data.turns import as_turns, check_ends, check_messages, text_of
+from minivlmrl.hub.checker import naming
 
 ROLES = dict.fromkeys(("system", "user", "assistant", "tool"))
 # a row has one of them, or none: see _split
@@ -31,16 +32,11 @@ def read_conversation(
         listed, media_options: see place_media.
     """
     found = {column: row[column] for column in FORMS if row.get(column) is not None}
-    try:
-        for column, value in found.items():
+    for column, value in found.items():
+        with naming(f"column {column!r}"):
             _check_form(value, FORMS[column])
-    except ValueError as error:
-        raise ValueError(f"column {column!r}: {error}") from error
-    if (
-        "chosen" in found
-        and "rejected" in found
-        and render(as_turns(found["chosen"])) == render(as_turns(found["rejected"]))
-    ):
+    laid = [render(as_turns(found[name])) for name in ("chosen", "rejected") if name in found]
+    if len(laid) == 2 and laid[0] == laid[1]:
         raise ValueError("column 'rejected' equals column 'chosen': drop the row")
     source, prompt, answers = _split(found, row)
     try:
@@ -110,11 +106,8 @@ def _fill(template: str, turns: list[dict]) -> list[dict]:
     parts = list(content_parts(turns[last])) if last >= 0 else []
     texts = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
     if len(texts) != 1:
-        question = f"the last user turn of this prompt has {len(texts)} texts"
-        raise ValueError(
-            f"data.prompt_template is put around one text, but {question}; make it one, or leave "
-            "it out"
-        )
+        has = f"the last user turn of this prompt has {len(texts)}"
+        raise ValueError(f"data.prompt_template is put around one text, but {has}; make it one")
     asked = template.replace("{problem}", parts[texts[0]]["text"])
     parts[texts[0]] = {"type": "text", "text": asked}
     return [*turns[:last], {**turns[last], "content": parts}, *turns[last + 1 :]]
@@ -145,19 +138,16 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     # how many turns they share
     start = [*(turn == other for turn, other in pairs), False].index(False)
     if start == 0:
-        cure = (
-            f"name its question, data.columns: {{YOURS: problem}}, ask all rows the same, "
-            f"data.prompt_template: 'What is it?', or use a form: {', '.join(ASKING)}"
-        )
+        cure = "name its question, data.columns: {YOURS: problem}, ask all rows the same, "
+        cure += f"data.prompt_template: 'What is it?', or use a form: {', '.join(ASKING)}"
         raise ValueError(f"column 'problem' is missing; the row has {columns}; {cure}")
     for column, turns in both.items():
         if len(turns) == start or turns[start]["role"] != "assistant":
             after = f"after the {start} turn(s) that chosen and rejected share"
             roles = [turn["role"] for turn in turns]
             raise ValueError(f"column {column!r} must go on with the assistant {after}: {roles}")
-    return both["chosen"][:start], answers | {
-        column: turns[start:] for column, turns in both.items()
-    }
+    own = {column: turns[start:] for column, turns in both.items()}
+    return both["chosen"][:start], answers | own
 
 
 def _check_form(value: str | list[dict], types: tuple[type, ...]):

@@ -8,7 +8,6 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from os.path import join
 from pathlib import Path
@@ -43,14 +42,7 @@ class FileDataset:
     Rows must have the columns `required`; "problem" is a prompt, "completion" an answer.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        required=("problem",),
-        limit: int | None = None,
-        image_root=None,
-        **options,
-    ):
+    def __init__(self, path, required=("problem",), limit=None, image_root=None, **options):
         self.path, self.options, self.required = Path(path), RowOptions(**options), required
         self.source = open_rows(path)
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
@@ -78,11 +70,8 @@ class FileDataset:
             lines = [re.sub(r".*:(?=\d+$)", "line ", line) for line in lines]
             named = [f"{file} ({line})" for (file, _), line in zip(missing, lines, strict=False)]
             first = ", ".join(named) + (", ..." if len(missing) > 5 else "")
-            where = (
-                f"{len(missing)} file(s) that its rows name are not in {self.folder} "
-                "(data.image_root)"
-            )
-            raise ValueError(f"{path}: {where}: {first}")
+            where = f"are not in {self.folder} (data.image_root)"
+            raise ValueError(f"{path}: {len(missing)} file(s) that its rows name {where}: {first}")
         self.columns = sorted(columns)
 
     def __len__(self) -> int:
@@ -113,9 +102,7 @@ def answer_pictures(row: Row) -> list[dict]:
     return [part for part in parts if part_kind(part) == "image"]
 
 
-def read_row(
-    columns: dict, required: Collection[str], options: RowOptions
-) -> tuple[Row, list[Media]]:
+def read_row(columns: dict, required, options: RowOptions) -> tuple[Row, list[Media]]:
     """Read one row without its images and videos, and list these in order of appearance."""
     # pandas writes NaN for what is missing
     given = {name: None if value != value else value for name, value in columns.items()}
@@ -160,18 +147,12 @@ GIVEN |= {"image_sizes", "answer_extents", "reward_model_scores", "row_rewards",
 # column: whether its value is valid, and what it must be
 TAKEN = "called otherwise: this is the name of something else that rewards are given; rename it"
 CHECKED = dict.fromkeys(GIVEN - {"images"}, (lambda value: False, TAKEN))
-OPTION = (
-    'beside its source if an option is meant, {"image": ..., "max_pixels": 200704}, else '
-    "called otherwise"
-)
+OPTION = 'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise'
 COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # of a video too, but common names of columns
 CHECKED |= dict.fromkeys({*OPTIONS["video"]} - COLUMNS_TOO, (lambda value: False, OPTION))
 CHECKED |= {
     "margin": (_finite, "a number, by how much chosen is better"),
     "answer_extent": (_extent, "[width, height], both above 0"),
     "solution": (lambda value: str(value).count("<answer>") <= 1, "one answer"),
-    "label": (
-        lambda value: isinstance(value, bool),
-        "true or false, whether the completion is good",
-    ),
+    "label": (lambda value: isinstance(value, bool), "true or false: is the completion good?"),
 }

@@ -123,11 +123,8 @@ def _asked(question: str, answer: str) -> Callable[[dict], dict]:
 
 def _chosen(row: dict) -> dict:
     """LLaMA-Factory: answers that are turns of `from` and `value`."""
-    return {
-        name: [_turn(row[name], 0)]
-        for name in ("chosen", "rejected")
-        if isinstance(row.get(name), dict)
-    }
+    names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
+    return {name: [_turn(row[name], 0)] for name in names}
 
 
 def _ground_truth(row: dict) -> dict:
@@ -200,6 +197,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ASKED = ("problem", "question", "query", "instruction", "prefix", "prompt")  # a question as text
 TEXTS = ("problem", "prompt", "messages", "completion", "chosen", "rejected", "solution")
 SHOWN = ("image", "images", "video", "videos")
+READ = (*QUESTIONS, "completion")  # a row that has one is in our form
 # form: a row with all these columns, none of those, and what returns the columns that it adds
 FORMS = {
     "A, B": (("A", "B"), ("options", "choices"), _choices),
@@ -207,14 +205,10 @@ FORMS = {
     "choices": (("choices",), ("options",), _choices),
     "conversations": (("conversations",), QUESTIONS, _conversations),
     "messages": (("messages",), ("problem", "prompt", "completion"), _messages),
-    "prefix and suffix": (
-        ("prefix", "suffix"),
-        (*QUESTIONS, "completion"),
-        _asked("prefix", "suffix"),
-    ),
-    "query": (("query",), (*QUESTIONS, "completion"), _asked("query", "response")),
-    "instruction": (("instruction",), (*QUESTIONS, "completion"), _asked("instruction", "output")),
-    "question": (("question",), (*QUESTIONS, "completion"), _asked("question", "answer")),
+    "prefix and suffix": (("prefix", "suffix"), READ, _asked("prefix", "suffix")),
+    "query": (("query",), READ, _asked("query", "response")),
+    "instruction": (("instruction",), READ, _asked("instruction", "output")),
+    "question": (("question",), READ, _asked("question", "answer")),
     "chosen": (("chosen", "rejected"), (), _chosen),
     "kto_tag": (("kto_tag",), ("label",), _rename("kto_tag", "label")),
     "answer": (("answer",), ("solution",), _rename("answer", "solution")),

@@ -52,10 +52,8 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
             raise ValueError(f"give column {kind!r} or {name!r}, not both")
         if name == "video" or not isinstance(listed, list):  # a list under `video` is one of frames
             listed = [listed]
-        try:
+        with naming(f"column {name!r}"):
             found[kind] = [_media(entry, kind) for entry in listed]
-        except ValueError as error:
-            raise ValueError(f"column {name!r}: {error}") from error
     return found
 
 
@@ -105,9 +103,8 @@ def place_media(
             if isinstance(content, list):
                 with naming(f"message {number}"):
                     shown = ((part_kind(part), part) for part in content)
-                    contents[number] = [
-                        part if kind == "text" else show(kind, part) for kind, part in shown
-                    ]
+                    laid = [part if kind == "text" else show(kind, part) for kind, part in shown]
+                    contents[number] = laid
     else:
         texts = [content for content in contents if isinstance(content, str)]
         texts += [part["text"] for part in parts]
@@ -117,16 +114,14 @@ def place_media(
         if not marks and any(listed.values()):
             first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
             if first is None:
-                names = " and ".join(
-                    f"{len(media)} {kind}(s)" for kind, media in listed.items() if media
-                )
-                raise ValueError(f"the prompt has no user turn that could show {names}; add one")
+                given = (f"{len(own)} {kind}(s)" for kind, own in listed.items() if own)
+                lacks = f"no user turn that could show {' and '.join(given)}"
+                raise ValueError(f"the prompt has {lacks}; add one")
             contents[first][:0] = [show(kind) for kind in OPTIONS for _ in listed.get(kind, ())]
     if len(used) > MAX_MEDIA:
         raise ValueError(f"{len(used)} images and videos are over {MAX_MEDIA}; split the row")
-    return [
-        {**turn, "content": content} for turn, content in zip(turns, contents, strict=True)
-    ], used
+    whole = zip(turns, contents, strict=True)
+    return [{**turn, "content": content} for turn, content in whole], used
 
 
 class Decoded(Sequence):
@@ -145,9 +140,7 @@ class Decoded(Sequence):
         return found
 
 
-def load_media(
-    media: list[Media], folder: Path, allow_urls: bool | str
-) -> tuple[Sequence, Sequence]:
+def load_media(media: list[Media], folder: Path, allow_urls) -> tuple[Sequence, Sequence]:
     """Find the images and videos of a row; URLs of images are downloaded now."""
     images, videos = [], []
     for one in media:
@@ -165,11 +158,8 @@ def check_counts(kinds: list[str | None], what: str, media: dict[str, Sequence])
     for kind in OPTIONS:
         found, count = kinds.count(kind), len(media.get(kind, ()))
         if found != count:
-            cure = f"put one where each {kind} belongs and name as many {kind}s"
-            raise ValueError(
-                f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it; "
-                f"{cure}"
-            )
+            has = f"the prompt has {found} {what.format(kind)} but {count} {kind}(s) came with it"
+            raise ValueError(f"{has}; put one where each {kind} belongs and name as many {kind}s")
 
 
 def check_unread(columns: dict):
@@ -179,11 +169,9 @@ def check_unread(columns: dict):
         named = UNREAD.fullmatch(name.lower()) and isinstance(first, str | dict) and first
         if named or (isinstance(first, str) and name != "solution" and PICTURE.match(first)):
             kind = "video" if "video" in name.lower() else "image"
-            cure = (
-                f"did you mean {kind!r}? data.columns: {{{name}: {kind}}} renames it; or leave "
-                "it out"
-            )
-            raise ValueError(f"column {name!r} looks like an {kind} and is not read; {cure}")
+            cure = f"data.columns: {{{name}: {kind}}} renames it; or leave it out"
+            what = f"column {name!r} looks like an {kind} and is not read"
+            raise ValueError(f"{what}; did you mean {kind!r}? {cure}")
 
 
 def missing_files(media: list[Media], folder: str) -> list[str]:

@@ -35,17 +35,11 @@ class Rescaled(Sequence):
             return row
         with naming(row.where):
             if len(row.images) > 1:
-                raise ValueError(
-                    "data.rescale_boxes: the row has several images, and its boxes do not say of "
-                    "which"
-                )
+                raise ValueError("data.rescale_boxes: the row has several images; boxes of which?")
             size, resized = self.sized(row)
             space = row.columns.get("box_space") or self.box_space
-            target = extent(space, size, resized)
-            return replace(
-                row,
-                **{name: _answer(answer, size, target, space) for name, answer in answers.items()},
-            )
+            how = size, extent(space, size, resized), space
+            return replace(row, **{name: _answer(said, *how) for name, said in answers.items()})
 
 
 def rescale(
@@ -58,10 +52,8 @@ def rescale(
 
     def written(found: re.Match) -> str:
         before, *corners, after = found.groups()
-        corners = Box(*map(float, (corners * 2)[:4]), tuple(map(float, size))).to(target)
-        numbers = iter(
-            round(value, digits) for value in (corners.x1, corners.y1, corners.x2, corners.y2)
-        )
+        box = Box(*map(float, (corners * 2)[:4]), tuple(map(float, size))).to(target)
+        numbers = (round(value, digits) for value in (box.x1, box.y1, box.x2, box.y2))
         between = found[0][len(before) : len(found[0]) - len(after)]
         return before + re.sub(NUMBER, lambda _: str(next(numbers)), between) + after
 

@@ -18,6 +18,7 @@ from minivlmrl.hub.folder import parse_json, read_json
 
 IMAGE = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+PLAIN = re.compile(r"(?i)true|false|-?\d*\.?\d+")
 # columns that are JSON in a CSV file
 CELLS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
@@ -154,9 +155,7 @@ class Cells(Lines):
                 if name in CELLS and cell[0] in "[{":
                     with naming(f"column {name!r}"):
                         columns[name] = parse_json(cell)
-                elif name in ("label", "margin") and re.fullmatch(
-                    r"(?i)true|false|-?\d*\.?\d+", cell
-                ):
+                elif name in ("label", "margin") and PLAIN.fullmatch(cell):
                     columns[name] = json.loads(cell.lower())
             return columns
 

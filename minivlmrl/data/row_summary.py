@@ -54,9 +54,8 @@ def outline(rows: Dataset, index: int) -> Row | None:
     if not isinstance(rows, FileDataset):
         return rows[index]
     row, media = rows.read(index)
-    if any(
-        one.kind == "video" or str(one.source).startswith(("http://", "https://")) for one in media
-    ):
+    urls = (str(one.source).startswith(("http://", "https://")) for one in media)
+    if any(urls) or any(one.kind == "video" for one in media):
         return None
     blank = []
     for one in media:

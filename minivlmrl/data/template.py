@@ -38,12 +38,8 @@ from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
 # where transformers' processor looks, in its order
-FILES = (
-    "processor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "tokenizer_config.json",
-)
+FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja")
+FILES += ("tokenizer_config.json",)
 # sha256 of what Qwen publishes with Qwen2-VL and Qwen2.5-VL, and of TRL's with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
@@ -81,9 +77,7 @@ class ChatTemplate:
         token_names: variables such as eos_token that the template may read.
     """
 
-    def __init__(
-        self, text: str, source: str | Path, special_tokens=SPECIAL_TOKENS, token_names=()
-    ):
+    def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text, self.source, self.token_names = text, source, dict(token_names)
         # longer ones first, as one may begin with another; no text could do without a character
         names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
@@ -112,8 +106,7 @@ class ChatTemplate:
             if name.endswith("_token") and isinstance(value, str):
                 tokens[name] = value
         for path in (Path(folder) / name for name in FILES):
-            text = _template_in(path)
-            if text is not None:
+            if (text := _template_in(path)) is not None:
                 return None if is_chat_render(text) else cls(text, path, special_tokens, tokens)
         return None
 
@@ -134,11 +127,8 @@ class ChatTemplate:
             return join_text(turns + [START, "assistant\n"] * add_generation_prompt)
         checked = self._checked(messages, add_vision_id)
         pieces = join_text(self._cut(self._lay_out(checked, add_generation_prompt, add_vision_id)))
-        shown = [
-            "image" if piece is IMAGE else "video"
-            for piece in pieces
-            if piece is IMAGE or piece is VIDEO
-        ]
+        names = {id(IMAGE): "image", id(VIDEO): "video"}
+        shown = [names[id(piece)] for piece in pieces if id(piece) in names]
         kinds = [part_kind(part) for message in messages for part in content_parts(message) or ()]
         if shown != (kinds := [kind for kind in kinds if kind != "text"]):
             raise self._error(f"it shows {shown}, the messages have {kinds}")
@@ -170,29 +160,24 @@ class ChatTemplate:
             if i >= len(messages) and message["role"] == "assistant":
                 begin = length(i, True)
                 spans += [begin, self._closing(text, begin, length(i + 1, False))]
-        # not written, written, not written, ...
-        cuts = pairwise([length(len(messages), True), *spans])
-        stretches = [
-            (self._cut(text[begin:end]), i % 2 == 1) for i, (begin, end) in enumerate(cuts)
-        ]
-        return join_flagged([(piece, flag) for pieces, flag in stretches for piece in pieces])
+        flagged, cuts = [], pairwise([length(len(messages), True), *spans])
+        for i, (begin, end) in enumerate(cuts):  # not written, written, not written, ...
+            flagged += [(piece, i % 2 == 1) for piece in self._cut(text[begin:end])]
+        return join_flagged(flagged)
 
     def _checked(self, messages: list[dict], add_vision_id: bool) -> list[dict]:
         """Refuse what the template would drop or take for a control token; return plain data."""
         check_messages(messages, tool_calls=True)
-        contents = [message.get("content") for message in messages]
-        kinds = {
-            part_kind(part) for content in contents if isinstance(content, list) for part in content
+        kinds = {part_kind(part) for message in messages for part in content_parts(message) or ()}
+        asked = {  # what is used -> its name, and how a template writes it
+            ("add_vision_id", "add_vision_id"): add_vision_id,
+            ("tool_calls", "tool_calls"): any(m.get("tool_calls") for m in messages),
+            ("images", IMAGE): "image" in kinds,
+            ("videos", VIDEO): "video" in kinds,
         }
-        left_out = {
-            "add_vision_id": add_vision_id and "add_vision_id" not in self.text,
-            "tool_calls": any(m.get("tool_calls") for m in messages)
-            and "tool_calls" not in self.text,
-            "images": "image" in kinds and IMAGE not in self.text,
-            "videos": "video" in kinds and VIDEO not in self.text,
-        }
-        if name := next((name for name, missing in left_out.items() if missing), None):
-            raise self._error(f"it has no place for {name}; use one that has")
+        for name, written in (names for names, used in asked.items() if used):
+            if written not in self.text:
+                raise self._error(f"it has no place for {name}; use one that has")
         messages = _plain(messages)
         joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
         for said in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
@@ -205,9 +190,7 @@ class ChatTemplate:
                     message["content"] = "".join(part["text"] for part in message["content"])
         return messages
 
-    def _lay_out(
-        self, messages: list[dict], add_generation_prompt: bool, add_vision_id: bool
-    ) -> str:
+    def _lay_out(self, messages: list[dict], add_generation_prompt, add_vision_id) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "add_vision_id": add_vision_id}
         options |= {"tools": None, "documents": None, **self.token_names}
         try:
@@ -276,9 +259,7 @@ def _template_in(path: Path) -> str | None:
             return path.read_text(encoding="utf-8")
     text, needed = read_json(path).get("chat_template"), path.name == "chat_template.json"
     if isinstance(text, list):
-        named = [
-            entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default"
-        ]
+        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
         text, needed = named[0].get("template") if named else None, True
     if not isinstance(text, str) and (needed or text is not None):
         needed = "the text of a template, or a list of which one is named 'default'"
@@ -301,13 +282,9 @@ def environment() -> ImmutableSandboxedEnvironment:
         options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    another_day = (
-        "strftime_now: the same seed would see another day; write a date into the template"
-    )
-    extensions = [LoopControlExtension]
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
+    another_day = "strftime_now: the same seed would see another day; write a date into it"
+    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [LoopControlExtension]}
+    made = ImmutableSandboxedEnvironment(**options)
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = fail
     made.globals["strftime_now"] = lambda _: fail(another_day)

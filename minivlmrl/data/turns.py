@@ -12,9 +12,7 @@ VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # the environment's, who
 MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
 
 
-def encode_completion(
-    processor: Processor, messages: list[dict], completion: str | list
-) -> Completion:
+def encode_completion(processor: Processor, messages: list[dict], completion) -> Completion:
     """Turn an answer to a prompt (messages) into tokens, as the model has to write them.
 
     They are the text, then <|im_end|>; of several turns also what is between them. What the
@@ -62,14 +60,12 @@ def text_of(message: dict) -> str:
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Lay out what follows a rendered prompt: an answer, or an answer and further turns.
 
-    Example, the assistant's pieces in brackets: assistant "two", user "And 2 + 2?", assistant
-        "four" give, joined, [two<|im_end|>]\n<|im_start|>user\nAnd 2 +
-        2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
+    Example, the assistant's pieces in brackets: "two", user "And 2?", "four" give, joined,
+        [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in chat.render, each with a flag: the assistant writes it. These are the texts of
-            its turns and the
-        <|im_end|> that closes each. The last piece is where generation stops.
+        Pieces as in chat.render, each with a flag: the assistant writes it, the texts of its turns
+        and the <|im_end|> that closes each. The last piece is where generation stops.
     """
     check_messages(turns)
     check_ends(turns)

@@ -114,9 +114,8 @@ def load_video(
     try:
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except ImportError as error:
-        raise ValueError(
-            f"{name}: video files need PyAV: pip install -c constraints.txt -e '.[video]'"
-        ) from error
+        cure = "pip install -c constraints.txt -e '.[video]'"
+        raise ValueError(f"{name}: video files need PyAV: {cure}") from error
     except Exception as error:  # damaged files make PyAV raise anything
         reason = str(error) or type(error).__name__
         if hasattr(error, "strerror"):  # of the system or of FFmpeg
@@ -191,9 +190,8 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                 turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * turns) > 1:
                     raise ValueError(f"is turned by {frame.rotation} degrees, no quarter turn")
-                frames.append(
-                    PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
-                )
+                pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+                frames.append(PIL.Image.fromarray(pixels))
                 following = next(waiting, None)
             seen += 1
             if following is None:
@@ -234,12 +232,7 @@ def sample_indices(
     return indices.tolist(), nframes / count * video_fps
 
 
-def frame_range(
-    total_frames: int,
-    video_fps: float,
-    video_start: float | None = None,
-    video_end: float | None = None,
-) -> tuple[int, int]:
+def frame_range(total_frames: int, video_fps: float, video_start=None, video_end=None):
     """The first and last frame between two times in seconds, which are moved into the video.
 
     Source: qwen-vl-utils' calculate_video_frame_range.
@@ -250,9 +243,8 @@ def frame_range(
     if video_start is not None:
         first = math.ceil(min(number("video_start", video_start, zero=True), duration) * video_fps)
     if video_end is not None:
-        last = min(
-            math.floor(min(number("video_end", video_end, zero=True), duration) * video_fps), last
-        )
+        end = min(number("video_end", video_end, zero=True), duration)
+        last = min(math.floor(end * video_fps), last)
     if first >= last and (video_start, video_end) != (None, None):
         asked = f"between video_start {video_start} and video_end {video_end}"
         has = f"{total_frames} frames, {video_fps:.6g} a second: {duration:.6g} seconds"
