@@ -181,7 +181,7 @@ DPO_OPTIONS = [
     *[{"loss_type": name, "use_weighting": True} for name in preference.DPO_LOSSES if name not in (*SORTING, "sft")],
     *[
         {"loss_type": name, "f_divergence_type": f}
-        for name in preference.ANY_DIVERGENCE
+        for name in preference.F_LOSSES
         for f in preference.F_DIVERGENCES[1:]
     ],
     {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},

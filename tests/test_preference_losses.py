@@ -147,7 +147,7 @@ def test_docstring_examples():
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, it must be in \[0, 0.5\)"),
     ({"f_divergence_type": "kl"}, "'kl'; known are reverse_kl, forward_kl, js_divergence, alpha_divergence"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
-     "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.ANY_DIVERGENCE)),
+     "bco_pair is made for reverse_kl; js_divergence: " + ", ".join(losses.F_LOSSES)),
     ({"loss_type": "aot", "use_weighting": True}, r"aot sorts the pairs: use_weighting has no meaning"),
     ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
 ])  # fmt: skip

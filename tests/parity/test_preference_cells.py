@@ -23,5 +23,5 @@ def test_the_choices_are_those_of_our_losses():
         for name in of.keys() & question.options.keys():
             of[name].add(str(question.options["loss_type"]))
     kinds = {question.options.get("f_divergence_type", "reverse_kl") for question in questions("dpo")}
-    assert kinds == set(preference.F_DIVERGENCES) and of["f_divergence_type"] == set(preference.ANY_DIVERGENCE)
+    assert kinds == set(preference.F_DIVERGENCES) and of["f_divergence_type"] == set(preference.F_LOSSES)
     assert set(preference.DPO_LOSSES) == of["ld_alpha"] <= of["loss_type"]
