@@ -64,19 +64,14 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if not INSTALLED:
         return "Triton is not installed: pip install triton"
     if dtype not in DTYPES:
-        return (
-            f"the kernels compute in float32, the tensor is {dtype}: convert it, or use "
-            "MINIVLMRL_KERNELS=auto"
-        )
+        return f"the kernels compute in float32, not {dtype}: use MINIVLMRL_KERNELS=auto"
     if device.type == "cpu" and not INTERPRETED:
         return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
     if device.type not in ("cuda", "cpu"):
         return f"it does not run on {device.type} devices: use MINIVLMRL_KERNELS=auto"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        return (
-            f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0: use "
-            "MINIVLMRL_KERNELS=auto"
-        )
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is older than compute capability 8.0: use MINIVLMRL_KERNELS=auto"
     return _compiler_obstacle() if device.type == "cuda" else None
 
 
@@ -86,10 +81,8 @@ def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # whatever it is, the kernels would meet it too
-        return (
-            f"Triton cannot compile here ({' '.join(str(error).split()):.200}): it needs gcc "
-            "and python3-dev"
-        )
+        cause = " ".join(str(error).split())
+        return f"Triton cannot compile here ({cause:.200}): it needs gcc and python3-dev"
     return None
 
 

@@ -46,11 +46,8 @@ def _score_by_rows(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: flo
     """logp, H, top and s, each (M,)."""
     (logits, scratch), head, scored = *_buffers(hidden, weight), []
     for h, y in zip(hidden.split(len(logits)), ids.split(len(logits)), strict=True):
-        scored.append(
-            score_rows_(
-                float32_matmul(h, head, out=logits[: len(h)]), y, temperature, scratch[: len(h)]
-            )
-        )
+        z = float32_matmul(h, head, out=logits[: len(h)])
+        scored.append(score_rows_(z, y, temperature, scratch[: len(h)]))
     return [torch.cat(parts) for parts in zip(*scored, strict=True)]
 
 
@@ -64,9 +61,8 @@ def _differentiate_by_rows(
         rows = slice(start, start + len(logits))
         h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
         d = differences_(float32_matmul(h, head, out=logits[: len(h)]), kept[1], temperature)
-        dz = differentiate_rows_(
-            d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]
-        ).to(h.dtype)
+        given = d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]
+        dz = differentiate_rows_(*given).to(h.dtype)
         if grad_hidden is not None:
             accumulate_(grad_hidden[rows], dz, weight)
         if grad_weight is not None:
@@ -140,9 +136,8 @@ def _differentiate_by_tiles(
 def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
     """(first id, rows of the head) of each tile, and memory for the logits of one."""
     tiles = list(zip(range(0, len(weight), TILE // 2), weight.split(TILE // 2), strict=True))
-    return tiles, hidden.new_empty(
-        min(TILE, len(hidden)) * min(TILE // 2, len(weight)), dtype=torch.float32
-    )
+    size = min(TILE, len(hidden)) * min(TILE // 2, len(weight))
+    return tiles, hidden.new_empty(size, dtype=torch.float32)
 
 
 def _tile_product(h: Tensor, tile: Tensor, memory: Tensor) -> Tensor:
@@ -182,11 +177,9 @@ def _backward_op(
     rows = slice(None) if len(index) == len(ids) else index
     h, kept, upstream = hidden[rows], take_rows(saved, rows), take_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=_sum_dtype(h)) if needed[0] else None
-    grad_weight = (
-        torch.zeros_like(weight, dtype=weight.dtype if by_tiles else _sum_dtype(h))
-        if needed[1]
-        else None
-    )
+    grad_weight, dtype = None, weight.dtype if by_tiles else _sum_dtype(h)
+    if needed[1]:
+        grad_weight = torch.zeros_like(weight, dtype=dtype)
     differentiate = _differentiate_by_tiles if by_tiles else _differentiate_by_rows
     differentiate([h, weight, ids[rows]], kept, upstream, temperature, [grad_h, grad_weight])
     grad_hidden = hidden.new_empty(0)
@@ -233,11 +226,8 @@ def linear_log_softmax(
     Source: equals TRL's selective_log_softmax and entropy_from_logits applied to logits /
     temperature.
     """
-    if (
-        hidden.shape != (len(ids), weight.shape[1])
-        or ids.dim() != 1
-        or hidden.dtype != weight.dtype
-    ):
+    fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
+    if not fits or hidden.dtype != weight.dtype:
         given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
         raise ValueError(f"hidden (M, D), weight (V, D) of its dtype, ids (M,) are needed: {given}")
     if not temperature > 0:
@@ -251,12 +241,8 @@ def piece_bytes(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> 
     if device_type == "cuda" and dtype in DTYPES:
         # logits, and dz unless it is float32
         return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
-    return (
-        2
-        * _rows(rows, vocab, device_type)
-        * vocab
-        * torch.promote_types(dtype, torch.float32).itemsize
-    )
+    size = torch.promote_types(dtype, torch.float32).itemsize
+    return 2 * _rows(rows, vocab, device_type) * vocab * size
 
 
 @torch.no_grad()

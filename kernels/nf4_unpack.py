@@ -47,18 +47,7 @@ def nf4_unpack(
     """
     out = torch.empty(2 * packed.numel(), dtype=dtype, device=packed.device)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        _kernel[(triton.cdiv(packed.numel(), BYTES),)](
-            packed,
-            indices,
-            scales,
-            offset,
-            code,
-            table,
-            out,
-            packed.numel(),
-            BYTES=BYTES,
-            GROUP=GROUP,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        given = packed, indices, scales, offset, code, table, out, packed.numel()
+        options = {"BYTES": BYTES, "GROUP": GROUP, "num_warps": 4, "enable_fp_fusion": False}
+        _kernel[(triton.cdiv(packed.numel(), BYTES),)](*given, **options)
     return out

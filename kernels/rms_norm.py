@@ -25,14 +25,8 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    # (..., 1)
-    r = (
-        torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        .square_()
-        .div_(len(weight))
-        .add_(eps)
-        .rsqrt_()
-    )
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1)
+    r = r.square_().div_(len(weight)).add_(eps).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r
 
 

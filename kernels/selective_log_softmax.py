@@ -39,8 +39,7 @@ LOG2E = 1 / math.log(2)
 def score_rows_(
     z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Score logits z (m, V): logp, H, top and s, each (m,).
-    z becomes d; scratch (m, V) is overwritten too."""
+    """Score logits z (m, V), which become d: logp, H, top and s, each (m,)."""
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
     d = differences_(z, top, temperature)
@@ -51,15 +50,9 @@ def score_rows_(
 
 
 def differentiate_rows_(
-    d: Tensor,
-    ids: Tensor,
-    saved: list,
-    upstream: list,
-    temperature: float,
-    scratch: Tensor | None = None,
+    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V) from d, which it overwrites; saved: H, top and s;
-    upstream: g and e, which may be None."""
+    """Compute dz (m, V) from d, which it overwrites; saved: H, top, s; upstream: g, e or None."""
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
     dz = torch.exp(d, out=scratch)
@@ -249,16 +242,8 @@ def fold_(
     numbers = (z.stride(0), rows, width, first_id, LOG2E / temperature)
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
-            _forward[(rows,)](
-                z,
-                ids,
-                parts,
-                *out,
-                *numbers,
-                FIRST=first_id == 0,
-                LAST=last,
-                num_warps=FORWARD_WARPS,
-            )
+            ends = {"FIRST": first_id == 0, "LAST": last}
+            _forward[(rows,)](z, ids, parts, *out, *numbers, **ends, num_warps=FORWARD_WARPS)
     return out
 
 

@@ -128,16 +128,11 @@ def _forward_kernel(
     v += first * v_row + head * v_head
     out += first * H * D + head * D
 
-    scores = tl.zeros((L, L), tl.float32)
-    scores = _dot(
-        _load(q, q_row, length, D, 0, L, D0), tl.trans(_load(k, k_row, length, D, 0, L, D0)), scores
-    )
+    q0, k0 = _load(q, q_row, length, D, 0, L, D0), _load(k, k_row, length, D, 0, L, D0)
+    scores = _dot(q0, tl.trans(k0), tl.zeros((L, L), tl.float32))
     if D1 > 0:
-        scores = _dot(
-            _load(q, q_row, length, D, D0, L, D1),
-            tl.trans(_load(k, k_row, length, D, D0, L, D1)),
-            scores,
-        )
+        q1, k1 = _load(q, q_row, length, D, D0, L, D1), _load(k, k_row, length, D, D0, L, D1)
+        scores = _dot(q1, tl.trans(k1), scores)
     P = _softmax(scores, length, log2_scale, L).to(v.dtype.element_ty)
     o0 = _dot(P, _load(v, v_row, length, D, 0, L, D0), tl.zeros((L, D0), tl.float32))
     _store(out, o0, H * D, length, D, 0, L, D0)
@@ -177,37 +172,15 @@ def _backward_kernel(
     P_t, dS = tl.trans(P.to(v0.dtype)), dS.to(v0.dtype)
     dS_t = tl.trans(dS)
 
-    _store(
-        grad_v + begin, _dot(P_t, do0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0
-    )
-    _store(grad_q + begin, _dot(dS, k0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0)
-    _store(
-        grad_k + begin, _dot(dS_t, q0, tl.zeros((L, D0), tl.float32)), H * D, length, D, 0, L, D0
-    )
+    zeros = tl.zeros((L, D0), tl.float32)
+    _store(grad_v + begin, _dot(P_t, do0, zeros), H * D, length, D, 0, L, D0)
+    _store(grad_q + begin, _dot(dS, k0, zeros), H * D, length, D, 0, L, D0)
+    _store(grad_k + begin, _dot(dS_t, q0, zeros), H * D, length, D, 0, L, D0)
     if D1 > 0:
-        _store(
-            grad_v + begin,
-            _dot(P_t, do1, tl.zeros((L, D1), tl.float32)),
-            H * D,
-            length,
-            D,
-            D0,
-            L,
-            D1,
-        )
-        _store(
-            grad_q + begin, _dot(dS, k1, tl.zeros((L, D1), tl.float32)), H * D, length, D, D0, L, D1
-        )
-        _store(
-            grad_k + begin,
-            _dot(dS_t, q1, tl.zeros((L, D1), tl.float32)),
-            H * D,
-            length,
-            D,
-            D0,
-            L,
-            D1,
-        )
+        rest = tl.zeros((L, D1), tl.float32)
+        _store(grad_v + begin, _dot(P_t, do1, rest), H * D, length, D, D0, L, D1)
+        _store(grad_q + begin, _dot(dS, k1, rest), H * D, length, D, D0, L, D1)
+        _store(grad_k + begin, _dot(dS_t, q1, rest), H * D, length, D, D0, L, D1)
 
 
 def blocks(longest: int, head_dim: int) -> tuple[int, int, int]:
@@ -225,45 +198,23 @@ def warps(L: int) -> int:
     return 4 if L == 64 else 2 if L == 32 else 1
 
 
-def _launch(
-    kernel,
-    pointers: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-) -> None:
+def _launch(kernel, pointers: list[Tensor], qkv: tuple, cu_seqlens: Tensor, longest: int):
     """Start one program for each segment and head; the backward takes scale as well."""
-    (_, H, D), (L, D0, D1) = q.shape, blocks(longest, q.shape[2])
-    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
-    scale = D**-0.5
-    scales = (
-        [scale * math.log2(math.e)]
-        if kernel is _forward_kernel
-        else [scale, scale * math.log2(math.e)]
-    )
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[((len(cu_seqlens) - 1) * H,)](
-            *pointers,
-            cu_seqlens,
-            *strides,
-            *scales,
-            H=H,
-            D=D,
-            L=L,
-            D0=D0,
-            D1=D1,
-            num_warps=warps(L),
-            num_stages=1,
-        )
+    (_, H, D), (L, D0, D1) = qkv[0].shape, blocks(longest, qkv[0].shape[2])
+    given = [stride for x in qkv for stride in x.stride()[:2]]
+    given += [D**-0.5] if kernel is _backward_kernel else []
+    given.append(D**-0.5 * math.log2(math.e))
+    sizes = {"H": H, "D": D, "L": L, "D0": D0, "D1": D1}
+    grid, options = ((len(cu_seqlens) - 1) * H,), {"num_warps": warps(L), "num_stages": 1}
+    with torch.cuda.device_of(cu_seqlens):  # Triton launches on the current device
+        kernel[grid](*pointers, cu_seqlens, *given, **sizes, **options)
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward_kernel, [q, k, v, out], q, k, v, cu_seqlens, longest)
+    _launch(_forward_kernel, [q, k, v, out], (q, k, v), cu_seqlens, longest)
     return out
 
 
@@ -273,7 +224,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     grads = tuple(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    _launch(_backward_kernel, [grad.contiguous(), q, k, v, *grads], q, k, v, cu_seqlens, longest)
+    pointers = [grad.contiguous(), q, k, v, *grads]
+    _launch(_backward_kernel, pointers, (q, k, v), cu_seqlens, longest)
     return grads
 
 

@@ -239,7 +239,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
 
 def test_what_a_save_killed_between_its_renames_left_is_found_and_said(tmp_path):
     save(tmp_path / "checkpoint.replaced", "old")
-    with pytest.warns(UserWarning, match="checkpoint: the last save was killed .* reading .*checkpoint.replaced"):
+    with pytest.warns(UserWarning, match="checkpoint: the last save was killed; reading .*checkpoint.replaced"):
         assert find_folder(tmp_path / "checkpoint") == tmp_path / "checkpoint.replaced"
 
 

@@ -94,5 +94,5 @@ def test_random_weights_on_rows_of_ones_own(home, rows):
     assert len(processor.tokenizer) == model.config.vocab_size
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
-    with pytest.raises(ValueError, match=r"model\.config builds a model for an embedded task or rows to train on"):
+    with pytest.raises(ValueError, match=r"model\.config needs an embedded task or rows to train on"):
         build_model(config, ONE)

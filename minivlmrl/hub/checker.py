@@ -35,9 +35,8 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((key for key, count in Counter(keys).items() if count > 1), None):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{twice!r} is there twice", node.start_mark
-            )
+            said = f"{twice!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -35,28 +35,20 @@ def find_folder(name: str | Path) -> Path:
         return folder
     replaced = Path(f"{folder.resolve()}.replaced")
     if replaced.is_dir():
-        killed = (
-            f"{folder}: the last save was killed while it renamed; reading {replaced}, the "
-            "checkpoint before it"
-        )
+        killed = f"{folder}: the last save was killed; reading the one before it, {replaced}"
         warnings.warn(killed, stacklevel=2)
         return replaced
-    if not (repository := REPOSITORY.fullmatch(str(name))) or (
-        folder.parent.is_dir() and not repository["revision"]
-    ):
+    repository = REPOSITORY.fullmatch(str(name))
+    if not repository or (folder.parent.is_dir() and not repository["revision"]):
         ids = "the id of a repository, NAME@main where its first part is a folder here"
         raise ValueError(f"{name}: no such folder; a model is a Hugging Face folder or {ids}")
     try:
         return _snapshot(repository["id"], repository["revision"])
     except Exception as error:  # each network library of huggingface_hub has its own errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        missing = (
-            f"{name}: no such folder, not whole in the Hugging Face cache, and not "
-            f"downloaded ({reason})"
-        )
-        raise ValueError(
-            f"{missing}; check name and network, or download it elsewhere and give its folder"
-        ) from error
+        where = f"not whole in the Hugging Face cache, and not downloaded ({reason})"
+        cure = "check name and network, or download it elsewhere and give its folder"
+        raise ValueError(f"{name}: no such folder, {where}; {cure}") from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:

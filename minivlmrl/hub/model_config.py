@@ -28,10 +28,8 @@ class VisionConfig:
     spatial_merge_size: Size = 2  # patches a side that become one decoder token
     # pixels a side of an attention window; None: a frame is one window (Qwen2-VL)
     window_size: Size | None = 112
-    # blocks that attend to the whole frame
-    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
-    # M-RoPE positions in a second of video; None: one a time step (Qwen2-VL)
-    tokens_per_second: Size | None = 4
+    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)  # attend to the whole frame
+    tokens_per_second: Size | None = 4  # M-RoPE positions; None: one a time step (Qwen2-VL)
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     mlp: Literal["swiglu", "quick_gelu", "gelu_tanh"] = "swiglu"
     # learned positions, a square that is stretched over each image; None: there are none
@@ -59,8 +57,7 @@ class ModelConfig:
     model_type: Literal[tuple(FAMILIES)] = "qwen2_5_vl"
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
-    # frequencies given to time, height, width
-    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
+    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)  # of time, height, width
     mrope_interleaved: bool = False  # time, height and width take turns (Qwen3-VL)
     head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     attention_bias: bool = True  # of queries, keys and values
@@ -83,8 +80,7 @@ class ModelConfig:
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    # config.json keys that we carry along but do not read
-    extra: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)  # keys that we carry along but do not read
 
     def __post_init__(self):
         vision = self.vision_config
@@ -136,10 +132,8 @@ class ModelConfig:
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type") if isinstance(config, dict) else config
         if model_type not in list(FAMILIES):
-            raise ValueError(
-                f"{where}: model_type is {model_type!r:.40}, this model reads "
-                f"{', '.join([*FAMILIES][:-1])} and {[*FAMILIES][-1]}"
-            )
+            known = " and ".join(", ".join(FAMILIES).rsplit(", ", 1))
+            raise ValueError(f"{where}: model_type is {model_type!r:.40}, this model reads {known}")
         text = _section(config, "text_config", where)
         family = FAMILIES[model_type]
         flat = {**config, **text, "model_type": model_type}

@@ -14,12 +14,8 @@ Count = Annotated[int, ">= 1"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
 # Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
-TYPES = (
-    "Qwen2VLImageProcessor",
-    "Qwen2VLImageProcessorPil",
-    "Qwen2_5_VLImageProcessor",
-    "Qwen2VLImageProcessorFast",
-)
+TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast")
+TYPES += ("Qwen2_5_VLImageProcessor",)
 # settings that change pixels and have one value here: those that we write, and two more
 FIXED = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
 FIXED |= {"rescale_factor": 1 / 255, "resample": 3}  # bicubic
@@ -28,9 +24,7 @@ ALL_FIXED = {**FIXED, "do_center_crop": False, "do_pad": False}
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 KEYS = {"image_processor_type": Literal[TYPES], "size": dict}
 KEYS |= {name: Literal[value] for name, value in ALL_FIXED.items()}
-KEYS |= dict.fromkeys(
-    ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"), Count
-)
+KEYS |= dict.fromkeys((*SAME_NAMES[2:], "min_pixels", "max_pixels"), Count)
 KEYS |= {"image_mean": tuple[Mean, Mean, Mean], "image_std": tuple[Std, Std, Std]}
 # null is missing
 Settings = make_dataclass("Settings", [(name, hint | None, None) for name, hint in KEYS.items()])
@@ -73,9 +67,9 @@ def check_bounds(min_pixels: int, max_pixels: int, factor: int):
 def write_image_processor(processor: ImageProcessor) -> dict:
     """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
     least, most = processor.min_pixels, processor.max_pixels
+    fast = "Fast" if processor.resize is RESIZE["torch"] else ""
     return {
-        "image_processor_type": "Qwen2VLImageProcessor"
-        + ("Fast" if processor.resize is RESIZE["torch"] else ""),
+        "image_processor_type": f"Qwen2VLImageProcessor{fast}",
         **FIXED,
         **{name: getattr(processor, name) for name in SAME_NAMES[:2]},
         **{"min_pixels": least, "max_pixels": most},

@@ -97,9 +97,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
         self.in_proj_b = nn.Linear(hidden, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, self.v_heads, bias=False)
-        self.conv1d = nn.Conv1d(
-            width, width, config.linear_conv_kernel_dim, groups=width, bias=False
-        )
+        taps = config.linear_conv_kernel_dim
+        self.conv1d = nn.Conv1d(width, width, taps, groups=width, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
         self.A_log = nn.Parameter(torch.empty(self.v_heads))
         self.norm = RMSNorm(self.v_dim, config.rms_norm_eps)

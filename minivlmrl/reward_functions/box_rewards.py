@@ -41,9 +41,8 @@ def iou(
     Raises:
         ValueError: a solution is no box (named).
     """
-    return judge_boxes(
-        "iou", BOXES, mean(overlap), answer_texts, solution, image_sizes, answer_extents
-    )
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("iou", BOXES, mean(overlap), *columns)
 
 
 def acc_0_5(
@@ -67,9 +66,8 @@ def giou(
     large boxes.
     """
     measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
-    return judge_boxes(
-        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
-    )
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("giou", BOXES, measure, *columns, nothing=-1.0)
 
 
 def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
@@ -88,10 +86,8 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """1.0 for rewards.format's form around boxes that are all valid and inside, or around none."""
-    found = []
-    for completion, form, extent in zip(
-        completions, format(completions), answer_extents, strict=True
-    ):
+    found, forms = [], format(completions)
+    for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
         said = extent and read_boxes(completion, extent)
         none = boxes.says_none(find_answer(completion) or "")
         fits = form == 1.0 and (said or none) and all(box.valid and box.inside() for _, box in said)
@@ -126,9 +122,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
-def mean(
-    similarity: Callable, nothing: float = 0.0, of: Callable = float
-) -> Callable[[Objects, Objects], float]:
+def mean(similarity: Callable, nothing=0.0, of=float) -> Callable[[Objects, Objects], float]:
     """Make the mean over best-matched objects: each one without a partner counts as `nothing`."""
 
     def measure(said: Objects, true: Objects) -> float:

@@ -2,18 +2,18 @@
 
 import asyncio
 import inspect
-import itertools
 import math
 import numbers
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress, zip_longest
 
 from torch import Tensor
 
-from minivlmrl.chat import content_parts
 from minivlmrl.data.file_dataset import GIVEN
+from minivlmrl.data.turns import text_of
 from minivlmrl.reward_functions.box_rewards import box_columns
 from minivlmrl.reward_functions.names import get_reward, required_columns
 from minivlmrl.rewards import ask_rewards, reward_columns
@@ -60,22 +60,15 @@ def call_reward(name: str, completions: list[str], columns: dict[str, list]) -> 
     """Ask one reward about n completions: n numbers, NaN for None (ValueError: names the row)."""
     judged = [names is None or name in names for names in columns.get("row_rewards", ())]
     if not all(judged):  # some rows are of files with other rewards
-        some = {
-            column: list(itertools.compress(values, judged)) for column, values in columns.items()
-        }
+        some = {column: list(compress(values, judged)) for column, values in columns.items()}
         del some["row_rewards"]
-        values = iter(
-            call_reward(name, list(itertools.compress(completions, judged)), some)
-            if any(judged)
-            else ()
-        )
+        own = list(compress(completions, judged))
+        values = iter(call_reward(name, own, some) if own else ())
         return [next(values) if asked else math.nan for asked in judged]
     missing = [column for column in required_columns([name]) if column not in columns]
     if missing:
-        raise ValueError(
-            f"reward {name} needs column {missing[0]!r}; the rows have "
-            f"{sorted(set(columns) - GIVEN)}"
-        )
+        have = f"the rows have {sorted(set(columns) - GIVEN)}"
+        raise ValueError(f"reward {name} needs column {missing[0]!r}; {have}")
     function = get_reward(name)
     if not str(getattr(function, "func", function).__module__).startswith("minivlmrl."):
         columns = columns | trl_columns(completions, columns)
@@ -94,11 +87,9 @@ def trl_columns(completions: list[str], columns: dict[str, list]) -> dict[str, l
     found = {"completions": [], "prompts": []}
     for i, (text, messages) in enumerate(zip(completions, asked, strict=True)):
         chat = any(isinstance(column[i], list) for column in turns)
-        last = content_parts(messages[-1]) if messages else ()
+        last = text_of(messages[-1]) if messages else ""
         found["completions"].append([{"role": "assistant", "content": text}] if chat else text)
-        found["prompts"].append(
-            messages if chat else "".join(part.get("text", "") for part in last)
-        )
+        found["prompts"].append(messages if chat else last)
     return found
 
 
@@ -122,14 +113,10 @@ def _blamed(
             # one of ours says what is wrong
             if isinstance(alone, ValueError) and str(alone).startswith("reward "):
                 return ValueError(f"{row}{alone}")
-            return ValueError(
-                f"{row}reward {name} raised {alone!r}{line_of(function, alone)} for the completion "
-                f"{text!r:.80}"
-            )
-    return ValueError(
-        f"reward {name} raised {error!r}{line_of(function, error)} for {len(completions)} "
-        "completions together, for none alone"
-    )
+            said = f"{row}reward {name} raised {alone!r}{line_of(function, alone)}"
+            return ValueError(f"{said} for the completion {text!r:.80}")
+    said = f"reward {name} raised {error!r}{line_of(function, error)}"
+    return ValueError(f"{said} for {len(completions)} completions together, for none alone")
 
 
 def line_of(function: Callable, error: Exception) -> str:
@@ -152,15 +139,12 @@ def checked_values(
     if len(values) != len(completions):
         raise ValueError(f"reward {name} returned {len(values)} values, not {len(completions)}")
     found = []
-    for value, completion, row in itertools.zip_longest(values, completions, rows):
+    for value, completion, row in zip_longest(values, completions, rows):
         if hasattr(value, "item") and value.ndim == 0:  # of a tensor or an array
             value = value.item()
         if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
             cure = "it must be a finite number, or None for 'cannot judge'"
-            text = (
-                f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}; "
-                f"{cure}"
-            )
-            raise ValueError(f"{row}: {text}" if row else text)
+            said = f"reward {name} returned {value!r:.80} for the completion {completion!r:.80}"
+            raise ValueError(f"{row}: {said}; {cure}" if row else f"{said}; {cure}")
         found.append(math.nan if value is None else float(value))
     return found

@@ -6,6 +6,7 @@ says so too, or is empty.
 """
 
 import json
+from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import FENCED, Box
@@ -16,9 +17,8 @@ def detection(
     answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns
 ) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: from 0 to 1."""
-    return judge_boxes(
-        "detection", LABELLED, mean(overlap), answer_texts, solution, image_sizes, answer_extents
-    )
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("detection", LABELLED, mean(overlap), *columns)
 
 
 def ap_50(
@@ -30,25 +30,18 @@ def ap_50(
     """
 
     def average_precision(said: Objects, true: Objects) -> float:
-        labels = {label for label, _ in said + true}
-        both = (
-            [[item for item in items if item[0] == label] for items in (said, true)]
-            for label in labels
-        )
-        return sum(_average_precision(*items) for items in both) / len(labels)
+        labels, total = {label for label, _ in said + true}, 0.0
+        for label in labels:
+            own = ([item for item in items if item[0] == label] for items in (said, true))
+            total += _average_precision(*own)
+        return total / len(labels)
 
-    return judge_boxes(
-        "ap_50", LABELLED, average_precision, answer_texts, solution, image_sizes, answer_extents
-    )
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("ap_50", LABELLED, average_precision, *columns)
 
 
 def weighted_sum(
-    answer_texts: list,
-    solution: list,
-    image_sizes: list,
-    answer_extents: list,
-    weights=(0.7, 0.0, 0.3),
-    **columns,
+    answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns
 ) -> list:
     """VLM-R1's sum: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
 
@@ -57,25 +50,20 @@ def weighted_sum(
     """
 
     def weighted(said: Objects, true: Objects) -> float:
-        table = {
-            (i, j): boxes.iou(a, b)
-            for i, (_, a) in enumerate(said)
-            for j, (_, b) in enumerate(true)
-        }
-        pairs = []
+        table, pairs = {}, []
+        for (i, (_, a)), (j, (_, b)) in product(enumerate(said), enumerate(true)):
+            table[i, j] = boxes.iou(a, b)
         for i, j in sorted(table, key=table.get, reverse=True):
             if table[i, j] >= 0.5 and all(i != other and j != another for other, another in pairs):
                 pairs.append((i, j))
         right = [table[i, j] for i, j in pairs if said[i][0] == true[j][0]]
         complete = (len(pairs) / len(true) + len(pairs) / len(said)) / 2
         scores = sum(right) / len(true), len(right) / len(true), complete
-        return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(
-            weights
-        )
+        parts = (weight * score for weight, score in zip(weights, scores, strict=True))
+        return sum(parts) / sum(weights)
 
-    return judge_boxes(
-        "weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents
-    )
+    columns = answer_texts, solution, image_sizes, answer_extents
+    return judge_boxes("weighted_sum", LABELLED, weighted, *columns)
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
@@ -83,10 +71,9 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
     fenced = FENCED.fullmatch(text.strip())
     try:
         said = json.loads(fenced[1] if fenced else text)
-        return [
-            (item["label"].strip().casefold(), Box(*map(float, boxes.value_of(item)), extent))
-            for item in said
-        ]
+        corners = [map(float, boxes.value_of(item)) for item in said]
+        labels = [item["label"].strip().casefold() for item in said]
+        return [(label, Box(*own, extent)) for label, own in zip(labels, corners, strict=True)]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return []
 

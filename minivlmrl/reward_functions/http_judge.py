@@ -20,13 +20,7 @@ LONGEST = 4000  # characters of an answer that are sent
 
 
 def judge(
-    answer_texts: list,
-    url=URL,
-    model="judge",
-    template=TEMPLATE,
-    concurrency=8,
-    timeout=60.0,
-    **columns,
+    answer_texts, url=URL, model="judge", template=TEMPLATE, concurrency=8, timeout=60.0, **columns
 ) -> list[float | None]:
     """Ask a server for a number from 0 to 1; None where it fails, is too slow or says more.
 
@@ -48,9 +42,8 @@ def judge(
         body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": text}]}
         key = os.environ.get("OPENAI_API_KEY", "none")
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(
-            f"{url}/chat/completions", json.dumps(body).encode(), headers
-        )
+        content, where = json.dumps(body).encode(), f"{url}/chat/completions"
+        request = urllib.request.Request(where, content, headers)
         try:
             said = read(request, timeout)["choices"][0]["message"]["content"]
         except (OSError, HTTPException, ValueError, LookupError, TypeError):

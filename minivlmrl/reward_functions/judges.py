@@ -74,10 +74,9 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
         said = YES_NO.fullmatch(text)
         yes = said and said[1].lower() in ("yes", "true")
         other = r"\bfalse\b" if yes else r"\b(?:yes|true)\b"
-        unclear = (
-            not said or re.search(other, said[2], re.IGNORECASE) or (yes and DENIED.search(said[2]))
-        )
-        return None if unclear else yes
+        if not said or re.search(other, said[2], re.IGNORECASE):
+            return None
+        return None if yes and DENIED.search(said[2]) else yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
 
@@ -101,9 +100,8 @@ def class_name(
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
         return found.pop() if len(found) == 1 and not denied else None
 
-    return judge_rows(
-        "class", f"class of {len(names)}", named if names else _words, answer_texts, solution
-    )
+    read, kind = named if names else _words, f"class of {len(names)}"
+    return judge_rows("class", kind, read, answer_texts, solution)
 
 
 def _words(text: str) -> str:
@@ -113,6 +111,5 @@ def _words(text: str) -> str:
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
     """Whole names, the longest first: "green square" is not "square"."""
-    return re.compile(
-        rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?!\w)"
-    )
+    any_of = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")

@@ -22,8 +22,7 @@ def cosine(
         of: the reward that says what is right: all that it gives more than 0 for.
         right, wrong: values at length 0 and at max_length; a half cosine lies between them.
     """
-    given = columns | {"completion_ids": completion_ids}
-    values = []
+    given, values = columns | {"completion_ids": completion_ids}, []
     for judged, ids in zip(call_reward(of, completions, given), completion_ids, strict=True):
         first, last = right if judged > 0 else wrong
         share = (1 + math.cos(math.pi * min(len(ids) / max_length, 1.0))) / 2

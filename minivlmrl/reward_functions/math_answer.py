@@ -12,9 +12,8 @@ HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\
 
 def math(answer_texts: list, solution: list, **columns) -> list:
     """1.0 for an expression that equals the solution: 0.5, \\frac12, 2^{-1}; sets, equations."""
-    return judge_rows(
-        "math", "expression that math-verify can read", _expressions, answer_texts, solution, _equal
-    )
+    kind = "expression that math-verify can read"
+    return judge_rows("math", kind, _expressions, answer_texts, solution, _equal)
 
 
 def _expressions(text: str) -> list | None:
@@ -27,10 +26,8 @@ def _expressions(text: str) -> list | None:
     if len(text) > LONGEST or HUGE.search(text):
         return None
     options = {"parsing_timeout": _seconds(), "extraction_mode": "first_match"}
-    return (
-        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options)
-        or None
-    )
+    boxed = LatexExtractionConfig(boxed_match_priority=0)
+    return parse(f"\\boxed{{{text}}}", [boxed], **options) or None
 
 
 def _equal(truth: list, said: list) -> bool:

@@ -163,8 +163,6 @@ def check_mismatch(run, metrics: dict[str, float]):
         bound, tokens, name = bound / 10, "tokens (root mean square)", f"{name}_rms"
     found = metrics.get(name, 0.0)
     if found > bound and not run.adapter.dropout:  # which the sampler has not
-        cause = "a bug, or a dtype too coarse"
+        cause = f"{found:.3g} nats about {tokens}: a bug, or a dtype too coarse"
         cure = f"rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
-        raise ValueError(
-            f"sampler and trainer differ by {found:.3g} nats about {tokens}: {cause}; {cure}"
-        )
+        raise ValueError(f"sampler and trainer differ by {cause}; {cure}")

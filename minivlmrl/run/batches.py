@@ -151,12 +151,9 @@ def _training_rows(run, file: str | None, columns: Sequence[str], judged: bool) 
     return mix(parts, files)
 
 
-def _rows(
-    config: DataSection, path: str, columns: Sequence[str], limit=None, root=None, constants=()
-) -> FileDataset:
+def _rows(config: DataSection, path: str, columns, limit=None, root=None, constants=()):
     names = "prompt_template", "system_prompt", "allow_urls", "columns"
-    options = {name: getattr(config, name) for name in names}
-    options["constants"] = dict(constants)
+    options = {name: getattr(config, name) for name in names} | {"constants": dict(constants)}
     video = {name: value for name, value in asdict(config.video).items() if value is not None}
     size = config.resize if isinstance(config.resize, tuple) else ()
     image = dict(zip(("resized_height", "resized_width"), size, strict=False))
@@ -192,11 +189,9 @@ class Batches(Iterator):
         self.processor, self.skip_unreadable = algorithm.processor, data.skip_unreadable
         self.skipped = set()  # numbers of rows that this rank has left out
         self.numbers = shuffled(len(dataset), size * self.steps, seed, draws * size * self.steps)
-        # each with one CPU thread: with teams of their own OpenMP counts more threads than cores,
-        # and all wait longer
-        self.workers = ThreadPoolExecutor(
-            max(1, data.image_workers), initializer=torch.set_num_threads, initargs=(1,)
-        )
+        # each with one CPU thread: with teams of their own all would wait longer
+        one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+        self.workers = ThreadPoolExecutor(max(1, data.image_workers), **one_thread)
         self.most = AHEAD if data.image_workers else 0
         self.coming, self.ahead = self.draw(draws), []
 

@@ -68,13 +68,11 @@ class CompletionsLog:
         """Record an optimizer step, if it is due and trains on a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
-        lines = []
-        some = zip(step.prompts, islice(groups(algorithm, step), GROUPS), strict=False)
-        for index, (row, line) in some:
-            for said, drawn in zip(
-                line["completions"], step.rollout.completions[index], strict=True
-            ):
-                for path, (image, *_) in zip(said.get("pictures", ()), drawn.pictures, strict=True):
+        lines, some = [], islice(groups(algorithm, step), GROUPS)
+        for index, (row, line) in zip(step.prompts, some, strict=False):
+            drawn = step.rollout.completions[index]
+            for said, own in zip(line["completions"], drawn, strict=True):
+                for path, (image, *_) in zip(said.get("pictures", ()), own.pictures, strict=True):
                     self.save(image, Path(path).stem)
             name = f"{algorithm.stage}-{row.index}"
             images = [self.save(image, f"{name}-{i}") for i, image in enumerate(row.images)]

@@ -131,7 +131,7 @@ class RunConfig:
             raise ValueError("adapter.target is [], it must name layers")
         if self.model.tower_pieces and self.adapter.dropout and self.adapter.target != ["language"]:
             raise ValueError(
-                "model.tower_pieces: no adapter.dropout in the tower, take one of them"
+                "model.tower_pieces: no adapter.dropout in the tower, take one of both"
             )
         for name in ("dropout", "path", "quantize"):
             value = getattr(self.adapter, name)
@@ -194,10 +194,8 @@ def check_found(recipe: Path, names: Iterable[str], overrides: list[str]):
     """
     for name in names:
         if ":" in name and not any(name in override for override in overrides):
-            cure = f"read it; --recipe={recipe} says that it may run"
-            raise ValueError(
-                f"{recipe}: it was found, not asked for, and names code, {name}; {cure}"
-            )
+            found = f"it was found, not asked for, and names code, {name}"
+            raise ValueError(f"{recipe}: {found}; read it; --recipe={recipe} says that it may run")
 
 
 def _absolute(path: str | None) -> str | None:

@@ -29,9 +29,7 @@ def build_model(
     """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
     section, data, sharding = config.model, config.data, None
     if (section.path is None) == (section.config is None):
-        raise ValueError(
-            "model: set either model.path (a Hugging Face folder) or model.config (random weights)"
-        )
+        raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
     dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
     if config.uses_fsdp:
         computed, pieces = DTYPES.get(section.compute_dtype), section.tower_pieces
@@ -40,24 +38,19 @@ def build_model(
         # before the weights: it may not fit
         processor = load_processor(section.path, data.min_pixels, data.max_pixels)
         if config.check_memory and world.device.type == "cuda":
-            check_memory(
-                config, world.size, torch.cuda.get_device_properties(world.device).total_memory
-            )
+            card = torch.cuda.get_device_properties(world.device)
+            check_memory(config, world.size, card.total_memory)
         model = load_model(section.path, dtype, world.device, sharding, config.adapter.place)
     elif data.task is None and not datasets:
-        raise ValueError(
-            "model.config builds a model for an embedded task or rows to train on; set model.path"
-        )
+        raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
     else:
-        size = read_json(Path(section.config)).get("vocab_size", 0)
-        tokenizer = (
-            get_task(data.task).tokenizer()
-            if data.task
-            else train_tokenizer(_texts(datasets), size)
-        )
-        model, processor = random_model(
-            section.config, tokenizer, config.seed, data.min_pixels, data.max_pixels
-        )
+        if data.task:
+            tokenizer = get_task(data.task).tokenizer()
+        else:
+            size = read_json(Path(section.config)).get("vocab_size", 0)
+            tokenizer = train_tokenizer(_texts(datasets), size)
+        given = tokenizer, config.seed, data.min_pixels, data.max_pixels
+        model, processor = random_model(section.config, *given)
         config.adapter.place(model.to(world.device, dtype))
         if sharding is not None:
             sharding.shard(model)
@@ -83,9 +76,7 @@ def _texts(datasets: dict[str, Dataset]) -> Iterator[str]:
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for rows in (rows for stage, rows in datasets.items() if stage != "eval"):
         for row in islice(rows, 10_000):
-            answers = (
-                as_turns(answer) for answer in (row.completion, row.chosen, row.rejected) if answer
-            )
-            for turn in chain(row.messages, *answers):
+            answers = filter(None, (row.completion, row.chosen, row.rejected))
+            for turn in chain(row.messages, *map(as_turns, answers)):
                 yield text_of(turn)
             yield str(row.columns.get("solution") or "")

@@ -71,15 +71,13 @@ class Results:
             return
         if config.save_total_limit is None:
             return algorithm.save(self.folder)
-        algorithm.save(self.folder / CHECKPOINTS / f"{stage}-{done:06d}")
-        numbers = [
-            int(path.name.partition("-")[2])
-            for path in (self.folder / CHECKPOINTS).glob(f"{stage}-*")
-        ]
+        kept = self.folder / CHECKPOINTS
+        algorithm.save(kept / f"{stage}-{done:06d}")
+        numbers = [int(path.name.partition("-")[2]) for path in kept.glob(f"{stage}-*")]
         # later ones are of an earlier run: they go first
         numbers.sort(key=lambda number: (number <= done, number))
         for number in numbers[: -config.save_total_limit] if self.world.is_main else ():
-            shutil.rmtree(self.folder / CHECKPOINTS / f"{stage}-{number:06d}")
+            shutil.rmtree(kept / f"{stage}-{number:06d}")
 
     def evaluate(self, name: str, algorithm, done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best, and return what the table shows."""

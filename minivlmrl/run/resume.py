@@ -29,14 +29,7 @@ from minivlmrl.adapters.lora import shared_base
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.batch import Step
 from minivlmrl.hub.checker import build, require
-from minivlmrl.hub.folder import (
-    find_folder,
-    flush_file,
-    json_text,
-    parse_json,
-    read_json,
-    weight_files,
-)
+from minivlmrl.hub.folder import find_folder, flush_file, json_text, read_json, weight_files
 from minivlmrl.reward_functions.calls import RewardFailed
 from minivlmrl.run.config import RunConfig, flat
 from minivlmrl.run.metrics import MetricsLog
@@ -91,7 +84,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     """Name what a recipe says besides rows and output, "grpo.beta", and the threads it takes."""
     values = asdict(config) | {"num_threads": torch.get_num_threads()}
     own = ("data", "stages", "seed", "output_dir", "resume")  # are checked, or new
-    return parse_json(json_text(flat({name: values[name] for name in values.keys() - own})))
+    return json.loads(json_text(flat({name: values[name] for name in values.keys() - own})))
 
 
 def base_digest(config: RunConfig) -> str:

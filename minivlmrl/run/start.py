@@ -100,9 +100,8 @@ def try_rewards(config, needs: dict[str, str], datasets: dict[str, Dataset]):
 def _try(rewards: Collection[str], row: Row):
     patches = [[1, max(1, image.height // 14), max(1, image.width // 14)] for image in row.images]
     grids = torch.tensor(patches, dtype=torch.long).view(-1, 3)
-    prompt = Prompt(
-        torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176), grids, torch.zeros(len(grids))
-    )
+    ids, pixels = torch.zeros(1, dtype=torch.long), torch.zeros(0, 1176)
+    prompt = Prompt(ids, pixels, grids, torch.zeros(len(grids)))
     completion = Completion(torch.arange(3), torch.zeros(3), True)
     columns = recipe_columns([row], [prompt], [[completion]], Inventor(None, ImageProcessor()))
     ask_by_name(rewards, columns | {"reward_model_scores": [0.0]})

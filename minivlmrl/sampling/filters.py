@@ -34,10 +34,8 @@ class SamplingOptions(SamplingConfig):
     graph: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self):
-        bound = f"from 0 to max_new_tokens ({self.max_new_tokens})"
-        require(
-            self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens, bound
-        )
+        least, most = self.min_new_tokens, self.max_new_tokens
+        require(least <= most, "min_new_tokens", least, f"from 0 to max_new_tokens ({most})")
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "without an empty text")
 
     @property
@@ -99,10 +97,8 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
         banned: (b,) int64, ids that are not to be drawn.
     """
     scores = logits
-    if sampling.repetition_penalty != 1:
-        penalised = torch.where(
-            scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
-        )
+    if (penalty := sampling.repetition_penalty) != 1:
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(seen, penalised, scores)
     if banned is not None:
         scores = scores.index_fill(-1, banned, float("-inf"))
@@ -119,7 +115,6 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen=None, banned=N
         scores = scores.masked_fill(drop.scatter(1, order, drop), float("-inf"))
     if sampling.min_p:
         probs = scores.softmax(-1)
-        scores = scores.masked_fill(
-            probs < sampling.min_p * probs.amax(-1, keepdim=True), float("-inf")
-        )
+        least = sampling.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < least, float("-inf"))
     return scores

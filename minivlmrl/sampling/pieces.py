@@ -47,14 +47,10 @@ def pieces(
     limit, found, tokens = most_tokens or float("inf"), [[]], 0
     for i in order:
         prompt, completions = lengths[i]
-        rows = sorted(
-            enumerate(completions),
-            key=lambda row: row[1] if prompt + sum(completions) > limit else 0,
-        )
-        if (
-            len({i for i, _ in found[-1]}) == most_prompts
-            or tokens + prompt + sum(completions) > limit
-        ):
+        rows, whole = list(enumerate(completions)), prompt + sum(completions)
+        if whole > limit:
+            rows.sort(key=lambda row: row[1])
+        if len({i for i, _ in found[-1]}) == most_prompts or tokens + whole > limit:
             found, tokens = [*found, []], 0
         for number, (j, length) in enumerate(rows):
             if number and tokens + length > limit:
@@ -84,9 +80,8 @@ def in_pieces(
 ) -> list[list]:
     """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit, or one."""
     completions: list = [None] * len(prompts)
-    lengths = [
-        (len(prompt.input_ids), [num_generations * sampling.max_new_tokens]) for prompt in prompts
-    ]
+    new = num_generations * sampling.max_new_tokens
+    lengths = [(len(prompt.input_ids), [new]) for prompt in prompts]
     for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
         own = [i for i, _ in piece]
         drawn = sample([prompts[i] for i in own], num_generations, [keys[i] for i in own])

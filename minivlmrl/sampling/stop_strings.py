@@ -40,9 +40,8 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        self.before = [
-            b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts
-        ]
+        last = (ids[-self.longest :].tolist() for ids in prompts)
+        self.before = [b"".join(map(self.bytes_of, ids)) for ids in last]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Note that these rows, (r,) numbers, drew tokens, (r,) ids; (r,) bool: that ends them."""
@@ -59,9 +58,7 @@ class StopStrings:
     def ending(self, choose: Choose) -> Choose:
         """Make a `choose` whose rows also end with one of the texts."""
 
-        def choose_and_look(
-            logits: Tensor, rows: Tensor, step: int
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def choose_and_look(logits: Tensor, rows: Tensor, step: int):
             ids, logps, ends = choose(logits, rows, step)
             return ids, logps, ends | self.completed(rows, ids)
 

@@ -40,22 +40,14 @@ from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import Sharding, assign, reshard
 
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files of a model besides its weights: a checkpoint that we write keeps those it was read with
 JSON = "(tokenizer|generation|video_preprocessor)_config|tokenizer|vocab|added_tokens|special_tokens_map|chat_template"
 TEXT = rf"merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
 CARRIED = re.compile(rf"({JSON})\.json|{TEXT}")
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "Qwen2Tokenizer",
-    "eos_token": "<|im_end|>",
-    "pad_token": "<|endoftext|>",
-}
+TOKENIZER_CONFIG = {"tokenizer_class": "Qwen2Tokenizer"}
+TOKENIZER_CONFIG |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 def load_model(
@@ -120,23 +112,17 @@ def _read_weights(
             if tensor.shape != like.shape:
                 shape, asked = tuple(tensor.shape), tuple(like.shape)
                 raise ValueError(f"{file}: tensor {name} has shape {shape}, config.json {asked}")
-            found[name] = (
-                copied(tensor, like)
-                if isinstance(like, Tensor)
-                else like.read(tensor.to(device), copied)
-            )
+            if isinstance(like, Tensor):
+                found[name] = copied(tensor, like)
+            else:
+                found[name] = like.read(tensor.to(device), copied)
     if missing := expected.keys() - found.keys():
         raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
     # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
     if tied and HEAD in found and not torch.equal(found.pop(HEAD), found[EMBEDDING]):
-        cure = (
-            "set tie_word_embeddings to false to use it (as transformers 5), or take it out (as "
-            "transformers 4)"
-        )
-        raise ValueError(
-            f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
-            f"{cure}"
-        )
+        has = f"tie_word_embeddings true, but there is another {HEAD}"
+        cure = "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
+        raise ValueError(f"{folder}/config.json has {has}: {cure}")
     return found
 
 
@@ -213,30 +199,23 @@ def load_processor(
     images.videos = family.read_videos(settings, str(file_of_videos), images)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     pairs = []  # (what config.json has, its value, what the other file has, its value)
-    for name, other in (
-        ("patch_size",) * 2,
-        ("temporal_patch_size",) * 2,
-        ("spatial_merge_size", "merge_size"),
-    ):
-        value = getattr(images, other)
-        pairs.append(
-            (f"vision_config.{name}", getattr(vision, name), f"{file.name} has {other}", value)
-        )
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        own = f"spatial_{name}" if name == "merge_size" else name
+        other = f"{file.name} has {name}", getattr(images, name)
+        pairs.append((f"vision_config.{own}", getattr(vision, own), *other))
     for name in ("image_token_id", "video_token_id"):
         token = family.control_tokens[name]
         said = f"tokenizer.json has {token}"
         pairs.append((name, getattr(config, name), said, tokenizer.special_tokens[token]))
     wrong = [f"{name} is {a}, but {other} {b}" for name, a, other, b in pairs if a != b]
-    if config.vocab_size < len(tokenizer):  # more are common: embeddings that no token uses
-        wrong.append(
-            f"vocab_size is {config.vocab_size}, but tokenizer.json has {len(tokenizer)} tokens"
-        )
+    size, tokens = config.vocab_size, len(tokenizer)
+    if size < tokens:  # more are common: embeddings that no token uses
+        wrong.append(f"vocab_size is {size}, but tokenizer.json has {tokens} tokens")
     if wrong:
         raise ValueError(f"{folder}/config.json: {'; '.join(wrong)}; take files of one model")
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
-    files = [
-        file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name) and file.is_file()
-    ]
+    files = [file for file in sorted(folder.iterdir()) if CARRIED.fullmatch(file.name)]
+    files = list(filter(Path.is_file, files))
     for file in files:
         target = file.resolve()
         if target.parent != folder.resolve() and target.parent.name != "blobs":
@@ -255,12 +234,7 @@ def default_template(family: Family) -> ChatTemplate | None:
 
 
 def save_model(
-    folder: str | Path,
-    model: nn.Module,
-    processor: Processor,
-    world=None,
-    more=None,
-    max_shard_size=5 * 10**9,
+    folder, model: nn.Module, processor: Processor, world=None, more=None, max_shard_size=5 * 10**9
 ):
     """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
 
@@ -274,10 +248,8 @@ def save_model(
     if FAMILIES[model.config.model_type].memory_names:
         weights = {memory_name(name): weight for name, weight in weights.items()}
     write_adapter = gather_adapter(model, base) if adapters(model) else lambda folder: None
-    shapes = {
-        name: torch.empty_like(getattr(w, "weight", w), device="meta")
-        for name, w in weights.items()
-    }
+    empty = partial(torch.empty_like, device="meta")
+    shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     world = world or World(0, 1, torch.device("cpu"))
     with ExitStack() as held:
@@ -294,10 +266,8 @@ def save_model(
 
         def finish():
             if shards.is_sharded:
-                write_json(
-                    held.new / INDEX,
-                    {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename},
-                )
+                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+                write_json(held.new / INDEX, index)
             _write_processor(held.new, processor)
             write_adapter(held.new / "adapter")
             if (asked := held.new / ASKED).exists() and adapters(model):
@@ -317,9 +287,8 @@ def check_finite(tensors: dict[str, Tensor], where: object):
     """Refuse to save weights of a run that has diverged (ValueError)."""
     wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if wrong:
-        raise ValueError(
-            f"{where}: not saved, {wrong[0]} is not finite; what was there is untouched"
-        )
+        cause = f"{wrong[0]} is not finite"
+        raise ValueError(f"{where}: not saved, {cause}; what was there is untouched")
 
 
 def _full_weights(

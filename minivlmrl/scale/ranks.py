@@ -29,9 +29,8 @@ class World:
 
     def share(self, items: Sequence) -> Sequence:
         """Take this rank's part of a sequence that all hold: in order, of nearly equal length."""
-        return items[
-            len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size
-        ]
+        begin, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return items[begin:end]
 
     def sum(self, *values: float) -> list[float]:
         """Add up each value over all ranks."""
@@ -45,11 +44,9 @@ class World:
         """Join the tensors of all ranks, in rank order: (n, ...) -> (n * size, ...) everywhere."""
         if self.size == 1:
             return tensor
-        parts = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for _ in range(self.size)
-        ]
-        dist.all_gather(parts, tensor.contiguous())
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor)
         return torch.cat(parts)
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -138,10 +135,7 @@ def find_device(local_rank: int = 0) -> torch.device:
     """Choose the GPU of a rank, or the CPU if there is none (ValueError: CUDA cannot use it)."""
     if torch.cuda.is_available():
         if local_rank >= (count := torch.cuda.device_count()):
-            cure = (
-                f"start at most {count} (--nproc_per_node), or show more of them in "
-                "CUDA_VISIBLE_DEVICES"
-            )
+            cure = f"start at most {count} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
             raise ValueError(f"local rank {local_rank} has no GPU, {count} are visible: {cure}")
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
@@ -150,10 +144,10 @@ def find_device(local_rank: int = 0) -> torch.device:
         except RuntimeError as error:
             # then there is nothing to miss; a fork asks nobody, and its parent found no GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
+                cause = str(error).splitlines()[0]
                 cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
-                raise ValueError(
-                    f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): {cure}"
-                ) from error
+                what = f"CUDA cannot use this machine's GPU ({cause})"
+                raise ValueError(f"{what}: {cure}") from error
     return torch.device("cpu")
 
 
@@ -166,9 +160,8 @@ def attempt_store(limit: timedelta) -> dist.Store:
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return dist.PrefixStore(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store
-    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
+    return dist.PrefixStore(attempt, store)
 
 
 def shutdown():

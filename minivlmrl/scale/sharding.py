@@ -26,6 +26,9 @@ from minivlmrl.attention import GroupAttention, GroupLayout
 from minivlmrl.hub.family import family_of
 from minivlmrl.scale.ranks import World
 
+# keeps the inputs of a function, which the backward computes again
+again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
 
 @dataclass
 class ShardingSection:
@@ -64,9 +67,8 @@ class Sharding:
         # here: it takes 40 MiB and half a second of runs that shard nothing
         import torch.distributed.fsdp as fsdp
 
-        size = world.size
-        device = world.device
-        replicas = section.replicas if section.enabled else world.size
+        size, device = world.size, world.device
+        replicas = section.replicas if section.enabled else size
         if size % replicas:
             raise ValueError(f"sharding.replicas is {replicas}, {size} ranks are no multiple of it")
         self.device = torch.device("cpu") if section.cpu_offload else device
@@ -77,14 +79,10 @@ class Sharding:
         self.tower_pieces = tower_pieces
         # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
         summed = torch.promote_types(dtype, torch.float32)
-        precision = fsdp.MixedPrecisionPolicy(
-            compute_dtype, reduce_dtype=summed, cast_forward_inputs=False
-        )
-        offload = (
-            fsdp.CPUOffloadPolicy(device.type == "cuda")
-            if section.cpu_offload
-            else fsdp.OffloadPolicy()
-        )
+        precision = fsdp.MixedPrecisionPolicy(compute_dtype, summed, cast_forward_inputs=False)
+        offload = fsdp.OffloadPolicy()
+        if section.cpu_offload:
+            offload = fsdp.CPUOffloadPolicy(device.type == "cuda")
         self.options = {"mesh": self.mesh, "mp_policy": precision, "offload_policy": offload}
 
     def shard(self, model: nn.Module):
@@ -131,9 +129,8 @@ class Sharding:
         shards = self.mesh["shard"]
         rows = -(-len(tensor) // shards.size())  # the last ranks may have fewer, or none
         own = tensor[shards.get_local_rank() * rows :][:rows].to(self.device, like.dtype, copy=True)
-        return dist.tensor.DTensor(
-            own, like._spec, requires_grad=False
-        )  # from_local would move an offloaded part to the GPU
+        # from_local would move an offloaded part to the GPU
+        return dist.tensor.DTensor(own, like._spec, requires_grad=False)
 
 
 class VisionInStep:
@@ -278,9 +275,7 @@ def assign(model: nn.Module, weights: dict[str, Tensor]):
 def recompute_blocks(model: nn.Module):
     """Keep only the input of each block, and compute the block again in the backward."""
     for block in family_of(model).blocks(model):
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        block.forward = partial(again, block.forward)
 
 
 def run_in_pieces(model: nn.Module, tokens: int | None):
@@ -306,7 +301,7 @@ def _in_pieces(whole: Callable, tokens: int, pixel_values: Tensor, grids: Tensor
         dist.all_reduce(most, dist.ReduceOp.MAX)
     grids = [torch.tensor(piece) for piece in pieces]
     pixels = pixel_values.split([int(piece.prod(1).sum()) for piece in grids])
-    run = partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
+    run = partial(again, whole)
     seen = torch.cat([run(*piece) for piece in zip(pixels, grids, strict=True)])
     black = pixel_values.new_zeros(side**2, pixel_values.shape[1])
     for _ in range(int(most) - len(pieces) if sharded else 0):

@@ -54,14 +54,8 @@ class Shapes:
         columns = {"problem": PROBLEM, "solution": label}
         # its own generator: pictures and demonstrations are those of a row without preferences
         rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
-        return Row(
-            messages,
-            [image],
-            columns,
-            answer(shown) if self.tags else shown,
-            chosen=answer(label),
-            rejected=rejected,
-        )
+        said = answer(shown) if self.tags else shown
+        return Row(messages, [image], columns, said, chosen=answer(label), rejected=rejected)
 
 
 @dataclass
@@ -115,9 +109,8 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
     left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1  # PIL's last pixel is inside
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
-        pen.polygon(
-            [((left + right) / 2, top), (left, bottom), (right, bottom)], fill=COLORS[color]
-        )
+        corners = [((left + right) / 2, top), (left, bottom), (right, bottom)]
+        pen.polygon(corners, fill=COLORS[color])
     else:
         paint = pen.ellipse if shape == "circle" else pen.rectangle
         paint((left, top, right, bottom), fill=COLORS[color])
@@ -125,30 +118,19 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
 
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on everything the task says; some 370 tokens."""
-    texts = [
-        "system\nYou are a helpful assistant.",
-        f"user\n{PROBLEM}",
-        "assistant\n",
-        *map(answer, LABELS),
-    ]
-    return train_tokenizer(texts, vocab_size=512)
+    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
+    return train_tokenizer([*texts, *map(answer, LABELS)], vocab_size=512)
 
 
 def datasets(data, seed: int) -> tuple[dict[str, Dataset], Dataset]:
     """Make training rows by what an algorithm needs, and held-out rows; see table.Task."""
     wording = {"prompt_template": data.prompt_template, "system_prompt": data.system_prompt}
-    tags = data.answer == "tags"  # demonstrations say the label where the rewards look for it
-    demonstrations = Shapes(
-        data.demonstrations, f"{seed}/sft", data.wrong_demonstrations, tags=tags, **wording
-    )
+    # demonstrations say the label where the rewards look for it
+    shown = {"wrong_labels": data.wrong_demonstrations, "tags": data.answer == "tags"}
     pairs = Shapes(data.pairs, f"{seed}/pairs", **wording)
-    prompts = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
-    training = {
-        "demonstrations": demonstrations,
-        "pairs": pairs,
-        "labels": LabelledShapes(pairs),
-        "prompts": prompts,
-    }
+    training = {"demonstrations": Shapes(data.demonstrations, f"{seed}/sft", **shown, **wording)}
+    training |= {"pairs": pairs, "labels": LabelledShapes(pairs)}
+    training["prompts"] = Shapes(FRESH_ROWS, f"{seed}/grpo", **wording)
     return training, Shapes(data.eval_rows, "eval", **wording)
 
 

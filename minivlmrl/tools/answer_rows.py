@@ -52,12 +52,9 @@ def generate(arguments: list[str]):
 
 def parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
-    p = argparse.ArgumentParser(
-        prog=f"python -m minivlmrl {name}",
-        description=__doc__.partition("\n\n")[0],
-        epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
-        allow_abbrev=False,
-    )
+    epilog = "--section.name=value changes the recipe: --data.max_pixels=401408"
+    about = {"description": __doc__.partition("\n\n")[0], "epilog": epilog}
+    p = argparse.ArgumentParser(f"python -m minivlmrl {name}", **about, allow_abbrev=False)
     p.add_argument("--recipe", help="default: config.yaml of the model's run, else own_data.yaml")
     p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
     p.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")

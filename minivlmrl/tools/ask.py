@@ -1,7 +1,6 @@
 """Ask a model one question; its answer appears on the terminal while it is generated.
 
-python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats are there?"
---temperature 0
+python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
 """
 
 import argparse
@@ -110,9 +109,8 @@ def choose_device(device: str | None) -> torch.device:
 
 def parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
-    p = argparse.ArgumentParser(
-        prog="python -m minivlmrl ask", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+    about = {"description": __doc__.splitlines()[0], "allow_abbrev": False}
+    p = argparse.ArgumentParser("python -m minivlmrl ask", **about)
     p.add_argument("--model", required=True, help="a Hugging Face folder, or a repository's id")
     p.add_argument("--prompt", required=True, help="<image> or <video> in it: where each belongs")
     media = {"action": "append", "default": [], "metavar": "FILE"}
@@ -124,9 +122,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the model's own")
     p.add_argument("--min_pixels", type=int, help="of an image; by default the model's own")
     p.add_argument("--max_pixels", type=int, help="of an image; by default the model's own")
-    p.add_argument(
-        "--generation_config", action="store_true", help="begin with generation_config.json"
-    )
+    own = "begin with generation_config.json"
+    p.add_argument("--generation_config", action="store_true", help=own)
     group = p.add_argument_group("sampling", SamplingOptions.__doc__)
     sentences = help_of(SamplingOptions)
     for name, kind in typing.get_type_hints(SamplingOptions).items():

@@ -13,7 +13,6 @@ from dataclasses import replace
 from inspect import signature
 from itertools import islice
 
-import PIL.Image
 import torch
 
 from minivlmrl.advantages import combine, group_std
@@ -28,7 +27,7 @@ from minivlmrl.rewards import find_answer
 from minivlmrl.rows import Completion, Processor, Row
 from minivlmrl.run.alarms import FORM, LONGER
 from minivlmrl.run.config import load_config
-from minivlmrl.run.evaluate import draw
+from minivlmrl.run.evaluate import BLIND, draw
 from minivlmrl.run.start import prepare
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale import ranks
@@ -39,10 +38,11 @@ ROLLOUT = "<think>{}</think><answer>{}</answer>"
 HACKS = {
     "nothing": "",
     "empty tags": ROLLOUT.format("", ""),
-    "tags alone": "<think></think><answer></answer>" * 3,
+    "tags alone": ROLLOUT.format("", "") * 3,
+    "the question": "{question}",
+    "a refusal": ROLLOUT.format("hm", "I cannot tell"),
+    "the same word again": "answer " * 60,
 }
-HACKS |= {"the question": "{question}", "a refusal": ROLLOUT.format("hm", "I cannot tell")}
-HACKS |= {"the same word again": "answer " * 60}
 AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
 
 
@@ -258,10 +258,7 @@ def check_rollouts(config, sample: RunSampler, rows: Sequence[Row], G: int) -> I
         yield f"{what} where data.answer ({processor.answer}) looks; {cure}"
     yield from unread_boxes(config, texts, processor)
     if any(row.images for row in rows):
-        grey = [
-            replace(row, images=[PIL.Image.new("RGB", image.size, "grey") for image in row.images])
-            for row in rows
-        ]
+        grey = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
         real, blind = total.nanmean(), combine(draw(sample, grey, G, names)[0], weights).nanmean()
         if real > 0 and blind > 0.95 * real and equal < 1:
             what = f"with grey pictures the completions earn {blind:.2f}, else {real:.2f}"
@@ -288,9 +285,7 @@ def check_labels(config, rows: Sequence[Row], drawn: list, processor: Processor)
             yield f"reward {name} is {what}; {cure}"
 
 
-def earned(
-    names: list[str], rows: Sequence[Row], texts: Sequence[str], processor: Processor
-) -> torch.Tensor:
+def earned(names, rows: Sequence[Row], texts, processor: Processor) -> torch.Tensor:
     """What a text for each row earns, (n, K)."""
     prompts = [row.prompt(processor) for row in rows]
     ids = [[*processor.tokenizer.encode(text), processor.stop_token_ids[0]] for text in texts]

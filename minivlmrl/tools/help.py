@@ -42,28 +42,21 @@ def show(*names: str):
 def sections() -> dict[str, typing.Any]:
     """Section -> its dataclass with all defaults; "run" is RunConfig itself."""
     run = RunConfig()
-    return {"run": run} | {
-        name: value for name, value in vars(run).items() if dataclasses.is_dataclass(value)
-    }
+    inside = filter(lambda item: dataclasses.is_dataclass(item[1]), vars(run).items())
+    return {"run": run, **dict(inside)}
 
 
 def option_lines(config, prefix: str) -> list[str]:
     """List the options of one dataclass; those of a dataclass inside it follow."""
-    sentences, hints = (
-        help_of(type(config)),
-        typing.get_type_hints(type(config), include_extras=True),
-    )
-    lines, nested = [], []
-    for name, hint in hints.items():
+    kind, lines, nested = type(config), [], []
+    sentences = help_of(kind)
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             nested += option_lines(value, f"{prefix}{name}.") if prefix else []
             continue
-        default = (
-            yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
-            .removesuffix("\n...\n")
-            .strip()
-        )
+        default = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
+        default = default.removesuffix("\n...\n").strip()
         lines.append(f"  --{prefix}{name}={default}")
         text = f"{type_text(hint)}; {sentences[name]}" if sentences[name] else type_text(hint)
         lines += textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")

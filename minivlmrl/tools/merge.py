@@ -14,16 +14,10 @@ from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 def main(arguments: list[str]) -> int:
     """Write base plus adapter, in the dtype of the base; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
-    parser.add_argument(
-        "--model", required=True, help="the base: a Hugging Face folder or the id of a repository"
-    )
+    parser.add_argument("--model", required=True, help="the base: a folder or a repository's id")
     parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
     parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument(
-        "--quantize",
-        choices=["nf4"],
-        help="as adapter.quantize of the run: its base, unpacked again",
-    )
+    parser.add_argument("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
     options = parser.parse_args(arguments)
     folder, adapter = find_folder(options.model), Path(options.adapter)
     pair = folder / "adapter" / WEIGHTS, adapter / WEIGHTS

@@ -68,9 +68,8 @@ def _register(reward: str | Callable) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
-        raise ValueError(
-            f"reward {reward.__name__}: the table has another one of this name; rename the function"
-        )
+        cause = "the table has another one of this name; rename the function"
+        raise ValueError(f"reward {reward.__name__}: {cause}")
     REWARDS[reward.__name__] = reward
     return reward.__name__
 
@@ -78,11 +77,9 @@ def _register(reward: str | Callable) -> str:
 def _plain(value, folder: Path, is_path: bool = False):
     """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
     if isinstance(value, Row):
-        more = {
-            name: inside for name, inside in value.columns.items() if name not in (*FORMS, *MEDIA)
-        }
-        said = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
-        value = {**more, **said, "prompt": value.messages, "images": list(value.images)}
+        own = {name: getattr(value, name) for name in ("completion", "chosen", "rejected")}
+        own |= {"prompt": value.messages, "images": list(value.images)}
+        value = {n: x for n, x in value.columns.items() if n not in (*FORMS, *MEDIA)} | own
     if isinstance(value, dict):
         return {name: _plain(inside, folder, name in MEDIA) for name, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -93,11 +90,9 @@ def _plain(value, folder: Path, is_path: bool = False):
         image.save(path)
         return str(path.resolve())
     elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))
-    return (
-        str(Path(value).resolve())
-        if is_path and isinstance(value, str | Path) and not elsewhere
-        else value
-    )
+    if is_path and isinstance(value, str | Path) and not elsewhere:
+        return str(Path(value).resolve())
+    return value
 
 
 def _digest(content: bytes) -> str:
