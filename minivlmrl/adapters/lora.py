@@ -197,7 +197,6 @@ def draw_adapters(model: nn.Module, seed: int):
     """Draw A as nn.Linear does (B stays 0), measure what DoRA scales to; all ranks call this."""
     weights = {}
     for name, layer in adapters(model).items():
-        # nn.Linear's own: kaiming_uniform with a = sqrt(5)
         bound = 1 / math.sqrt(layer.in_features)
         numbers = random_numbers(f"{seed}/{name}").uniform(-bound, bound, layer.lora_A.shape)
         weights[f"{name}.lora_A"] = torch.from_numpy(numbers)

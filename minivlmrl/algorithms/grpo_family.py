@@ -121,7 +121,6 @@ class Family(GRPOStage):
         """(row, completions, rewards (G, K), whether these differ) of all groups, in row order."""
         G = self.config.num_generations
         judged = rollout.rewards if self.gdpo else self.shaped(rollout)[:, None]  # (n, K) or (n, 1)
-        # NaN: no
         differs = torch.stack([group_std(column, G) > 1e-8 for column in judged.unbind(1)]).any(0)
         rows, rewards = [(row.index, row.key) for row in rollout.rows], rollout.rewards.split(G)
         for completion in chain(*rollout.completions):

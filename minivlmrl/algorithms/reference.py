@@ -63,7 +63,6 @@ class Reference:
             reshard(self.model)
             moving = adapter_parameters(self.policy) or self.policy.parameters()
             for own, moved in zip(self.model.parameters(), moving, strict=True):
-                # (1 - alpha) reference + alpha policy
                 own.lerp_(moved, self.config.ref_model_mixup_alpha)
 
 

@@ -31,6 +31,5 @@ def rollout_metrics(algorithm, rollout, rewards: Tensor, total: Tensor) -> dict[
     if algorithm.compares_groups:
         std = group_std(total, algorithm.config.num_generations)
         metrics["reward_std"] = std.nanmean().item()
-        # groups that teach nothing
         metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()
     return metrics

@@ -2,12 +2,10 @@
 
 python -m minivlmrl plan --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
 
-Of the model only config.json is read. Activations are not estimated but counted: the model is built
-on the meta device, where tensors have shapes but no numbers, and forward and backward run there.
-The rest is parameters times bytes, divided by the shards of the recipe.
-
-Not counted: the CUDA context, nccl's buffers and gaps between allocations (RESERVE is for them),
-and evaluations.
+Of the model only config.json is read. Activations are counted: forward and backward run on the meta
+device, where tensors have shapes but no numbers. The rest is parameters times bytes, divided by the
+shards of the recipe. Not counted: the CUDA context, nccl's buffers and gaps between allocations
+(RESERVE is for them), and evaluations.
 """
 
 import argparse
@@ -234,7 +232,6 @@ def plan(
         held["policy"] = adapted or whole
     if online and "reward_model" in run.rewards:
         held["reward model"] = backbone
-    # that is here
     part = 0 if sharding.cpu_offload else 1 / (gpus // sharding.replicas if sharding.enabled else 1)
     always = {name: size * part for name, size in held.items()}
 

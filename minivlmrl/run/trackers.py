@@ -41,7 +41,6 @@ def weights_and_biases(config, steps: int, closing: ExitStack) -> Callable:
     return lambda values, steps: run.log(values, step=steps)
 
 
-# by the name of package and extra
 TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
 
 

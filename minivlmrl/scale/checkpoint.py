@@ -179,7 +179,6 @@ def initialize(model: nn.Module, generator: torch.Generator):
             parameter.normal_(0, 0.02, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
-            # the sum does not grow
             ends = name.removesuffix(".weight").endswith(INTO_RESIDUAL)
             scale = 1 / math.sqrt(2 * len(blocks)) if ends else 1.0
             parameter.normal_(0, scale / math.sqrt(parameter[0].numel()), generator=generator)
@@ -277,7 +276,6 @@ def save_model(
             held.pop_all().close()
 
         world.together(begin if world.is_main else int)
-        # joint work
         for file, tensors in _full_weights(weights, shards.filename_to_tensors, world.is_main):
             world.together(partial(write, file, tensors) if world.is_main else int)
         world.together(finish if world.is_main else int)

@@ -111,7 +111,6 @@ def setup(num_threads: int | None = None, timeout: float = 600.0, sharded: bool 
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # macOS lacks it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(num_threads or max(1, cores // local_size))
     device = find_device(local_rank)

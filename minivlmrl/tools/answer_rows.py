@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from minivlmrl.adapters.lora import full
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.hub.folder import ASKED, find_folder, json_text, write_json
 from minivlmrl.hub.preprocessor import write_image_processor
@@ -171,9 +172,8 @@ def pin(config, model, processor, decoding: dict) -> dict[str, str]:
     pixels = write_image_processor(processor.image_processor), asdict(config.data.video)
     weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         weights.update(name.encode())
-        weights.update(full.detach().cpu().contiguous().view(torch.uint8).numpy())
+        weights.update(full(parameter).cpu().contiguous().view(torch.uint8).numpy())
     hashes = {"prompt": _hash(prompt), "pixels": _hash(pixels), "decoding": _hash(decoding)}
     hashes["weights"] = weights.hexdigest()[:16]
     return hashes | {"all": _hash(hashes)}
