@@ -3,8 +3,7 @@
     S = q k^T D^-1/2, -inf where a query does not see a key       P = softmax(S)       out = P v
 
 Query head i reads key head i // (H / K). Where the formula is written out, the query heads of one
-key head are concatenated as if they were more queries: fewer and larger products, and no copies of
-the keys.
+key head are concatenated as if they were more queries: fewer and larger products, no copies.
 """
 
 import math
@@ -64,8 +63,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
     Returns:
         (S, H, L, D).
-    Source: torch's scaled_dot_product_attention with enable_gqa, and with causal_lower_right as its
-    mask.
+    Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     repeat, L, T = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     short = q.device.type == "cpu" and T <= MOST_KEYS and q.shape[3] <= MOST_HEAD_DIM

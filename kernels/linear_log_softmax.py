@@ -16,8 +16,7 @@ multiplies: four products of M V D multiplications in all. Rows with both upstre
               without (V, D) in float32
 
 Logits are float32 also of bfloat16 states, where they would step by .06 to .125 nats; dz is rounded
-to bfloat16 for its products, which are summed in float32, and so are the contributions of the
-pieces to dh and dW.
+to bfloat16 for its products, which are summed in float32, as are the pieces' parts of dh and dW.
 """
 
 import torch
@@ -223,8 +222,7 @@ def linear_log_softmax(
         differentiable.
     Raises:
         ValueError: shapes or dtypes do not fit, or the temperature is not positive.
-    Source: equals TRL's selective_log_softmax and entropy_from_logits applied to logits /
-    temperature.
+    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
     """
     fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
     if not fits or hidden.dtype != weight.dtype:

@@ -11,8 +11,7 @@ gradient of o_s, and since a row's softmax has the Jacobian diag(p) - p p^T:
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-so the backward needs q, k and v alone: it computes S and P again, 64 x 64 numbers that never leave
-the chip.
+so the backward needs q, k and v alone: it computes S and P, 64 x 64 numbers, again on the chip.
 
 Segments are independent. In torch, consecutive segments of equal length are one batched call
 without a mask; where such runs are too short for a call each, the segments are sorted by length

@@ -10,8 +10,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,).
 
     Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
-    they are added. Source: GDPO (arXiv 2601.05242); TRL's multi_objective_aggregation
-    "normalize_then_sum".
+    they are added. Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
     columns = []
     for column in rewards.unbind(1):
@@ -52,8 +51,7 @@ def token_rewards(
         scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
         score_index: (B,) int64, the token that earns the score, by default each row's last.
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, whose score is one position
-    later if it can.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which scores a token later.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):

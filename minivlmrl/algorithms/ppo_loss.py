@@ -54,9 +54,7 @@ def ppo_loss(
         counts: an object with `tokens` of the optimizer step, by default those of the masks.
     Returns:
         loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
-        (shares of tokens).
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last version that
-    had it.
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
     """
     o, advantages, returns = options or PPOLoss(), rollout.advantages, rollout.returns
     value_mask = mask if value_mask is None else value_mask

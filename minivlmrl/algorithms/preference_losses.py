@@ -187,8 +187,8 @@ def dpo_loss(
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
     """f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
 
-    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(a-1)
-    - 1) / (a - 1).
+    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t));
+    alpha_divergence (t^(a-1) - 1) / (a - 1).
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -289,8 +289,7 @@ def reward_loss(
         margin: (B,), by how much the chosen answer is to win.
     Returns:
         loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
-    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), centring 2312.09244;
-    TRL's RewardTrainer.
+    Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     center = None if options is None else options.center_rewards_coefficient
     difference = chosen - rejected

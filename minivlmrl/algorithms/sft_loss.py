@@ -22,8 +22,7 @@ def sft_loss(
         loss_type: "nll"; or "dft", which weighs each token with its own probability, a constant for
             the gradient: then an unlikely demonstration pulls no harder than a likely one.
         counts: an object with `tokens` of the optimizer step, by default those of the mask.
-    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, loss_type nll and dft,
-    num_items_in_batch = counts.tokens.
+    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = counts.tokens.
     """
     if loss_type not in SFT_LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; known are {', '.join(SFT_LOSS_TYPES)}")

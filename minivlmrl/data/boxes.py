@@ -94,8 +94,7 @@ def giou(a: Box, b: Box) -> float:
     """IoU less the empty share of the smallest box around both: -1 to 1; -1 where one is not valid.
 
     Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
-    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
-    generalized_box_iou.
+    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's too.
     """
     if not (a.valid and b.valid):
         return -1.0

@@ -98,8 +98,7 @@ def load_video(
     Args:
         source, folder, allow_url: see fetch_image; or a list of such frames, which is taken whole.
         sampling: see smart_nframes and frame_range. Of a list of frames fps alone may be given, the
-            rate at which they were sampled, 2 if it is not (as in qwen-vl-utils up to 0.0.11;
-            0.0.14 calls it `sample_fps`).
+            rate at which they were sampled, 2 if it is not (`sample_fps` of qwen-vl-utils 0.0.14).
     """
     if isinstance(source, list | tuple):
         given = [name for name, value in sampling.items() if value is not None]
@@ -219,8 +218,7 @@ def sample_indices(
     """Choose frames of a file, evenly spread, first and last among them; and their rate a second.
 
     Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
-    Source: qwen-vl-utils' readers (float32 linspace, rounded half to even); with frame_factor 1
-        Qwen3VLVideoProcessor's (float64).
+    Source: qwen-vl-utils' readers (float32); with frame_factor 1 Qwen3VLVideoProcessor (float64).
     """
     first, last = frame_range(total_frames, video_fps, video_start, video_end)
     count = last - first + 1
@@ -302,8 +300,7 @@ def frame_size(
         options: min_pixels and max_pixels of a frame, by default 128 and 768 tokens' worth;
             total_pixels, by default 115200 tokens' worth, of which a frame gets its share twice,
             because two frames are one patch; resized_height and resized_width, as for an image.
-    Source: qwen-vl-utils' fetch_video of a file. Frame lists have the same sizes here: 0.0.14
-    resizes them twice.
+    Source: qwen-vl-utils' fetch_video of a file; of a frame list, which 0.0.14 resizes twice, too.
     """
     options, factor = check_options(options, VIDEO_OPTIONS), processor.factor
     if "resized_height" in options:

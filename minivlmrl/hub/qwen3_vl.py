@@ -70,8 +70,7 @@ class Qwen3VisionTransformer(nn.Module):
         """Encode all images of a batch; see VisionTransformer.forward.
 
         Returns:
-            (M, (1 + deep) * out_hidden_size): side by side the embeddings, and what is added after
-            each of the decoder's first layers.
+            (M, (1 + deep) * out_hidden_size): embeddings, and what the decoder's first layers add.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)  # without windows in raster order

@@ -1,8 +1,6 @@
-"""Pointer to <repository>/kernels, so that its files import as `minivlmrl.kernels.<name>` from a
-source tree.
+"""Pointer to <repository>/kernels: its files import as `minivlmrl.kernels.<name>` in a source tree.
 
-In an installed wheel this file is absent: pyproject.toml maps the package `minivlmrl.kernels` to
-those files directly.
+An installed wheel lacks this file: pyproject.toml maps `minivlmrl.kernels` to those files.
 """
 
 from pathlib import Path

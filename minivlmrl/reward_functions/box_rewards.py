@@ -61,9 +61,8 @@ def giou(
 ) -> list:
     """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see iou.
 
-    Example: a box of the right size next to the true one, as far away as it is wide: -1/3. The
-    whole image earns more, the share of the true box in it, so this reward alone first teaches
-    large boxes.
+    Example: a box of the right size, as far from the true one as it is wide: -1/3. The whole image
+    earns more, the share of the true box in it, so this reward alone first teaches large boxes.
     """
     measure = mean(lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
     columns = answer_texts, solution, image_sizes, answer_extents
@@ -77,8 +76,7 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 
     Args:
         solution: also true points, [x, y] or a list of such, for the pixel around each.
-        within: earn 1 at the centre of a box instead, and less in a straight line down to 0 at
-            this share of the image's diagonal.
+        within: earn 1 at a box's centre, and linearly less to 0 at this share of the diagonal.
     """
     columns = answer_texts, solution, image_sizes, answer_extents
     return judge_boxes("point", POINTS, mean(lambda a, b: nearness(a[1], b[1], within)), *columns)

@@ -87,9 +87,8 @@ def class_name(
     """1.0 for the name of the class; case, spacing, - and _ do not matter.
 
     Args:
-        classes: all names, or a text file with one in each line. Then an answer may be a sentence
-            that names one class alone and does not deny it: "It is frilly." None: the answer is the
-            name and nothing else.
+        classes: all names, or a text file with one in each line: then an answer may be a sentence
+            that names one class alone and does not deny it. None: it is the name and nothing else.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()

@@ -53,8 +53,7 @@ def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns
     Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and may be left out.
 
     Args:
-        tolerance: by how much it may be off, as a share of the solution: 0.05 takes 95 to 105 for
-            100.
+        tolerance: by what share of the solution it may be off: 0.05 takes 95 to 105 for 100.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
     return judge_rows("number", "number", read_number, answer_texts, solution, same)

@@ -1,7 +1,6 @@
 """Live sentences about a run that learns nothing: what is wrong, the likely cause, and what to do.
 
-A rule looks at the metrics of the last WINDOW optimizer steps. Each speaks once, and again after it
-was quiet.
+A rule looks at the metrics of the last WINDOW optimizer steps, and speaks again after it was quiet.
 """
 
 import json

@@ -103,8 +103,7 @@ def load_datasets(
     Args:
         run: the recipe; rewards of its files are added to its own.
         stages: for each stage what its rows must have, a key of NEEDS.
-        reward_columns, eval_columns: what the rewards ask of rows that are answered in training, of
-            held-out rows.
+        reward_columns, eval_columns: what rewards ask of rows answered in training, and held out.
     """
     config, files = run.data, run.data.files
     given = [name for name in ("task", "train_file", "train") if getattr(config, name)]
@@ -177,8 +176,7 @@ class Batches(Iterator):
 
     A draw has the prompts of `steps` optimizer steps, one step after the other. Each row gets a key
     that its random draws depend on, "seed/stage/draw/position": any number of ranks does the same.
-    `draws` were made before a resume. Threads make the prompts of the next draw meanwhile; what is
-    wrong with a row is raised when it is drawn.
+    `draws` were made before a resume. Threads make the next prompts; errors are raised in a draw.
     """
 
     def __init__(self, dataset: Dataset, algorithm, draws: int = 0):

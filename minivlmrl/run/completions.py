@@ -46,8 +46,7 @@ class Logged:
 class CompletionsLog:
     """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
 
-    A resumed run, whose Progress is not at its beginning, drops what an earlier attempt wrote of
-    steps that come again.
+    A resumed run drops what an earlier attempt wrote of steps that come again.
     """
 
     def __init__(self, config, world: World, progress):

@@ -55,8 +55,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 def learning_rate(step: int, config: TrainingConfig) -> float:
     """Rise over warmup_steps, one step ahead of TRL, then fall to min_lr_ratio at max_steps.
 
-    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear to 0: 0.5, 1, 1, 0.75, 0.5, 0.25
-    from step 0 on.
+    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear: 0.5, 1, 1, 0.75, 0.5, 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -20,8 +20,7 @@ SUMMARY, BEST, CHECKPOINTS = "summary.json", "best", "checkpoints"
 def check_outputs(config: RunConfig):
     """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained.
 
-    A folder with states is left to run/resume.py. Also refuse a tracker that is not installed, and
-    evaluations without held-out rows.
+    Also refuse a tracker that is not installed, and evaluations without held-out rows.
     """
     check_trackers(config.report_to)
     asked = [name for name in ("eval_steps", "keep_best") if getattr(config, name)]

@@ -143,8 +143,7 @@ class States:
     ) -> Iterator[Step]:
         """Yield steps; evaluate after each that is due, a resumed run too, and after the last.
 
-        Where that or a rollout fails save what was trained (ValueError: says so). Of several ranks
-        only a reward that fails ends all at the same moment.
+        Where that or a rollout fails, of several ranks a reward alone, save what was trained.
         """
         between, algorithm, last = True, self.algorithm, self.algorithm.config.max_steps
         while True:

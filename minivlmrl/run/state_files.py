@@ -25,8 +25,7 @@ FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memo
 def digest(files: list[Path]) -> str:
     """Hash weights that a state does not hold: all of a file up to 64 MiB, else 1,024 blocks of it.
 
-    Another base, one that was trained on, scaled or quantized differs in all blocks; a change of a
-    few bytes between two blocks of a large file is not seen.
+    Another base, or one that was trained on, differs in all blocks; a few bytes are not seen.
     """
     found = hashlib.blake2b()
     for file in files:

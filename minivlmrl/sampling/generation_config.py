@@ -19,8 +19,7 @@ def from_generation_config(values: dict, **overrides) -> SamplingOptions:
 
     Without do_sample each token is the likeliest one, whatever else the file says; with do_sample
     and without top_k it is one of the 50 likeliest. A length that the file leaves open stays ours:
-    transformers would stop at 20 tokens. What does not change the draw (use_cache, pad_token_id
-    ...) is ignored.
+    transformers would stop at 20 tokens. What does not change the draw (use_cache) is ignored.
 
     Args:
         overrides: fields of SamplingOptions, which win; a temperature over 0 asks for sampling.

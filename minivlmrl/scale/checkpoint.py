@@ -62,8 +62,7 @@ def load_model(
     Args:
         dtype: of the parameters; by default the config's torch_dtype.
         sharding: shards the model; each rank then reads only its own part, onto sharding.device.
-        adapt: (model on the meta device) -> puts adapters on it, whose weights are not in the
-            folder.
+        adapt: (model on the meta device) -> puts adapters on it, which the folder does not have.
     """
     folder = find_folder(folder)
     config, files = read_config(folder), weight_files(folder)
@@ -94,8 +93,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: nn.Module, copied: Callable, device
 ) -> dict[str, Tensor]:
     """Read a tensor for each parameter; copied(view of the file, parameter) is what is kept."""
-    # torch's HuggingFaceStorageReader takes every safetensors file of the folder, and the last of
-    # equal names a tied head is there once, under the embedding's name
+    # a tied head is there once, under the embedding's name
     expected = plain_weights(model, merged=False)
     tied = model.config.tie_word_embeddings
     found: dict[str, Tensor] = {}

@@ -154,8 +154,7 @@ def attempt_store(limit: timedelta) -> dist.Store:
     """Make the store of the ranks' addresses, of each attempt of --max-restarts its own.
 
     torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of
-    a dead one (pytorch issue 135712). On several hosts not all ranks know the number of the
-    attempt, see docs/many_gpus.md.
+    a dead one (pytorch issue 135712). On several hosts not all know it, see docs/many_gpus.md.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"

@@ -51,8 +51,7 @@ class Sharding:
 
     Args:
         dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        compute_dtype: of gathered weights and activations, else dtype; a section that is not
-            enabled has only this.
+        compute_dtype: of gathered weights and activations, else dtype; also where not enabled.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ def rollout_weights(
             then run it as often as it likes. False: gather layer by layer, which saves memory; all
             ranks must run it equally often.
     Yields:
-        what to run, and for a model that is gathered layer by layer what makes its decode steps
-        equally many on all ranks.
+        what to run, and if layer by layer what makes all ranks run equally many decode steps.
     """
     if not is_sharded(model):
         with torch.inference_mode():

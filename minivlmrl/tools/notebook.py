@@ -33,8 +33,7 @@ def train(
         rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are
             kept in rows/ in the run's folder.
         rewards: name or function -> weight; None: those of the recipe.
-        options: fields or whole sections of the recipe: output_dir="runs/cats", grpo={"max_steps":
-            100}.
+        options: fields or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
     """
     fields = {"data.task": None}
     for name, value in options.items():
