@@ -60,8 +60,9 @@ def _differentiate_by_rows(
         rows = slice(start, start + len(logits))
         h, kept, grads_of_rows = hidden[rows], take_rows(saved, rows), take_rows(upstream, rows)
         d = differences_(float32_matmul(h, head, out=logits[: len(h)]), kept[1], temperature)
-        given = d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]
-        dz = differentiate_rows_(*given).to(h.dtype)
+        dz = differentiate_rows_(
+            d, ids[rows], kept, grads_of_rows, temperature, scratch[: len(d)]
+        ).to(h.dtype)
         if grad_hidden is not None:
             accumulate_(grad_hidden[rows], dz, weight)
         if grad_weight is not None:

@@ -200,13 +200,13 @@ def warps(L: int) -> int:
 def _launch(kernel, pointers: list[Tensor], qkv: tuple, cu_seqlens: Tensor, longest: int):
     """Start one program for each segment and head; the backward takes scale as well."""
     (_, H, D), (L, D0, D1) = qkv[0].shape, blocks(longest, qkv[0].shape[2])
-    given = [stride for x in qkv for stride in x.stride()[:2]]
-    given += [D**-0.5] if kernel is _backward_kernel else []
-    given.append(D**-0.5 * math.log2(math.e))
+    numbers = [stride for x in qkv for stride in x.stride()[:2]]
+    numbers += [D**-0.5] if kernel is _backward_kernel else []
+    numbers.append(D**-0.5 * math.log2(math.e))
     sizes = {"H": H, "D": D, "L": L, "D0": D0, "D1": D1}
     grid, options = ((len(cu_seqlens) - 1) * H,), {"num_warps": warps(L), "num_stages": 1}
     with torch.cuda.device_of(cu_seqlens):  # Triton launches on the current device
-        kernel[grid](*pointers, cu_seqlens, *given, **sizes, **options)
+        kernel[grid](*pointers, cu_seqlens, *numbers, **sizes, **options)
 
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())

@@ -176,8 +176,8 @@ class Family(GRPOStage):
         """The entropy that the upper share of a step's tokens reaches, over all ranks."""
         local = torch.cat([b.old_entropies[b.loss_mask.bool()].cpu() for b in batches])
         entropies = torch.cat(self.world.gather_objects(local))
-        given = entropies, torch.ones_like(entropies), self.config.top_entropy_quantile
-        threshold = policy_losses.top_entropy_threshold(*given)
+        every, quantile = torch.ones_like(entropies), self.config.top_entropy_quantile
+        threshold = policy_losses.top_entropy_threshold(entropies, every, quantile)
         for batch in batches:
             batch.entropy_threshold = threshold.item()
             batch.num_entropy_tokens = (entropies >= threshold).sum().item()
@@ -236,8 +236,8 @@ class Family(GRPOStage):
         entropy = batch.entropy_threshold, batch.num_entropy_tokens or batch.counts.tokens
         inputs = PolicyInputs(batch.group.pad(logps), batch.group.pad(entropies), *fixed, *entropy)
         options = replace(self.config, beta=0.0) if self.rloo else self.config
-        given = batch.advantages, batch.loss_mask, options, batch.counts
-        loss, metrics = policy_loss(inputs, *given)
+        mask, counts = batch.loss_mask, batch.counts
+        loss, metrics = policy_loss(inputs, batch.advantages, mask, options, counts)
         return loss, metrics | self.diagnose(batch, logps, entropies)
 
 

@@ -82,8 +82,8 @@ class KTO(AnswerAlgorithm):
         group, mask = batch.group, batch.loss_mask
         logps, entropies = per_token_logps(self.policy, group)
         fixed = {"ref_per_token_logps": batch.ref_per_token_logps, "counts": batch.counts}
-        given = group.pad(logps), mask, batch.labels, self.config
-        loss, metrics = kto_loss(*given, kl=batch.kl, **fixed)
+        fixed["kl"] = batch.kl
+        loss, metrics = kto_loss(group.pad(logps), mask, batch.labels, self.config, **fixed)
         good = batch.labels.float().mean()
         shares = {"chosen": good, "rejected": 1 - good}
         for (name, here), in_step in zip(shares.items(), batch.shares, strict=True):

@@ -162,8 +162,8 @@ class PPO(GRPOStage):
     def logps_and_values(self, group) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values, each (M,)."""
         states = completion_states(self.policy, group)
-        given = self.policy, states, group, self.sample.sampling.temperature
-        logps, entropies = logps_of_states(*given)
+        temperature = self.sample.sampling.temperature
+        logps, entropies = logps_of_states(self.policy, states, group, temperature)
         values = self.critic(states)[:, 0] if self.config.critic == "shared" else self.critic(group)
         return logps, entropies, values
 

@@ -29,8 +29,9 @@ class SFT(AnswerAlgorithm):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
-        given = batch.group.pad(logps), batch.loss_mask, self.config.loss_type
-        return sft_loss(*given, counts=batch.counts), {"entropy": batch.mean(entropies)}
+        padded, kind = batch.group.pad(logps), self.config.loss_type
+        loss = sft_loss(padded, batch.loss_mask, kind, counts=batch.counts)
+        return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:

@@ -31,12 +31,13 @@ def build_model(
     if (section.path is None) == (section.config is None):
         raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
     dtype, recompute = DTYPES[section.dtype], section.activation_checkpointing
+    bounds = data.min_pixels, data.max_pixels
     if config.uses_fsdp:
         computed, pieces = DTYPES.get(section.compute_dtype), section.tower_pieces
         sharding = Sharding(config.sharding, world, dtype, recompute, computed, pieces)
     if section.path:
         # before the weights: it may not fit
-        processor = load_processor(section.path, data.min_pixels, data.max_pixels)
+        processor = load_processor(section.path, *bounds)
         if config.check_memory and world.device.type == "cuda":
             card = torch.cuda.get_device_properties(world.device)
             check_memory(config, world.size, card.total_memory)
@@ -49,8 +50,7 @@ def build_model(
         else:
             size = read_json(Path(section.config)).get("vocab_size", 0)
             tokenizer = train_tokenizer(_texts(datasets), size)
-        given = tokenizer, config.seed, data.min_pixels, data.max_pixels
-        model, processor = random_model(section.config, *given)
+        model, processor = random_model(section.config, tokenizer, config.seed, *bounds)
         config.adapter.place(model.to(world.device, dtype))
         if sharding is not None:
             sharding.shard(model)
