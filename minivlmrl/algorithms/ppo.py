@@ -1,9 +1,7 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
 
 The critic predicts, before every token, what the rest of the completion will earn: a value head on
-the policy's own backbone, or a model of its own. Different from TRL 1.12: the score is earned at
-the last token (TRL: one position later if the padding has it), and advantages are whitened over the
-rollout of all ranks. Left out: adaptive KL, entropy bonus.
+the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy bonus.
 """
 
 from dataclasses import dataclass

@@ -4,9 +4,8 @@
 rewards are given image_sizes and answer_extents too, see box_columns. A row without an image has
 None there, and cannot be judged.
 
-data.answer says where an answer is, as for all rewards; boxes.parse_boxes reads it. Every box
-counts: it is matched with one true box or it is one too many. The sum over pairs is divided by the
-number of boxes on the longer side.
+boxes.parse_boxes reads an answer. Every box counts: it is matched with one true box or it is one
+too many. The sum over pairs is divided by the number of boxes on the longer side.
 """
 
 import json
