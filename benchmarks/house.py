@@ -17,11 +17,11 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for what is new: families (Qwen3-VL, Qwen3.5), environments
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18551
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18550
 SHELF_LINES = {
     "kernels": 1680,
     "hub": 1431,
-    "data": 2445,
+    "data": 2444,
     "adapters": 678,
     "scale": 800,
     "sampling": 578,
