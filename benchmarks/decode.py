@@ -67,7 +67,7 @@ def main():
         calls = vllm_calls(case) if "vllm" in o.ways else model_calls(case, small or o.toy, "transformers" in o.ways)
         for prompts, generations in SIZES:
             lengths = lengths_of(prompts * generations, len(case.completions[0]), o.uneven)
-            ways = {way: partial(calls[way], prompts, generations, lengths) for way in o.ways}
+            ways = {way: partial(calls[way], prompts, generations, lengths) for way in o.ways if way in calls}
             results = take_turns(ways, o.repeats or (10 if small else 2))
             peer = results.get("transformers", {}).get("seconds")
             for way, numbers in results.items():
@@ -143,7 +143,8 @@ def model_calls(case: Case, wide: bool, peer: bool) -> dict[str, Callable]:
         ids = theirs.generate(**inputs, **drawn, num_return_sequences=generations, stopping_criteria=stop)
         assert ids.shape == (prompts * generations, len(case.prompt.input_ids) + tokens)
 
-    return {"ours": decode, "ours, eager": partial(decode, step=Decode), "transformers": decode_with_transformers}
+    peers = {"transformers": decode_with_transformers} if theirs else {}
+    return {"ours": decode, "ours, eager": partial(decode, step=Decode)} | peers
 
 
 def vllm_calls(case: Case) -> dict[str, Callable]:

@@ -20,6 +20,7 @@ the ways in turn; memory is the peak of a call over what model and optimizer hol
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import platform
 import statistics
@@ -133,7 +134,10 @@ def build(config: ModelConfig, dtype: torch.dtype):
 
 
 def twin(ours: Qwen2_5_VL):
-    """Build transformers' model of the very same parameters."""
+    """Build transformers' model of the very same parameters; None, and a line, where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        print("left out: transformers is not installed")
+        return None
     import transformers
 
     hub_config = transformers.Qwen2_5_VLConfig.from_dict(ours.config.to_dict())
@@ -195,7 +199,8 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
 def compare(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case) -> dict[str, tuple[float, float]]:
     """How far each peer is from the grouped way: nats of log-probability at most, and share of the gradient's norm."""
     results = {}
-    for name, way, model in (("grouped", grouped, ours), ("separate", separate, ours), ("hf", of_transformers, theirs)):
+    ways = [("grouped", grouped, ours), ("separate", separate, ours), ("hf", of_transformers, theirs)]
+    for name, way, model in ways if theirs else ways[:2]:
         ours.zero_grad()
         logps = backward(way, model, case, len(case.completions) if name == "grouped" else case.peer_rows)
         results[name] = logps, [p.grad.clone() for p in ours.parameters()]
@@ -230,7 +235,8 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int)
         ids = theirs.generate(**case.inputs, **drawn)
         assert ids.shape == (G, len(case.prompt.input_ids) + C)
 
-    theirs.generation_config.eos_token_id = None  # nothing ends a completion
+    if theirs:
+        theirs.generation_config.eos_token_id = None  # nothing ends a completion
     no_grad = torch.no_grad()
     phases = {
         "rollout": {"ours": rollout, "transformers": rollout_of_transformers},
@@ -248,6 +254,7 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int)
     rows = []
     print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
     for phase, ways in phases.items():
+        ways = {way: call for way, call in ways.items() if theirs or way != "transformers"}
         results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
         base = results["ours"].get("seconds")
         for way, numbers in results.items():

@@ -62,10 +62,10 @@ def _part(
         out = out * shrink[:, None]
         out = tl.dot(weights.to(block.dtype), block, out, input_precision="ieee")
         top, total = higher, total * shrink + tl.sum(weights, 1)
-    line += part * lines
+    line, total = line + part * lines, tl.maximum(total, 1.0)  # it is 1 or more, but without keys
     tl.store(ends + line, top + tl.log2(total), mask=inside)
-    out = out / tl.maximum(total, 1.0)[:, None]  # 0 without keys; with some the total is 1 or more
-    tl.store(outs + line.to(tl.int64)[:, None] * D + d, out, mask=inside[:, None])
+    at = line.to(tl.int64)[:, None] * D + d
+    tl.store(outs + at, out / total[:, None], mask=inside[:, None])
 
 
 @triton.jit

@@ -45,7 +45,10 @@ def test_a_machine_without_other_trainers_measures_our_side():
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
     names = "decode, gpu_grpo, gpu_kernels, gpu_profile, gpu_step, grpo_step"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", f"{missing}; import {names}"], env=environment, check=True)
+    run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
+    command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
+    table = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert table.count("left out: transformers") == 3 and "| step | ours |" in table and "| 40 | 2 | ours |" in table
 
 
 @pytest.mark.parametrize("part", ["group", "windows"])
