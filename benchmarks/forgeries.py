@@ -265,6 +265,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--forged", type=int, default=100)
     p.add_argument("--honest", type=int, default=50)
+    p.add_argument("--first", type=int, default=0, help="go on with this forgery")
     options, caught, passed, accused = p.parse_args(), 0, [], []
     torch.set_num_threads(1)
     draw, names, cases = random.Random(0), [*LIVE, *AFTER], list(CASES)
@@ -272,13 +273,14 @@ def main():
         home = Path(folder)
         (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
         (home / "recipe.yaml").write_text(json.dumps(RECIPE))
-        for number in range(options.forged):
-            name, case, step = names[number % len(names)], cases[number // len(names) % 3], draw.randrange(STEPS)
+        for number in range(options.first, options.forged):
+            name, case = names[number % len(names)], cases[number // len(names) % 3]
+            step = random.Random(number).randrange(STEPS)
             status = forge(name, home / "recipe.yaml", home / "run", CASES[case], step)
             caught += status == 1
             if status != 1:
                 passed.append(f"{name}, {case}, step {step}: {status}")
-            print(f"{number + 1} forged, {caught} caught", *passed[-1:], flush=True)
+            print(f"{number + 1 - options.first} forged, {caught} caught", *passed[-1:], flush=True)
             shutil.rmtree(home / "run")
         for number in range(options.honest):
             case = cases[number // 2 % len(cases)]

@@ -25,6 +25,12 @@ class ReferenceConfig:
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every this many optimizer steps
     # vision tower, embeddings, this many layers: frozen, shared by both
     num_shared_layers: Annotated[int, ">= 0"] = 0
+    # distill: the folder of a teacher; None: the policy as the stage found it
+    teacher: str | None = None
+    # distill: "file.py:function", from a Row to what the teacher sees of it: docs/distill.md
+    teacher_prompt: str | None = None
+    # distill: 0 is KL(teacher || student), 1 KL(student || teacher), between is Jensen-Shannon
+    teacher_beta: Annotated[float, "[0, 1]"] = 0.5
 
 
 class Reference:

@@ -1,6 +1,7 @@
 """The stages that a recipe can name, and the class of each."""
 
 from minivlmrl.algorithms.base import Algorithm
+from minivlmrl.algorithms.distill import Distill
 from minivlmrl.algorithms.dpo import DPO
 from minivlmrl.algorithms.grpo_family import Family, needs_family
 from minivlmrl.algorithms.grpo_stage import GRPOStage
@@ -16,6 +17,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "reward_model": RewardModel,
     "grpo": GRPOStage,
     "ppo": PPO,
+    "distill": Distill,
 }
 
 

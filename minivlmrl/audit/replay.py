@@ -62,7 +62,8 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]):
     config = load_config(given, [f"--output_dir={folder}", *overrides])
     if not recipe:
         names = [*config.rewards, *config.data.eval_rewards, config.data.task or ""]
-        check_found(given, [*names, config.sampling.environment or ""], overrides)
+        names += [config.sampling.environment or "", config.reference.teacher_prompt or ""]
+        check_found(given, names, overrides)
     return config
 
 

@@ -139,6 +139,11 @@ class RunConfig:
                 raise ValueError(f"adapter.{name} is {value!r}, it needs adapter.r")
 
     @property
+    def distill(self) -> GRPOSection:
+        """The section of the stage `distill`, whose rollouts are GRPO's."""
+        return self.grpo
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP2 holds the weights: sharded ones, or layers with a dtype of their own."""
         return self.sharding.enabled or self.model.compute_dtype is not None
@@ -165,7 +170,8 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
         if not override.startswith("--") or not separator:
             raise ValueError(f"{override!r}: an override has the form --section.name=value")
         value = _value(key, text)
-        code = key in ("data.task", "sampling.environment") and ".py:" in (value or "")
+        code = key in ("data.task", "sampling.environment", "reference.teacher_prompt")
+        code = code and ".py:" in (value or "")
         if value and (key == "model.config" or code):
             value = str(Path(value).resolve())  # not beside the recipe, as what a recipe says
         values = _replace(values, key.split("."), value)
@@ -174,12 +180,14 @@ def load_config(recipe: str | Path, overrides: list[str] = ()) -> RunConfig:
     # these two are beside the recipe, the files below are found from where the command runs
     if config.model.config:
         config.model.config = str((path.parent / config.model.config).resolve())
-    for section, name in ((config.data, "task"), (config.sampling, "environment")):
+    code = (config.data, "task"), (config.sampling, "environment")
+    for section, name in (*code, (config.reference, "teacher_prompt")):
         if ".py:" in (getattr(section, name) or ""):
             setattr(section, name, str((path.parent / getattr(section, name)).resolve()))
     files = [(config.data, name) for name in ("train_file", "eval_file", "image_root")]
     files += [(section, name) for section in config.data.train for name in ("file", "image_root")]
     files += [(config.model, "path"), (config.adapter, "path"), (config.reward_model, "path")]
+    files.append((config.reference, "teacher"))
     for section, name in [*files, (config.ppo, "critic_path")]:
         setattr(section, name, _absolute(getattr(section, name)))
     config.data.files = {stage: _absolute(file) for stage, file in config.data.files.items()}

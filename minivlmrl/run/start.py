@@ -69,7 +69,8 @@ def notes(config, datasets: dict[str, Dataset]) -> Iterator[str]:
             says = f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too"
             yield f"{says}: what they say of it is what it remembers"
     for name, section in vars(config).items():
-        if isinstance(section, TrainingConfig) and name not in config.stages:
+        used = [getattr(config, stage) for stage in config.stages]
+        if isinstance(section, TrainingConfig) and not any(section is own for own in used):
             plain = vars(type(section)())
             given = [f"{name}.{k}" for k, value in vars(section).items() if value != plain[k]]
             if given:

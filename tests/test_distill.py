@@ -1,0 +1,83 @@
+"""On-policy distillation: the divergence of a step against its definition, and teachers with prompts of their own."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import metrics
+
+from minivlmrl import train
+from minivlmrl.batch import pack
+from minivlmrl.kernels.linear_divergence import divergence
+from minivlmrl.logprobs import completion_states
+from minivlmrl.rows import Row
+
+HINT = [f"--reference.teacher_prompt={__file__}:hint", "--grpo.num_generations=3"]
+
+
+def hint(row):
+    """The teacher is told the answer."""
+    messages = copy.deepcopy(row.messages)
+    messages[-1]["content"].append({"type": "text", "text": f" It is a {row.columns['solution']}."})
+    return replace(row, messages=messages)
+
+
+def larger(row):
+    """The teacher sees the picture as it is, the student data.max_pixels of it."""
+    messages = copy.deepcopy(row.messages)
+    messages[-1]["content"][0]["max_pixels"] = 56 * 56
+    return replace(row, messages=messages)
+
+
+def log_probs(model, prompt, completion, temperature):
+    """(T, V) of one completion alone, in a batch without others."""
+    group = pack([prompt], [[completion]], model.config)
+    return (model.lm_head(completion_states(model, group)) / temperature).log_softmax(-1)
+
+
+def by_hand(run, teacher, shown, rollout):
+    """The loss of a rollout, one completion after the other, with all logits."""
+    student, processor, total, tokens = run.algorithm.policy, run.algorithm.processor, 0.0, 0
+    temperature, beta = run.algorithm.run.sampling.temperature, run.algorithm.run.reference.teacher_beta
+    for row, prompt, group in zip(rollout.rows, rollout.prompts, rollout.completions, strict=True):
+        own = Row.prompt(shown(row), processor)
+        assert not torch.equal(own.input_ids, prompt.input_ids)
+        for completion in group:
+            p, q = (log_probs(*given, completion, temperature) for given in ((student, prompt), (teacher, own)))
+            total, tokens = total + divergence(p, q.detach(), beta)[0].sum(), tokens + len(p)
+    return total / tokens
+
+
+@pytest.mark.parametrize("options", [["--grpo.micro_batch_size=2"], ["--adapter.r=2"], ["--sampling.temperature=0.7"]])
+def test_a_step_is_the_divergence_from_the_teacher(stage, samples, options):
+    run = stage("distill", *HINT, *options)
+    start = copy.deepcopy(run.algorithm.policy)
+    run.go(2)
+    batches = run.next()
+    wanted = by_hand(run, start, hint, samples[-1])
+    assert sum(run.algorithm.loss(batch)[0] for batch in batches).item() == pytest.approx(wanted.item(), rel=1e-12)
+    [*_, head] = [p for p in run.algorithm.trained.parameters() if p.requires_grad]
+    loss = sum(run.algorithm.loss(batch)[0] for batch in batches)
+    own, other = (torch.autograd.grad(x, head)[0] for x in (loss, wanted))
+    torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-14)
+    assert run.update()["divergence"] == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpoint):
+    """It runs whole, is resumed, and the student comes nearer to it."""
+    small = ["--data.min_pixels=784", "--data.max_pixels=784", "--grpo.max_steps=8", "--grpo.learning_rate=1e-2"]
+    teacher = [f"--reference.teacher={checkpoint}", f"--reference.teacher_prompt={__file__}:larger"]
+    options = ["--stages=[distill]", "--seed=3", *small, *teacher, "--state_steps=4", "--keep_states=9"]
+    folder = run(*options, "--rewards={letters: 1}")
+    lines = metrics(folder)
+    assert [line["stage"] for line in lines] == ["distill"] * 8
+    assert lines[-1]["divergence"] < 0.9 * lines[0]["divergence"]
+    resumed = f"--resume={folder / 'states' / '000004'}"
+    again = run(*options, "--rewards={letters: 1}", resumed, name="again")
+    assert metrics(again) == lines
+
+
+def test_what_makes_no_sense_is_refused(home):
+    with pytest.raises(ValueError, match=r"distill needs reference\.teacher or reference\.teacher_prompt"):
+        train.main([str(home / "recipe.yaml"), "--stages=[distill]"])

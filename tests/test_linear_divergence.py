@@ -1,0 +1,51 @@
+"""Divergences from hidden states against TRL's generalized_jsd_loss of all logits: value and gradient."""
+
+import pytest
+import torch
+
+from minivlmrl.kernels import linear_divergence as file
+from minivlmrl.kernels.linear_divergence import linear_divergence
+
+GKDTrainer = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl").GKDTrainer
+
+
+def states(rows, width, vocab, scale=0.5):
+    return scale * torch.randn(rows, width).double(), torch.randn(vocab, width).double()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_trl(beta, temperature, monkeypatch):
+    """37 rows in pieces of 8; teacher and student have other sizes."""
+    monkeypatch.setattr(file, "_rows", lambda *_: 8)
+    torch.manual_seed(0)
+    (h, w), teacher = states(37, 5, 301), states(37, 7, 301)
+    h, w = h.requires_grad_(), w.requires_grad_()
+    mask = torch.rand(37) < 0.7
+    labels = torch.where(mask, 1, -100)[None]
+    theirs = GKDTrainer.generalized_jsd_loss(
+        (h @ w.T)[None], (teacher[0] @ teacher[1].T)[None], labels, beta=beta, temperature=temperature
+    )
+    wanted = theirs, *torch.autograd.grad(theirs, (h, w))
+    loss, values = linear_divergence((h, w), teacher, mask.double() / mask.sum(), beta, temperature)
+    found = loss, *torch.autograd.grad(2 * loss, (h, w))
+    for own, other, times in zip(found, wanted, (1, 2, 2), strict=True):
+        assert (own / times - other).abs().max() <= 4e-15 * other.abs().max()
+    assert values.shape == (37,) and (values > 0).all() and not values.requires_grad
+
+
+def test_only_what_is_trained_has_a_gradient_and_bfloat16_is_summed_in_float32():
+    torch.manual_seed(0)
+    (h, w), teacher = states(9, 8, 50, 1.0), states(9, 8, 50, 1.0)
+    half = [x.bfloat16() for x in (h, w, *teacher)]
+    h16 = half[0].requires_grad_()
+    loss, _ = linear_divergence((h16, half[1]), (half[2], half[3]), torch.full((9,), 1 / 9))
+    loss.backward()
+    assert loss.dtype == torch.float32 and h16.grad.dtype == torch.bfloat16
+    exact = half[0].detach().double().requires_grad_()
+    wanted, _ = linear_divergence(
+        (exact, half[1].double()), (half[2].double(), half[3].double()), torch.full((9,), 1 / 9).double()
+    )
+    wanted.backward()
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(h16.grad.double(), exact.grad, rtol=2e-2, atol=1e-3)
