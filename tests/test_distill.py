@@ -1,11 +1,11 @@
 """On-policy distillation: the divergence of a step against its definition, and teachers with prompts of their own."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 from runs import metrics
+from teachers import hint
 
 from minivlmrl import train
 from minivlmrl.batch import pack
@@ -13,21 +13,7 @@ from minivlmrl.kernels.linear_divergence import divergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row
 
-HINT = [f"--reference.teacher_prompt={__file__}:hint", "--grpo.num_generations=3"]
-
-
-def hint(row):
-    """The teacher is told the answer."""
-    messages = copy.deepcopy(row.messages)
-    messages[-1]["content"].append({"type": "text", "text": f" It is a {row.columns['solution']}."})
-    return replace(row, messages=messages)
-
-
-def larger(row):
-    """The teacher sees the picture as it is, the student data.max_pixels of it."""
-    messages = copy.deepcopy(row.messages)
-    messages[-1]["content"][0]["max_pixels"] = 56 * 56
-    return replace(row, messages=messages)
+HINT = ["--reference.teacher_prompt=teachers:hint", "--grpo.num_generations=3"]
 
 
 def log_probs(model, prompt, completion, temperature):
@@ -67,7 +53,7 @@ def test_a_step_is_the_divergence_from_the_teacher(stage, samples, options):
 def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpoint):
     """It runs whole, is resumed, and the student comes nearer to it."""
     small = ["--data.min_pixels=784", "--data.max_pixels=784", "--grpo.max_steps=8", "--grpo.learning_rate=1e-2"]
-    teacher = [f"--reference.teacher={checkpoint}", f"--reference.teacher_prompt={__file__}:larger"]
+    teacher = [f"--reference.teacher={checkpoint}", "--reference.teacher_prompt=teachers:larger"]
     options = ["--stages=[distill]", "--seed=3", *small, *teacher, "--state_steps=4", "--keep_states=9"]
     folder = run(*options, "--rewards={letters: 1}")
     lines = metrics(folder)

@@ -205,7 +205,7 @@ def test_rloo_by_hand(stage, samples, asked):
 
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
     """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
-    run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_max=1.5",
+    run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
     original = run.algorithm.roll_out
 

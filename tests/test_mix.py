@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 import yaml
 
-from minivlmrl.data.mix import FileSection, mix, read_mix, sample, split
+from minivlmrl.data.mix import FileSection, mix, read_mix, sample
 from minivlmrl.run.batches import DataSection, load_datasets
 from minivlmrl.run.config import RunConfig
 
@@ -36,12 +36,6 @@ def test_other_strategies_are_named(strategy):
 def test_a_weight_says_how_often_a_pass_has_a_row(weight, rows):
     mixed = mix(["abcd", "xy"], [FileSection("1", weight), FileSection("2")])
     assert "".join(mixed) == rows + "xy"
-
-
-def test_a_split_shares_no_row():
-    training, held_out = split(range(10), 0.3)
-    assert sorted([*training, *held_out]) == list(range(10)) and len(held_out) == 3
-    assert list(split(range(10), 0.3)[1]) == list(held_out)
 
 
 @pytest.fixture
@@ -107,10 +101,3 @@ def test_stages_may_have_files_of_their_own(files):
     for wrong in ({"task": "shapes"}, {}):
         with pytest.raises(ValueError, match=r"data: set either data\.task"):
             load(stages, {"sft": files / "b.jsonl"}, **wrong)
-
-
-def test_a_share_of_the_rows_is_held_out(files):
-    stages = {"sft": "demonstrations", "grpo": "prompts"}
-    rows = load(stages, train_file=str(files / "a.jsonl"), val_split=0.25)
-    assert problems(rows["sft"]) == problems(rows["grpo"]) and len(rows["eval"]) == 1
-    assert sorted(problems(rows["sft"]) + problems(rows["eval"])) == ["a0", "a1", "a2", "a3"]

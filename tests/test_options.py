@@ -28,7 +28,7 @@ BASES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward_model": RM, "grpo": GRPO, "
 # a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
 # "drift": the sampler records log-probabilities that are not quite the trainer's
-DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_max=1.5", "--rollout.max_logp_mismatch=.inf"]
+DRIFT = ["drift", *GRPO, "--grpo.rollout_correction_bounds=[null, 1.5]", "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video.min_pixels=784", "--data.video.max_pixels=6272", *SFT]
 # later rollouts of a policy that has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
@@ -43,7 +43,9 @@ REFERENCE_OPTIONS = {
     "num_shared_layers": (1, []),
 }
 REFERENCED = {"dpo": DPO, "grpo": [*GRPO, "--grpo.beta=0.5"]}
+TEACHER = "--reference.teacher_prompt=teachers:hint"
 OPTIONS = [  # field, another value, base
+    ("reference.teacher_beta", 1.0, ["--stages=distill", LETTERS, TEACHER]),
     *[
         (f"{stage}.{name}", value, BASES[stage])
         for stage, (name, value) in zip(itertools.cycle(STAGES), STAGE_OPTIONS.items(), strict=False)
@@ -84,8 +86,7 @@ OPTIONS = [  # field, another value, base
     ("grpo.top_entropy_quantile", 0.3, GRPO),
     ("grpo.entropy_coef", 0.5, GRPO),
     ("grpo.off_policy_mask_threshold", 0.0, FAR),
-    ("grpo.rollout_correction_max", 1.2, [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
-    ("grpo.rollout_correction_min", 0.9, [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
+    ("grpo.rollout_correction_bounds", [0.9, 1.2], [*DRIFT, "--grpo.rollout_correction=token_truncate"]),
     ("grpo.sapo_temperature_pos", 3.0, [*FAR, "--grpo.loss_type=sapo"]),
     ("grpo.sapo_temperature_neg", 3.0, [*FAR, "--grpo.loss_type=sapo"]),
     ("grpo.vespo_k_pos", 1.0, [*FAR, "--grpo.loss_type=vespo"]),
@@ -102,7 +103,6 @@ OPTIONS = [  # field, another value, base
     ("ppo.num_mini_batches", 2, PPO),
     ("ppo.num_ppo_epochs", 1, PPO),
     ("ppo.cliprange", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
-    ("ppo.cliprange_value", 0.001, [*PPO, "--ppo.learning_rate=3e-2"]),
     ("ppo.vf_coef", 1.0, PPO),
     ("ppo.kl_coef", 0.0, PPO_KL),
     ("ppo.gamma", 0.5, PPO),
@@ -177,15 +177,16 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 # (micro_batch_size), test_dpo.py (precompute_ref_log_probs), test_reward_model.py (path), test_ppo.py (critic_path),
 # test_results.py (evaluations, checkpoints), test_trackers.py (report_to),
 # test_train.py (files and folders), test_media.py (allow_urls), test_resume.py (states, resume, timeout),
-# test_tool_sampler.py (environment), test_sharding.py or test_ranks.py.
+# test_tool_sampler.py (environment), test_distill.py (teachers), test_sharding.py or test_ranks.py.
 OTHERS = {
     *(f"{stage}.micro_batch_size" for stage in ("sft", "kto", "reward_model", "ppo")),
     *("optimizer.name", "eval_steps", "save_steps", "save_total_limit", "max_epochs", "data.files"),
     *("dpo.precompute_ref_log_probs", "reward_model.path", "ppo.critic_path"),
+    *("reference.teacher", "reference.teacher_prompt"),
     *("output_dir", "num_threads", "model.path", "model.config"),
     *("model.activation_checkpointing", "model.compute_dtype", "model.tower_pieces"),
     *("data.eval_rows", "data.eval_file", "data.eval_rewards", "data.eval_blind", "data.allow_urls", "data.resize"),
-    *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root", "data.val_split"),
+    *("data.skip_unreadable", "data.image_workers", "data.train", "data.columns", "data.image_root"),
     *("data.rescale_boxes", "data.max_prompt_tokens"),
     *("check_memory", "state_minutes", "state_steps", "keep_states", "resume", "timeout", "rollout.gather_weights"),
     *("adapter.path", "adapter.quantize", "sampling.max_tokens_at_once", "sampling.graph"),

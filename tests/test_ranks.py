@@ -54,6 +54,7 @@ FURTHER = {
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
+    "distill": ["--stages=[distill]", "--reference.teacher_prompt=teachers:hint"],
     "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
                                  "--reward_model.path=FOLDER/judge"],

@@ -31,8 +31,8 @@ class FamilyConfig(GRPOConfig, FamilyLoss):
 
     # for the sampler's mismatch, a mode of rollout_importance_ratio
     rollout_correction: CorrectionMode | None = None
-    rollout_correction_max: float | None = 3.0  # upper bound of that ratio
-    rollout_correction_min: float | None = None  # lower bound of that ratio
+    # lower and upper bound of that ratio; null: none
+    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)
     mask_truncated_completions: bool = False  # completions that were cut teach nothing
     # overlong shaping: rewards fall over this many last tokens
     soft_punish_cache: Annotated[int, ">= 0"] = 0
@@ -148,10 +148,10 @@ class Family(GRPOStage):
             stopped = [c.stopped for group in rollout.completions for c in group]
             train_on(torch.tensor(stopped), rollout, part, batches, self.world)
         if config.rollout_correction:
-            bounds = config.rollout_correction_max, config.rollout_correction_min
+            low, high = config.rollout_correction_bounds
             for batch in batches:
                 logps = batch.old_per_token_logps, batch.sampler_logps, batch.loss_mask
-                how = *logps, config.rollout_correction, *bounds
+                how = *logps, config.rollout_correction, high, low
                 batch.importance_sampling_ratio = policy_losses.rollout_importance_ratio(*how)
         if config.top_entropy_quantile < 1:
             self.find_threshold(batches)

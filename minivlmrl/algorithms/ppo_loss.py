@@ -11,10 +11,8 @@ from torch import Tensor
 class PPOLoss:
     """Options of ppo_loss, and of the section `ppo` of a recipe."""
 
-    # the ratio is clipped to [1 - cliprange, 1 + cliprange]
+    # the ratio is clipped to [1 - cliprange, 1 + cliprange], a value to old value -+ cliprange
     cliprange: Annotated[float, ">= 0"] = 0.2
-    # a value is clipped to old value -+ cliprange_value
-    cliprange_value: Annotated[float, ">= 0"] = 0.2
     vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
 
 
@@ -65,7 +63,7 @@ def ppo_loss(
     clipped = -advantages * ratio.clamp(1 - o.cliprange, 1 + o.cliprange)
     per_token_policy = torch.max(unclipped, clipped)
 
-    moved, most = values - rollout.old_values, o.cliprange_value
+    moved, most = values - rollout.old_values, o.cliprange
     near = rollout.old_values + moved.clamp(-most, most)
     squared, squared_near = (values - returns).square(), (near - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_near)

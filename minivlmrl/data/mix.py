@@ -59,13 +59,6 @@ def pick(rows: Sequence, numbers: list[int]) -> Picked:
     return Picked([rows], [(0, number) for number in numbers])
 
 
-def split(rows: Sequence, share: float) -> tuple[Picked, Picked]:
-    """Draw a share of the rows to be held out, the same for every seed: (the others, these)."""
-    order = random.Random(0).sample(range(len(rows)), len(rows))
-    count = max(1, round(share * len(rows)))
-    return pick(rows, sorted(order[count:])), pick(rows, sorted(order[:count]))
-
-
 def mix(parts: list[Sequence], files: list[FileSection]) -> Picked:
     """Lay files of rows end to end, each row as often as the weight of its file says.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.mix import FileSection, mix, pick, read_mix, shuffled, split
+from minivlmrl.data.mix import FileSection, mix, read_mix, shuffled
 from minivlmrl.hub.checker import require
 from minivlmrl.hub.preprocessor import Count
 from minivlmrl.reward_functions.names import required_columns
@@ -47,8 +47,6 @@ class DataSection:
     files: dict[str, str] = field(default_factory=dict)
     # rows with problem or prompt, image(s), and solution or chosen and rejected
     eval_file: str | None = None
-    # share of the training rows that is held out if there is no eval_file
-    val_split: Annotated[float, "[0, 1)"] = 0.0
     # training rows with a longer prompt are left out
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     image_root: str | None = None  # the folder that paths of images begin at; None: the file's
@@ -118,13 +116,9 @@ def load_datasets(
                 lacks = f"needs {needs}, which data.task {config.task} does not have"
                 raise ValueError(f"stages: {stage} {lacks}")
         return {**{stage: training[needs] for stage, needs in stages.items()}, "eval": held_out}
-    columns, datasets, held_out = NEEDS | {"prompts": tuple(reward_columns)}, {}, None
+    columns, datasets = NEEDS | {"prompts": tuple(reward_columns)}, {}
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
-        if config.val_split and not config.eval_file and stage not in files:
-            datasets[stage], held_out = split(datasets[stage], config.val_split)
-    if held_out is not None:
-        datasets["eval"] = pick(held_out, list(range(min(config.eval_rows, len(held_out)))))
     if config.eval_file:  # its rows are asked for answers, unless all that is trained on are pairs
         needed = NEEDS["pairs"] if set(stages.values()) == {"pairs"} else eval_columns
         datasets["eval"] = _rows(config, config.eval_file, needed, config.eval_rows)

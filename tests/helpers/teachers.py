@@ -1,0 +1,19 @@
+"""What teachers of the stage distill are shown: reference.teacher_prompt names these."""
+
+import copy
+from dataclasses import replace
+
+
+def hint(row):
+    """The teacher is told the answer."""
+    messages = copy.deepcopy(row.messages)
+    said, content = f" It is a {row.columns.get('solution')}.", messages[-1]["content"]
+    messages[-1]["content"] = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+    return replace(row, messages=messages)
+
+
+def larger(row):
+    """The teacher sees the picture as it is, the student data.max_pixels of it."""
+    messages = copy.deepcopy(row.messages)
+    messages[-1]["content"][0]["max_pixels"] = 56 * 56
+    return replace(row, messages=messages)
