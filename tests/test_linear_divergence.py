@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minivlmrl.kernels import linear_divergence as file
-from minivlmrl.kernels.linear_divergence import linear_divergence
+from minivlmrl.kernels.linear_divergence import LinearDivergence
 
 GKDTrainer = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl").GKDTrainer
 
@@ -27,7 +27,7 @@ def test_equals_trl(beta, temperature, monkeypatch):
         (h @ w.T)[None], (teacher[0] @ teacher[1].T)[None], labels, beta=beta, temperature=temperature
     )
     wanted = theirs, *torch.autograd.grad(theirs, (h, w))
-    loss, values = linear_divergence((h, w), teacher, mask.double() / mask.sum(), beta, temperature)
+    loss, values = LinearDivergence.apply(h, w, *teacher, mask.double() / mask.sum(), beta, temperature)
     found = loss, *torch.autograd.grad(2 * loss, (h, w))
     for own, other, times in zip(found, wanted, (1, 2, 2), strict=True):
         assert (own / times - other).abs().max() <= 4e-15 * other.abs().max()
@@ -39,12 +39,12 @@ def test_only_what_is_trained_has_a_gradient_and_bfloat16_is_summed_in_float32()
     (h, w), teacher = states(9, 8, 50, 1.0), states(9, 8, 50, 1.0)
     half = [x.bfloat16() for x in (h, w, *teacher)]
     h16 = half[0].requires_grad_()
-    loss, _ = linear_divergence((h16, half[1]), (half[2], half[3]), torch.full((9,), 1 / 9))
+    loss, _ = LinearDivergence.apply(h16, *half[1:], torch.full((9,), 1 / 9), 0.5, 1.0)
     loss.backward()
     assert loss.dtype == torch.float32 and h16.grad.dtype == torch.bfloat16
     exact = half[0].detach().double().requires_grad_()
-    wanted, _ = linear_divergence(
-        (exact, half[1].double()), (half[2].double(), half[3].double()), torch.full((9,), 1 / 9).double()
+    wanted, _ = LinearDivergence.apply(
+        exact, *[x.double() for x in half[1:]], torch.full((9,), 1 / 9).double(), 0.5, 1.0
     )
     wanted.backward()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)

@@ -18,7 +18,7 @@ from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
 from minivlmrl.hub.load import load_name
-from minivlmrl.kernels.linear_divergence import linear_divergence
+from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
 from minivlmrl.rows import Row
 from minivlmrl.scale.checkpoint import load_model
@@ -86,13 +86,10 @@ class Distill(GRPOStage):
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
+        # after the forward, which has gathered a sharded head
+        ours, theirs = self.policy.lm_head.weight, self.teacher.lm_head.weight.detach()
         weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
-        heads = self.policy.lm_head.weight, self.teacher.lm_head.weight
-        loss, divergences = linear_divergence(
-            (states, heads[0]),
-            (batch.teacher_states, heads[1].detach()),
-            weights / batch.counts.tokens,
-            self.run.reference.teacher_beta,
-            self.sample.sampling.temperature,
-        )
+        options = self.run.reference.teacher_beta, self.sample.sampling.temperature
+        given = states, ours, batch.teacher_states, theirs, weights / batch.counts.tokens
+        loss, divergences = LinearDivergence.apply(*given, *options)
         return loss, {"divergence": batch.mean(divergences)}
