@@ -2,9 +2,9 @@
 
 Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m = b q + (1 - b) p:
 
-    b = 0     D = KL(q || p)                                dD/dz = (p - q) / T
-    b = 1     D = KL(p || q)                                dD/dz = p (log p - log q - D) / T
-    else      D = b KL(q || m) + (1 - b) KL(p || m)         dD/dz = (1 - b) p (log p - log m - KL(p || m)) / T
+    b = 0  D = KL(q || p)                         dD/dz = (p - q) / T
+    b = 1  D = KL(p || q)                         dD/dz = p (log p - log q - D) / T
+    else   D = b KL(q || m) + (1 - b) KL(p || m)  dD/dz = (1 - b) p (log p - log m - KL(p || m)) / T
 """
 
 import math
