@@ -17,7 +17,7 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for what is new: families (Qwen3-VL, Qwen3.5), environments
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18709
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18932
 SHELF_LINES = {
     "kernels": 1741,
     "hub": 1431,
@@ -31,7 +31,7 @@ SHELF_LINES = {
     "tasks": 178,
     "run": 2771,
     "tools": 888,
-    "audit": 1649,
+    "audit": 1872,
 }
 
 

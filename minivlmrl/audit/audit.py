@@ -26,7 +26,8 @@ LOGPS = {
     "logps of sampler": ("sampler_logps", "old_model"),
     "logps of reference": ("ref_per_token_logps", "ref_model"),
 }
-STAGES = {name: getattr(stages, name) for name in ("advantages", "rows", "mask")}
+BEFORE = ("advantages", "rows", "tokens", "pictures", "mask")
+STAGES = {name: getattr(stages, name) for name in BEFORE}
 STAGES |= {name: partial(updates.logps, *of) for name, of in LOGPS.items()} | {"loss": stages.loss}
 STAGES |= {name: getattr(updates, name) for name in ("gradients", "clip", "update", "schedule")}
 # what may be off by a factor
@@ -64,12 +65,13 @@ def causes(name: str, d: Dump) -> list[Cause]:
     for row in TABLE["things"]:
         if own & set(row["stages"].split()) and row.get("needs", "input_ids") in d.tensors:
             about = {name: row[name] for name in ("source", "costs", "about") if name in row}
-            changes = {
-                text: (kind, text)
-                for kind in row.get("of", "").split()
-                for text in getattr(d, kind)
-            }
-            for text, change in (changes or TABLE["terms"]).items():
+            changes = {} if "of" in row else TABLE["terms"]
+            for kind in row.get("of", "").split():
+                units = TABLE[kind] if kind == "pictures" else getattr(d, kind)
+                for how, change in row.get("changes", {"{}": None}).items():
+                    of = ((kind, text, *filter(None, [change])) for text in units)
+                    changes = changes | {how.format(x[1]): x for x in of}
+            for text, change in changes.items():
                 says, name = f"{row['says']} {text}", f"{row['thing']}: {text}"
                 found.append(Cause(name, says, change={row["thing"]: change}, **about))
     return found
@@ -103,6 +105,9 @@ def audit(d: Dump) -> list[Finding]:
             count = sum(has.numel() for has, _, _ in answer.values())
             findings.append(f := Finding(name, error(answer), count))
         except (ValueError, *DAMAGES) as cause:
+            if name in THROUGH_A_MODEL and not all(f.ok for f in findings if f.stage == "pictures"):
+                d.forward = None
+                continue  # their places are not those of the ids
             what = f"{type(cause).__name__} {cause}: a tensor or a field is not as in docs/audit.md"
             raise ValueError(f"{name} cannot be computed again: {what}") from cause
         if f.ok:
@@ -111,8 +116,13 @@ def audit(d: Dump) -> list[Finding]:
         again = [fit for one in named if (fit := fits(name, d, one))]
         f.where, f.again, f.explained = where(answer, d), bool(again), again or explain(name, d)
         named += [one for one, _ in f.explained[:1] if all(cause.change for cause in one)]
+        change = merged(f.explained[0][0]) if f.explained else None
         if name == "logps":  # gradients are then those of the forward that is known
-            d.forward = merged(f.explained[0][0]) if f.explained else None
+            d.forward = change
+        if name == "tokens":  # as masks are of the ids
+            d.ids = change
+            for kind in ("regions", "edges"):
+                d.__dict__.pop(kind, None)
     return findings
 
 
@@ -151,6 +161,10 @@ def unseen(name: str, d: Dump, answer: dict) -> Counter:
 def explain(name: str, d: Dump) -> list[Fit]:
     """The simplest sets of causes that give the trainer's numbers."""
     d.known, base = {}, computed(name, d, {})
+    if name in LOGPS:  # two rows tell enough; what explains them has to explain all
+        [(has, should, unit)] = base.values()
+        d.part = ((has - should).abs() / unit).amax(1).topk(min(2, len(has))).indices
+        base = computed(name, d, {})
     one, two = [], []  # causes; a factor is one
     known, gives = [], [numbers(base, base)]
     for cause in causes(name, d):
@@ -169,8 +183,10 @@ def explain(name: str, d: Dump) -> list[Fit]:
             if number % 100 == 0 and any(two):
                 break
             two.append(fits(name, d, [known[i] for i in pair]))
-    d.known = None
+    d.known = d.part = None
     found = [fitting for fitting in (one if any(one) else two) if fitting]
+    if name in LOGPS:
+        found = [fitting for some, _ in found if (fitting := fits(name, d, some))]
     limit = max(10 * min((left for _, left in found), default=0.0), TOLERANCE / 100)
     return [(some, left) for some, left in found if left <= limit]
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from minivlmrl.audit import moves
 from minivlmrl.hub.folder import read_json
+from minivlmrl.hub.tokenizer import load_tokenizer
 
 # what computing with a field or tensor of another type or shape than docs/audit.md says may raise
 DAMAGES = TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError
@@ -43,9 +44,9 @@ class Dump:
             if len(x) != n or (name in BY_TOKEN and not by_token):
                 ids = f"input_ids are {(n, self.width)}: one row for each"
                 raise ValueError(f"{name} is {tuple(x.shape)}, but {ids}")
-        # what is known to be different in the forward, None: something unknown; and during a search
-        # what was computed already
-        self.about, self.forward, self.known = about, {}, None
+        # what is known to be different in the forward and in ids, None: something unknown; and
+        # during a search what was computed already, and of which rows
+        self.about, self.forward, self.ids, self.known, self.part = about, {}, {}, None, None
         floats = {name for name, x in tensors.items() if x.is_floating_point()}
         self.eps = {name: torch.finfo(tensors[name].dtype).eps for name in floats}
         self.tensors = {name: x.double() if name in floats else x for name, x in tensors.items()}
@@ -60,11 +61,14 @@ class Dump:
         ends = (prompt * torch.arange(1, self.width + 1)).amax(1, keepdim=True)
         # (n, S): the columns after the prompt, padding too
         self.completion = torch.arange(self.width) >= ends
+        self.starts = ends[:, 0].tolist()
 
     # what mistakes are composed of in this step: see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     columns = cached_property(moves.token_orders)
+    regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
+    edges = cached_property(lambda self: moves.token_regions(self, *self.turns(), "edges"))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -75,6 +79,41 @@ class Dump:
     def align(self, x: Tensor) -> Tensor:
         """(n, T) of the last T tokens -> (n, S), zeros before."""
         return pad(x, (self.width - x.shape[1], 0))
+
+    def turns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(n, S): ids, which of them were drawn, and which a tool's answer forced."""
+        if (found := None if self.ids is None else self.sampled(self.ids)) is not None:
+            ids, drawn = found[..., : self.width]
+            return ids, drawn == 1, drawn == 0
+        tool = self.get("tool_mask", torch.ones_like(self["input_ids"])).bool()
+        return self["input_ids"], self.completion & tool, self.completion & ~tool
+
+    def sampled(self, change: dict) -> Tensor | None:
+        """(2, n, S + L): ids that the sampler had after the prompt and whether it drew them, -1
+        where it had none; with a deviation `ids`."""
+        if (ids := self.get("sampler_ids")) is None:
+            return None
+        kind, text, *how = change.get("ids", ("", ""))
+        row = self.get("row", torch.arange(len(ids)))
+        ids, drawn = (self[name][row] for name in ("sampler_ids", "sampler_mask"))
+        if kind == "rows":
+            ids, drawn = (x[self.rows[text]] for x in (ids, drawn))
+        real = ids >= 0
+        regions = moves.token_regions(self, ids, drawn == 1, drawn == 0) if how else {}
+        region = regions[text] if how else ~real
+        laid = torch.full((2, len(ids), self.width + ids.shape[1]), -1)
+        for i, begin in enumerate(self.starts):
+            given = (x[i][real[i]].tolist() for x in (ids, drawn, region))
+            parts = moves.edited(*given, *(how or ("x",)), again=self.again)
+            for own, x in zip(laid, parts, strict=True):
+                own[i, begin : begin + len(x)] = torch.tensor(x)[: len(own[i]) - begin]
+        return laid
+
+    def again(self, ids: list[int]) -> list[int]:
+        """Ids that were decoded to text and encoded again."""
+        tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
+        tokenizer.backend.encode_special_tokens = False
+        return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
         """Tensors kind.NAME by NAME."""

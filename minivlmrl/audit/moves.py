@@ -1,9 +1,11 @@
-"""What a deviation has for a piece of a definition: a formula, or other rows or tokens.
+"""What a deviation has for a piece of a definition: a formula, or other rows, tokens or pictures.
 
 Each row of a group, a micro-batch, the step or the rollout, and each token of a completion may take
-what belongs to another: "the next row in its group". Mistakes that are the same in a step are one.
+what belongs to another: "the next row in its group". Where tools answer, a formula may be for some
+tokens alone: "the first turn". Mistakes that are the same in a step are one.
 """
 
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,21 +21,50 @@ def formula(how: str, **names):
     return eval(how, {"torch": torch, **names})
 
 
-def piece(d, change: dict, name: str, x, **names):
-    """x, or what a deviation has in its place: a value, a formula of x and `names`, or a (kind,
-    text) of the orders of a Dump."""
+def piece(d, change: dict, name: str, x, at=(), **names):
+    """x, or what a deviation has in its place: a value; a formula of x and `names`; a (kind, text)
+    of the orders of a Dump; or a (kind, text, formula) of some tokens or pictures, `region`, of
+    which x is `at`."""
     how = change.get(name)
     if isinstance(how, str):
         return formula(how, x=x, **names)
     if not isinstance(how, tuple):
         return x if how is None else how
-    order = getattr(d, how[0])[how[1]]
-    return pad(x, (0, 1)).gather(1, order) if how[0] == "columns" else x[order]
+    kind, text, *of = how
+    if of:
+        shows = kind == "pictures" and TABLE[kind][text]
+        region = formula(shows, **names) if shows else getattr(d, kind)[text]
+        for index in at:
+            region = region[index]
+        return formula(*of, x=x, region=region, **names)
+    order = getattr(d, kind)[text]
+    return pad(x, (0, 1)).gather(1, order) if kind == "columns" else x[order]
 
 
-def different(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The orders (..., n) that change something, each once."""
-    kept = {"": torch.arange(next(iter(found.values())).shape[-1])}
+def edited(x: list, flags: list, region: list, how: str, **names) -> tuple[list, list]:
+    """A list with a formula of each run that is in the region and has one flag; and its flags."""
+    found = [], []
+    for (flag, inside), run in groupby(zip(flags, region, x, strict=True), lambda one: one[:2]):
+        own = [one for *_, one in run]
+        own = formula(how, x=own, **names) if inside else own
+        found[0].extend(own)
+        found[1].extend([flag] * len(own))
+    return found
+
+
+def shown_as(change: dict, pictures: list, given: int) -> list:
+    """A row's pictures, `given` of them in its prompt, as a deviation has them."""
+    kind, text, *how = change.get("pictures", ("", ""))
+    if kind != "pictures":
+        return pictures
+    names = {"i": torch.arange(len(pictures)), "count": len(pictures), "given": given}
+    region = formula(TABLE["pictures"][text], **names).tolist()
+    return edited(pictures, [0] * len(region), region, *how)[0]
+
+
+def different(found: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
+    """Those of orders (..., n), or of regions, that change something, each once; `same` does not."""
+    kept = {"": same}
     for name, order in found.items():
         if not any(torch.equal(order, other.expand_as(order)) for other in kept.values()):
             kept[name] = order
@@ -63,7 +94,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         for text, how, parts in changes:
             of = torch.cat([formula(how, x=part).flatten() for part in parts])
             found[text] = every.index_copy(0, torch.cat(blocks), of)
-    return different(found)
+    return different(found, every)
 
 
 def token_orders(d) -> dict[str, Tensor]:
@@ -81,4 +112,21 @@ def token_orders(d) -> dict[str, Tensor]:
                 x = real.nonzero()[:, 0]
                 own[x] = formula(how, x=x, none=torch.tensor([d.width]))
             found[f"{text} in {unit}"] = columns
-    return different(found)
+    return different(found, torch.arange(d.width))
+
+
+def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor, table="regions") -> dict:
+    """Names and tokens (n, S) of which a mistake may be; none where no tool answered."""
+    names = {"drawn": drawn, "forced": forced, "first": first}
+    names["last"] = lambda x, k=1: first(x.flip(1), k).flip(1)
+    names |= {"turn": first(drawn).cumsum(1), "answer": first(forced).cumsum(1)}
+    names["stop"] = torch.isin(ids, torch.tensor(d.about.get("stop_token_ids") or []))
+    names["image"] = ids == d.about.get("image_token_id", -1)
+    found = {text: formula(how, **names) for text, how in TABLE[table].items()}
+    return different(found, torch.tensor(False)) if forced.any() else {}
+
+
+def first(x: Tensor, k: int = 1) -> Tensor:
+    """The first k of each run of a mask (..., S)."""
+    begin = x & ~pad(x, (1, -1))
+    return x & torch.stack([pad(begin, (i, -i)) for i in range(k)]).any(0)

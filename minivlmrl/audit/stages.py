@@ -6,9 +6,11 @@ should| / unit, the size of the terms.
 """
 
 import copy
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivlmrl.algorithms.policy_losses import (
     AVERAGES,
@@ -20,11 +22,12 @@ from minivlmrl.algorithms.policy_losses import (
 from minivlmrl.algorithms.preference_losses import DPOLoss, dpo_loss
 from minivlmrl.algorithms.sft_loss import sft_loss
 from minivlmrl.audit.dump import Dump
-from minivlmrl.audit.moves import piece
+from minivlmrl.audit.moves import first, piece, shown_as
 from minivlmrl.losses import Counts
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 Loss = tuple[Tensor, Tensor]
+KINDS = "sampler_", ""  # of pictures: what a row is to have, what it has
 
 
 def advantages(d: Dump, change: dict) -> Answer:
@@ -86,31 +89,77 @@ def rows(d: Dump, change: dict) -> Answer:
     return {"advantages": (has, value, of.abs().max() + 1e-30)}
 
 
+def tokens(d: Dump, change: dict) -> Answer:
+    """Ids of completions are what the sampler drew and was given, never made again of text."""
+    if (found := d.sampled(change)) is None or d.get("prompt_mask") is None:
+        return None
+    ids, none = found[0], d.about.get("pad_token_id", -1)
+    has = pad(d["input_ids"].where(d.completion, none), (0, ids.shape[1] - d.width), value=none)
+    should = piece(d, change, "tokens", ids.where(ids >= 0, none), has=has, none=none)
+    given = ids[:, : d.width] >= 0
+    seen = d["attention_mask"].bool() & given  # what was cut may be left out of the forward
+    given = piece(d, change, "attended", given & seen.any(1, keepdim=True))
+    both = {"input_ids": (has, should), "attention_mask": (seen, given)}
+    return {name: (x.double(), y.double(), 1.0) for name, (x, y) in both.items()}
+
+
+def pictures(d: Dump, change: dict) -> Answer:
+    """Each row has the pictures of its prompt, then those that tools answered, in order."""
+    if d.get("sampler_num_images") is None:
+        return None
+    row, known = d.get("row", torch.arange(len(d["input_ids"]))), {}
+
+    def number(x: Tensor, grid: Tensor) -> int:
+        return known.setdefault(str((grid.tolist(), x.numpy().tobytes())), len(known))
+
+    given, has = ([[number(*x) for x in of] for of in shown(d, kind)] for kind in KINDS)
+    kind, text, *_ = change.get("pictures", ("", ""))
+    row = row[d.rows[text]] if kind == "rows" else row
+    ids, _, answers = d.turns()
+    later = first(answers & (ids == d.about.get("image_token_id", -1))).sum(1).tolist()
+    of = ((given[i], count) for i, count in zip(row.tolist(), later, strict=True))
+    should = [shown_as(change, x, len(x) - count) for x, count in of]
+    most = 2 * max(map(len, has + given))
+    both = [torch.tensor([x + [-1] * (most - len(x)) for x in of]) for of in (has, should)]
+    return {"pictures": (*(x.double() for x in both), 1.0)}
+
+
+def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
+    """List pictures (patches, grid) of each row, or each completion of the rollout (sampler_)."""
+    grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
+    patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
+    every, n = [*zip(patches, grids, strict=True)], len(d["input_ids"])
+    ends = d.get(f"{kind}num_images", torch.full((n,), len(grids) // n)).cumsum(0).tolist()
+    return [every[begin:end] for begin, end in pairwise([0, *ends])]
+
+
 def mask(d: Dump, change: dict) -> Answer:
-    """Tell which tokens count: up to the first stop token, or all real ones of a demonstration."""
+    """Tell which tokens count: drawn ones up to a turn's stop token, or real ones of answers."""
     ids, stop, real = d["input_ids"], d.about.get("stop_token_ids"), d["attention_mask"].bool()
     if d.get("prompt_mask") is None or (d.about["kind"] == "grpo" and not stop):
         return None
+    _, drawn, forced = d.turns()
     if d.about["kind"] == "grpo":
-        ends = d.completion & torch.isin(ids, torch.tensor(stop))
-        ended = ends.any(1, keepdim=True)
+        ends = drawn & torch.isin(ids, torch.tensor(stop))
+        before = ends.cumsum(1) - ends.long()
+        in_turn = before == (before * first(drawn)).cummax(1).values
         text = d.completion & (ids != d.about.get("pad_token_id", -1))
-        before_end = ends.long().cumsum(1) - ends.long() == 0
-        real = torch.where(ended, before_end, text.flip(1).cumsum(1).flip(1) > 0)
+        text, later = (x.flip(1).cumsum(1).flip(1) > 0 for x in (text, forced))
+        ended = piece(d, change, "ended", (ends & ~later).any(1, keepdim=True), ends=ends)
+        real = forced | (in_turn & (ended | later | text))
         if piece(d, change, "drop truncated", d.about.get("mask_truncated_completions")):
             real = real & ended
-    own = (d.completion & real) * d.get("tool_mask", torch.tensor(1)).double()
+    own = piece(d, change, "tool mask", 1 - forced.double()) * (d.completion & real)
     should = other_mask(d, own, change)
     return {"completion_mask": (d["completion_mask"].double(), should, 1.0)}
 
 
 def other_mask(d: Dump, own: Tensor, change: dict, key: str = "mask") -> Tensor:
     """(n, S): the mask of a deviation."""
-    after, stop = d.completion.double(), d.about.get("stop_token_ids")
-    later, earlier = own.roll(1, 1) * after, own.roll(-1, 1)
-    last = own * (1 - earlier)
-    ends = torch.isin(d["input_ids"], torch.tensor(stop)).double() if stop else last
-    names = {"after": after, "later": later, "earlier": earlier, "last": last, "ends": ends}
+    after, stop, earlier = d.completion.double(), d.about.get("stop_token_ids"), own.roll(-1, 1)
+    names = {"after": after, "later": own.roll(1, 1) * after, "earlier": earlier}
+    names["last"] = last = own * (1 - earlier)
+    names["ends"] = torch.isin(d["input_ids"], torch.tensor(stop)).double() if stop else last
     return piece(d, change, key, own, prompt=d["attention_mask"] * (1 - after), **names)
 
 
@@ -195,8 +244,10 @@ def policy(d: Dump, part: Tensor, lp: Tensor, entropies: Tensor, own: Tensor, ch
         ratio = ratio if ratio.shape[1] == 1 else d.align(ratio)
         ratio = piece(d, change, "correction", ratio)[part]
     given = PolicyInputs(lp, entropies[part], old, ref, sampler, ratio)
-    x, kept, _ = policy_terms(given, a * flip * bool(times), own[part], o)
-    x, divide = x * flip * (times or 1.0) * own[part], other_mask(d, own, change, "divide")
+    level = piece(d, change, "ratio mask", own)[part]
+    x, kept, _ = policy_terms(given, a * flip * bool(times), level, o)
+    x = piece(d, change, "terms", x * flip * (times or 1.0) * own[part], at=(part,))
+    divide = other_mask(d, own, change, "divide")
     over, average = counts(d, part, divide, change), AVERAGES[change.get("average", o.loss_type)]
     bonus = o.entropy_coef * mean_entropy(given, kept, over) if o.entropy_coef else 0.0
     return average(x, divide[part], over) - bonus, average(x.detach().abs(), divide[part], over)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import Dropout
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from minivlmrl.algorithms.policy_losses import FamilyLoss
@@ -74,6 +75,20 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     about["stop_token_ids"] = list(trainer.eos_token_ids)
     about["pad_token_id"] = trainer._tokenizer.pad_token_id
     about["steps_per_rollout"] = a.steps_per_generation / a.gradient_accumulation_steps
+    about["image_token_id"] = trainer._image_pad_token_id
+    log = []  # of a rollout: (prompts, what was drawn, pictures) of turns, (row, pictures) of calls
+
+    def drew(result, ids, images, *_):
+        if not log:  # each row has its own dictionary of tools
+            for row, tools in enumerate(trainer._sync_tool_dicts):
+                tools |= {name: partial(called, row, tool) for name, tool in tools.items()}
+        log.append(([*ids], [*result[0]], images))  # the loop writes into these lists
+
+    def called(row: int, tool, **arguments):
+        said = tool(**arguments)
+        parts = said if isinstance(said, list) else []
+        log.append((row, [part["image"] for part in parts if part.get("type") == "image"]))
+        return said
 
     def generated(result: dict, examples: list):
         images = [e.get("images") or [e.get("image")] for e in examples]
@@ -89,6 +104,9 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
         counted = result["completion_mask"] * result.get("tool_mask", 1)
         about["rollout_tokens"] = int(counted.sum())
         about["old_model"] = "model"
+        if log:
+            record.rollout |= conversations(trainer, log)
+            log.clear()
 
     def judged(result, *_):
         record.rollout["rewards"] = result.clone()
@@ -104,7 +122,48 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     record = Steps(trainer, folder, steps, about, rows)
     record.wrap("_generate_and_score_completions", after=generated)
     record.wrap("_calculate_rewards", after=judged)
+    if trainer.tools and not trainer._has_async_funcs:
+        record.wrap("_generate_single_turn", after=drew)
     return record
+
+
+def conversations(trainer, log: list) -> dict:
+    """What the sampler drew and was given in a rollout, and pictures: of prompts, then of tools.
+
+    A later turn belongs to the row whose ids it goes on with, maybe encoded again.
+    """
+    (prompts, drawn, images), *log = log
+    ids, flags, had = [[*x] for x in drawn], [[1] * len(x) for x in drawn], [*drawn]
+    shows, waiting = [[*(x or [])] for x in images or [()] * len(ids)], [[] for _ in ids]
+    for row, said, *turn in log:
+        if not turn:
+            waiting[row] += said
+            continue
+        at, encode = -1, partial(trainer._tokenizer.encode, add_special_tokens=False)
+        for given, new in zip(row, said, strict=True):
+            fits = [shared(x + own, given) for x, own in zip(prompts, had, strict=True)]
+            at = max(range(at + 1, len(ids)), key=fits.__getitem__)
+            given, own = given[len(prompts[at]) :], had[at]
+            if given[: len(own)] != own:
+                own = encode(trainer._tokenizer.decode(own))
+            cut = len(own) if given[: len(own)] == own else shared(had[at], given)
+            new = new[: trainer.max_completion_length - len(given)]
+            flags[at] += [0] * len(given[cut:]) + [1] * len(new)
+            ids[at] += given[cut:] + new
+            had[at], shows[at] = given + new, shows[at] + waiting[at]
+        waiting = [[] for _ in ids]
+    padded = (pad_sequence(list(map(torch.tensor, x)), True, -1) for x in (ids, flags))
+    found = dict(zip(("sampler_ids", "sampler_mask"), padded, strict=True))
+    found["sampler_num_images"] = torch.tensor([*map(len, shows)])
+    if flat := [image for own in shows for image in own]:
+        given = trainer.processing_class.image_processor(images=flat, return_tensors="pt")
+        found |= {f"sampler_{name}": given[name] for name in ("pixel_values", "image_grid_thw")}
+    return found
+
+
+def shared(x: list, y: list) -> int:
+    """How many first tokens are the same."""
+    return next((i for i, pair in enumerate(zip(x, y, strict=False)) if len({*pair}) > 1), len(x))
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
@@ -222,7 +281,8 @@ class Steps(ExitStack, TrainerCallback):
         for name, model in self.models.items():
             self.about[name] = None if lost[name] else name
             if not lost[name]:
-                model.save_pretrained(self.folder / str(state.global_step) / name)
+                for part in (model, self.trainer._tokenizer):
+                    part.save_pretrained(self.folder / str(state.global_step) / name)
         names = (name for name, _ in self.trainer.model.named_parameters())
         warmup, kind = args.get_warmup_steps(state.max_steps), args.lr_scheduler_type
         self.about["optimizer"] = {

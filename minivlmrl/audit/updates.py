@@ -5,11 +5,12 @@ import re
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
 from minivlmrl.audit.dump import Dump
-from minivlmrl.audit.moves import piece
-from minivlmrl.audit.stages import Answer
+from minivlmrl.audit.moves import first, piece, shown_as
+from minivlmrl.audit.stages import Answer, shown
 from minivlmrl.batch import pack
 from minivlmrl.hub.family import hub_name
 from minivlmrl.rows import Prompt
@@ -21,46 +22,60 @@ THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what
 def forward(d: Dump, change: dict, folder: str, part: Tensor, grad: bool = False):
     """Log-probabilities and entropies (2, n, S) of the rows `part` by the model of a folder, and
     that model; a search computes a row once for each deviation and picture."""
-    how = {name: x for name, x in change.items() if name not in ("pictures", "logps")}
-    own, images, model = torch.arange(len(d["input_ids"])), pictures(d), None
+    kind, text, *_ = change.get("pictures", ("", ""))
+    apart = ("logps", "pictures") if kind == "rows" else ("logps",)
+    how = {name: x for name, x in change.items() if name not in apart}
+    own, images, model = torch.arange(len(d["input_ids"])), shown(d), None
     value = torch.zeros(2, len(own), d.width, dtype=torch.float64)
     known = {} if grad or d.known is None else d.known
-    shown = piece(d, change, "pictures", own)
-    for row, image in zip(part.tolist(), shown[part].tolist(), strict=True):
+    shows = own[d.rows[text]] if kind == "rows" else own
+    for row, image in zip(part.tolist(), shows[part].tolist(), strict=True):
         if (key := (folder, row, image, str(how))) not in known:
             dtype = getattr(torch, change.get("dtype", "float64"))
             model = model or load_model(folder, dtype).requires_grad_(grad)
             with torch.set_grad_enabled(grad):
-                patches, grids = (x[image] for x in images)
-                known[key] = of_row(d, change, model, row, patches.to(dtype), grids)
+                known[key] = of_row(d, change, model, row, images[image])
         value = value.index_copy(1, own[row : row + 1], known[key][:, None])
     return torch.stack([piece(d, change, "logps", x) for x in value]), model
 
 
-def of_row(d: Dump, change: dict, model, row: int, patches: Tensor, grids: Tensor) -> Tensor:
+def of_row(d: Dump, change: dict, model, row: int, images: list) -> Tensor:
     """Log-probabilities and entropies (2, S) of a row's tokens after its prompt, or that count."""
-    counted, ids = d["completion_mask"][row].bool(), d["input_ids"][row]
-    after = d.completion[row] | counted
-    real = piece(d, change, "attended", d["attention_mask"][row].bool() | counted)
+    counted, ids, config = d["completion_mask"][row].bool(), d["input_ids"][row], model.config
+    after, own = d.completion[row] | counted, d["attention_mask"][row].bool() | counted
+    real = piece(d, change, "attended", own, at=(row,))
     # nothing predicts the first token
     scored = (real & after & (real.cumsum(0) > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored):
         return value
-    patches, shown, after = piece(d, change, "pixels", patches), ids[real], after[real]
-    config, prompt = model.config, int((~after).sum())
-    holders = torch.isin(shown, torch.tensor([config.image_token_id, config.video_token_id]))
-    needed = grids.prod(1).sum() // config.vision_config.spatial_merge_size**2
-    # up to its last picture; a placeholder that was sampled is text
-    end = max(prompt, int((holders.cumsum(0) < needed).sum()) + 1)
-    given = Prompt(shown[:end], patches, grids, torch.ones(len(grids)))
-    batch = pack([given], [[shown[end:]] if end < len(shown) else []], config)
-    if change.get("blind"):  # the placeholders keep their own embeddings
-        for name in ("vision_index", "pixel_values", "image_grid_thw"):
-            setattr(batch, name, getattr(batch, name)[:0])
+    # which picture a placeholder shows; one without a picture is text
+    holders = torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & own
+    names = {"given": int((first(holders) & ~after).sum())}
+    images = shown_as(change, images, **names)
+    grids = torch.stack([torch.zeros(3).long(), *(grid for _, grid in images)])[1:]
+    sizes, i = grids.prod(1) // config.vision_config.spatial_merge_size**2, torch.arange(len(grids))
+    names |= {"i": i, "count": len(i)}
+    which, owner = torch.full_like(ids, len(i)), i.repeat_interleave(sizes)
+    at = holders.nonzero()[: len(owner), 0]
+    which[at] = owner[: len(at)]
+    there, which, shown_ids, after = torch.isin(i, which[real]), which[real], ids[real], after[real]
+    placed, seen = (
+        there & ~piece(d, change, name, ~there, **names) for name in ("as text", "blind")
+    )
+    none = d.get("pixel_values", torch.zeros(0, 0))[:0]
+    pixels = [piece(d, change, "pixels", images[k][0], **names | {"i": k}) for k in i]
+    patches = [torch.cat([none, *(pixels[k] for k in i[x])]) for x in (placed, seen)]
+    patches = [x.to(model.lm_head.weight) for x in patches]
+    where = [pad(x, (0, 1))[which] for x in (placed, seen)]
+    given = Prompt(shown_ids.where(where[0], -1), patches[0], grids[placed], torch.ones(len(i)))
+    batch = pack([given], [[]], config)
+    batch.input_ids, batch.vision_index = shown_ids, where[1].nonzero()[:, 0]
+    batch.pixel_values, batch.image_grid_thw = patches[1], grids[seen]
+    names = {"count": torch.arange(len(after)).expand(3, -1), "after": after.long()}
+    names["prompt"] = int((~after).sum())
     x = batch.position_ids
-    names = {"count": torch.arange(x.shape[1]).expand(3, -1), "after": after[: x.shape[1]].long()}
-    batch.position_ids = piece(d, change, "positions", x, **names, prompt=prompt)
+    batch.position_ids = piece(d, change, "positions", x, at=(row, real), **names)
     states = model(batch, select=real.cumsum(0)[scored] - 2)  # that of the token before
     temperature = piece(d, change, "temperature", d.about.get("temperature", 1.0))
     log_probs = (model.lm_head(states) / temperature).log_softmax(-1)
@@ -69,23 +84,17 @@ def of_row(d: Dump, change: dict, model, row: int, patches: Tensor, grids: Tenso
     return value.index_copy(1, scored, both.double())
 
 
-def pictures(d: Dump) -> tuple[list[Tensor], list[Tensor]]:
-    """Patches and grids of each row; num_images (n,) says how many, by default equally many."""
-    grids, n = d.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)), len(d["input_ids"])
-    number = d.get("num_images", torch.full((n,), len(grids) // n)).tolist()
-    patches, of_row = d.get("pixel_values", torch.zeros(0, 0)), grids.split(number)
-    return patches.split([int(grid.prod(1).sum()) for grid in of_row]), of_row
-
-
 def logps(name: str, folder: str, d: Dump, change: dict) -> Answer:
     """Log-probabilities of the tokens that count, by the weights that they should be of."""
     if d.get(name) is None or not d.about.get(folder):
         return None
     weights = d.about.get(change.get("weights")) or d.about[folder]
-    (value, _), _ = forward(d, change, weights, torch.arange(len(d["input_ids"])))
+    every = torch.arange(len(d["input_ids"]))
+    part = every if d.part is None else d.part
+    (value, _), _ = forward(d, change, weights, every if "logps" in change else part)
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
     own = d["completion_mask"].double()
-    return {name: (d[name].nan_to_num() * own, value * own, unit)}
+    return {name: ((d[name].nan_to_num() * own)[part], (value * own)[part], unit)}
 
 
 def gradients(d: Dump, change: dict) -> Answer:

@@ -4,6 +4,7 @@ import os
 import random
 
 import datasets
+import numpy
 import torch
 import transformers
 import trl
@@ -17,8 +18,8 @@ from minivlmrl.tasks import shapes
 
 import tiny
 
-STEPS_OF = {"grpo": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
-CHAT_TEMPLATE = os.path.join(os.path.dirname(trl.__file__), "chat_templates", "qwen2_5_vl.jinja")
+STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sft_steps}
+CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
 END = shapes.tokenizer().special_tokens["<|im_end|>"]  # made likely when sampling: completions of several lengths
@@ -46,14 +47,14 @@ def write_model(folder):
     return folder / "model"
 
 
-def processor(folder):
+def processor(folder, template="qwen2_5_vl"):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         padding_side="left",
     )  # fmt: skip
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    with open(CHAT_TEMPLATE) as template:
-        return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=template.read())
+    with open(os.path.join(CHAT_TEMPLATES, f"{template}.jinja")) as file:
+        return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=file.read())
 
 
 def model(folder, dtype=torch.float32):
@@ -97,6 +98,91 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32,
         model(folder, dtype), list(rewards), trl.GRPOConfig(output_dir=str(output), **QUIET | options),
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
     )  # fmt: skip
+
+
+class Look:
+    """Tools: one shows a picture and says something, one says something, and they may fail."""
+
+    large = False  # pictures as large as the prompt's
+
+    def reset(self, image, **columns):
+        self.image = image
+
+    def look(self, n: int) -> list:
+        """Look.
+
+        Args:
+            n: Where.
+        """
+        width = 28 * (1 + n % 2)
+        box = (0, n, 56, 56 + n) if self.large else (14, n + 6, 14 + width, n + 34)
+        said = {"type": "text", "text": "seen " * (n % 3)}
+        return [{"type": "image", "image": self.image.crop(box)}, said]
+
+    def tell(self, n: int) -> str:
+        """Tell.
+
+        Args:
+            n: What.
+        """
+        return "red " * (10 // (n % 4))  # which divides by zero for some
+
+
+def words_of(messages):
+    return "".join(part if isinstance(part, str) else "" for message in messages for part in message["content"] or "")
+
+
+def length(completions, **_):
+    return [len(words_of(messages)) % 5 / 3 + len(messages) / 7 for messages in completions]
+
+
+def variety(completions, **_):
+    return [len(set(words_of(messages))) / 9 for messages in completions]
+
+
+def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=("look", "tell"), ends=0.8, large=False,
+          **options):  # fmt: skip
+    """A GRPOTrainer with tools, whose draws are a script's: each turn asks for one with probability `calls`, and a turn
+    without a call ends with probability `ends`."""
+    data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "seed": seed,
+               "max_completion_length": 240, "max_steps": 1, "max_tool_calling_iterations": 3} | options  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model(folder, dtype), [length, variety], trl.GRPOConfig(output_dir=str(output), **QUIET | options),
+        train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder, "qwen3_vl"),
+        environment_factory=type('Look', (Look,), {'large': large}),
+    )  # fmt: skip
+    own = (
+        trainer.processing_class
+    )  # TRL has found what parses calls; without its description of tools prompts are short
+    own.chat_template = own.chat_template.replace("if tools", "if false", 1)
+    rng, encode = random.Random(seed), trainer._tokenizer.encode
+
+    def generate(input_ids, generation_config, **_):
+        drawn = []
+        for _ in input_ids:
+            ids, asks = [rng.randrange(256) for _ in range(rng.randrange(1, 9))], rng.random() < calls
+            if asks:
+                arguments = f'{{"name": "{rng.choice(tools)}", "arguments": {{"n": {rng.randrange(9)}}}}}'
+                ids += encode(f"<tool_call>\n{arguments}\n</tool_call>")
+            ids = ids + [END] * (asks or rng.random() < ends)
+            drawn.append(torch.tensor(ids[: generation_config.max_new_tokens]))
+        width = max(map(len, drawn))  # what did not end is as long as was allowed, here short for all
+        for i, ids in enumerate(drawn):
+            more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
+            drawn[i] = torch.cat([ids, more if ids[-1] != END else more * 0 + trainer._tokenizer.pad_token_id])
+        drawn = torch.stack(drawn)
+        return torch.cat([input_ids, drawn], 1)
+
+    tokenize = trainer._tokenize_prompts
+
+    def as_tensors(prompts):  # without torchvision the processor gives lists, which the loop does not split
+        ids, images, fields = tokenize(prompts)
+        given = {name: torch.tensor(numpy.array(fields[name])) for name in ("pixel_values", "image_grid_thw")}
+        return ids, images, fields | given
+
+    trainer._tokenize_prompts, trainer.model.generate = as_tensors, generate
+    return trainer
 
 
 def dpo(folder, output, rows=8, dtype=torch.float32, **options):
