@@ -63,7 +63,7 @@ def shown_as(change: dict, pictures: list, given: int) -> list:
 
 
 def different(found: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Those of orders (..., n), or of regions, that change something, each once; `same` does not."""
+    """Find orders (..., n) or regions that change something, each once; `same` does not."""
     kept = {"": same}
     for name, order in found.items():
         if not any(torch.equal(order, other.expand_as(order)) for other in kept.values()):
