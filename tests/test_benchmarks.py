@@ -125,6 +125,14 @@ def test_localisation(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_look_costs():
+    """It also asserts that each completion has a crop with the tool, and none without."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "tools.py"), "--repeats", "1"]
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[0] for line in table.splitlines()] == ["rollout", "with", "without", "ratio"]
+
+
+@pytest.mark.slow
 def test_cpu_logprobs(call):
     """Each way in a process of its own; a peer that is not installed is named and left out."""
     names = "ours", "naive, without entropy", "torch, without entropy"
