@@ -17,7 +17,7 @@ READING_ORDER = (
 )
 FIELDS = 200  # of a recipe
 # lines of at most 100 columns; these numbers only fall, but for what is new: families (Qwen3-VL, Qwen3.5), environments
-BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18932
+BOOK_LINES, FILE_LINES, TOTAL_LINES = 2000, 200, 18934
 SHELF_LINES = {
     "kernels": 1741,
     "hub": 1431,
@@ -26,7 +26,7 @@ SHELF_LINES = {
     "scale": 800,
     "sampling": 578,
     "reward_functions": 873,
-    "environments": 310,
+    "environments": 312,
     "algorithms": 2286,
     "tasks": 178,
     "run": 2771,

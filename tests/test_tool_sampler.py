@@ -224,6 +224,13 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
 
 
+def test_a_prompt_without_its_row_says_what_to_set():
+    row = Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", (56, 56))], {})
+    sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment="zoom", max_new_tokens=4), ONE)
+    with pytest.raises(ValueError, match="told the row of its prompt"):
+        sampler([row.prompt(PROCESSOR)], 1, [""])
+
+
 def test_a_resumed_run_ends_with_the_same_bytes(run, plain, monkeypatch, tmp_path):
     """Pictures of completions, shown and saved, included."""
     monkeypatch.chdir(ROOT)

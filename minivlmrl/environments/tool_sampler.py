@@ -129,6 +129,8 @@ class ToolSampler(RunSampler):
 
     def begin(self, prompt: Prompt, count: int) -> list[Play]:
         """Tell as many environments of the row of a prompt."""
+        if prompt.row is None:
+            raise ValueError("an environment is told the row of its prompt: set prompt.row = row")
         row, patch = prompt.row, self.processor.image_processor.patch_size
         grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
         space = row.columns.get("box_space") or self.processor.box_space
