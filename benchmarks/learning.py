@@ -148,6 +148,7 @@ def judge(entry: Entry, summary: dict) -> dict:
     pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
     # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
     gain = summary[after]["sampled"] - summary[before]["sampled"]
+    solved = summary[after]["sampled"] > 0.95  # a run then says that all rewards are 1
     asked = {
         f"sampled +{entry.sampled_gain}": entry.sampled_gain is None or gain >= entry.sampled_gain,
         f"sampled +{entry.most_sampled_gain} at most": entry.most_sampled_gain is None
@@ -155,7 +156,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         f"pairs {entry.pairs}": entry.pairs is None or (pairs and pairs[-1] > entry.pairs),
         "greedy kept": not entry.keeps_greedy or summary[after]["greedy"] >= summary[before]["greedy"],
         "ratio moves": not entry.ratio_moves or (summary["clipped"] or 0) > 0,
-        "no warnings": entry.most_sampled_gain is not None or not summary["warnings"],
+        "no warnings": entry.most_sampled_gain is not None or solved or not summary["warnings"],
     }
     return {
         "name": entry.name,
