@@ -109,18 +109,24 @@ class Blind(Quarters):
 
 
 @dataclass
-class Stripes:
-    """Pictures drawn on demand: row i of a seed is always the same."""
+class Drawn:
+    """Rows drawn on demand: row i of a seed is always the same."""
 
     size: int
     seed: str
+
+    def __len__(self):
+        return self.size
+
+
+@dataclass
+class Stripes(Drawn):
+    """Pictures with one square of stripes."""
+
     environment: type = Quarters
     silent: bool = False  # no thought: a control
     informed: float = 0.0  # share of demonstrations that look at the right quarter on purpose
     others: int = 0  # dark squares in other quarters
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
@@ -156,6 +162,11 @@ def tokenizer():
     """Train byte-level BPE on everything the task says."""
     said = [f"<think>{place}</think><zoom>" for place in PLACES] + [f"<zoom>{q}</zoom>" for q in range(1, 5)]
     said += [ANSWER.format(label) for label in [*LABELS, NOTHING]]
+    return tokenizer_of(said)
+
+
+def tokenizer_of(said: list[str]):
+    """Train byte-level BPE on the question and what may be said."""
     base = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*base, *said], vocab_size=384)
 

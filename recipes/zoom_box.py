@@ -11,13 +11,11 @@ at least two thirds of the square both ways: 36 % of them. Options of recipes/zo
 import random
 import re
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
 
 import PIL.Image
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
@@ -45,15 +43,8 @@ def sees(box: tuple[int, int], corner: tuple[int, int]) -> bool:
     return all(at - 8 <= begins <= at + 4 for begins, at in zip(box, corner, strict=True))
 
 
-@dataclass
-class Anywhere:
-    """Pictures drawn on demand: row i of a seed is always the same."""
-
-    size: int
-    seed: str
-
-    def __len__(self):
-        return self.size
+class Anywhere(BASE["Drawn"]):
+    """Pictures with a square of stripes at any place of the grid."""
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/box/{self.seed}/{index}")
@@ -80,8 +71,7 @@ def tokenizer():
     """Train byte-level BPE on everything the task says."""
     said = [f"<think>{x} {y}</think><zoom>[{x}, {y}, {x}, {x + LARGE}]</zoom>" for x in GRID for y in GRID]
     said += [BASE["ANSWER"].format(label) for label in [*BASE["LABELS"], BASE["NOTHING"]]]
-    base = ["system\nYou are a helpful assistant.", f"user\n{BASE['PROBLEM']}", "assistant\n"]
-    return train_tokenizer([*base, *said], vocab_size=384)
+    return BASE["tokenizer_of"](said)
 
 
 TASK = BASE["task"](Anywhere, tokenizer)

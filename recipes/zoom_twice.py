@@ -11,11 +11,9 @@ Demonstrations look at two quarters drawn at random. Options of recipes/zoom.yam
 import random
 import re
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
@@ -28,15 +26,8 @@ class Twice(BASE["Quarters"]):
     max_tool_calls = 2
 
 
-@dataclass
-class Pairs:
-    """Pictures drawn on demand: row i of a seed is always the same."""
-
-    size: int
-    seed: str
-
-    def __len__(self):
-        return self.size
+class Pairs(BASE["Drawn"]):
+    """Pictures with two squares of stripes."""
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/twice/{self.seed}/{index}")
@@ -66,8 +57,7 @@ def tokenizer():
         f"<zoom>{q}</zoom>" for q in range(1, 5)
     ]
     said += [BASE["ANSWER"].format(f"{label}, {label}") for label in [*LABELS, NOTHING]]
-    base = ["system\nYou are a helpful assistant.", f"user\n{BASE['PROBLEM']}", "assistant\n"]
-    return train_tokenizer([*base, *said], vocab_size=384)
+    return BASE["tokenizer_of"](said)
 
 
 TASK = BASE["task"](Pairs, tokenizer)
