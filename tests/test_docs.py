@@ -1,9 +1,7 @@
 """README and docs/ are promises: links lead somewhere, commands and snippets run, numbers and pages are today's."""
 
-import ast
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import re
@@ -23,11 +21,11 @@ from runs import metrics
 
 from benchmarks import house, learning
 from docs import compare, draw, make_pages, walkthrough
-from minivlmrl import losses, train
+from minivlmrl import train
 from minivlmrl.__main__ import TOOLS
 from minivlmrl.__main__ import main as start
-from minivlmrl.algorithms import policy_losses, ppo_loss, preference_losses, sft_loss
 from minivlmrl.algorithms.base import TrainingConfig
+from minivlmrl.algorithms.preference_losses import DPO_LOSSES
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.image import load_image
 from minivlmrl.reward_functions.calls import ask_by_name
@@ -38,6 +36,7 @@ from minivlmrl.sampling.pieces import PiecesConfig
 from minivlmrl.scale.checkpoint import random_model, save_model
 from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
+from minivlmrl.tools import notebook
 
 ROOT = Path(__file__).parents[1]
 families = functools.cache(make_families)
@@ -89,7 +88,7 @@ def test_each_bug_of_others_has_its_thread_and_a_test_that_is_there():
     """That a named test is in its file is seen with the other links."""
     lines = [line for line in PAGES["docs/others.md"].splitlines() if line.startswith("|")][2:]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    assert len(rows) == 21 and len(PAGES["docs/others.md"].split()) <= 450
+    assert len(rows) == 21
     assert all(re.fullmatch(r"[\w-]+ (#|PR )\d+", thread) for _, thread, _ in rows)
     named = {name for name, _ in links(ROOT / "docs" / "others.md")}
     assert all(set(re.findall(r"`(test_\w+)`", tests)) & named for *_, tests in rows)
@@ -221,19 +220,7 @@ def test_versions_are_those_of_the_constraints():
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "ppo"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
-MODULES = (losses, policy_losses, preference_losses, sft_loss, ppo_loss)
-OPTIONS = [
-    value
-    for module in MODULES
-    for value in vars(module).values()
-    if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
-]
 STAGES = [kind for name, kind in typing.get_type_hints(RunConfig).items() if name in ALGORITHMS]
-FUNCTIONS = [losses.grpo_loss, policy_losses.policy_loss, policy_losses.rollout_importance_ratio]
-FUNCTIONS += [preference_losses.dpo_loss, preference_losses.kto_loss, preference_losses.reward_loss]
-FUNCTIONS += [sft_loss.sft_loss, ppo_loss.ppo_loss]
-TABLES = [losses.AVERAGES, policy_losses.AVERAGES, policy_losses.CORRECTION_MODES]
-TABLES += [preference_losses.DPO_LOSSES]
 SHARED = {field.name for options in (TrainingConfig, PiecesConfig) for field in dataclasses.fields(options)}
 
 
@@ -244,20 +231,12 @@ def choices(hint) -> set[str]:
     return {text for part in typing.get_args(hint) for text in choices(part)}
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, *STAGES], ids=lambda options: options.__name__)
-def test_every_option_of_a_loss_or_stage_is_explained(options):
-    """Optional fields of a dataclass, and the texts that they take."""
-    given = {field.name for field in dataclasses.fields(options) if field.default is not dataclasses.MISSING}
-    hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name in given - SHARED}
+@pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
+def test_every_option_of_a_stage_is_explained(options):
+    """By its name, and the texts that it takes."""
+    hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     assert ({*hints} | {text for hint in hints.values() for text in choices(hint)}) - CODE == set()
-
-
-def test_every_parameter_and_every_loss_is_explained():
-    for function in FUNCTIONS:
-        parameters = inspect.signature(function).parameters.values()
-        optional = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
-        assert optional - CODE == set(), function.__name__
-    assert {name for table in TABLES for name in table} - CODE == set()
+    assert set(DPO_LOSSES) - CODE == set()
 
 
 def test_every_metric_is_explained(run, plain):
@@ -282,12 +261,8 @@ def test_the_table_of_rewards():
     for name, (answer, *solution) in examples.items():
         columns = {"solution": solution} if solution else {}
         sizes = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
-        assert (
-            ask_by_name(
-                [name], {"completions": [answer], "answer_texts": [find_answer(answer, "whole")], **columns, **sizes}
-            ).item()
-            == 1
-        ), name
+        texts = {"completions": [answer], "answer_texts": [find_answer(answer, "whole")]}
+        assert ask_by_name([name], {**texts, **columns, **sizes}).item() == 1, name
         assert required_columns([name]) == (["solution"] if solution else []), name
 
 
@@ -356,7 +331,8 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
     (tmp_path / "dots.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[2:]
-    small = ["--data.eval_rows=8", "--num_threads=1", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo"))]
+    small = ["--data.eval_rows=4", "--num_threads=1"]
+    small += [f"--{stage}.{size}" for stage in ("sft", "grpo") for size in ("max_steps=1", "prompts_per_step=2")]
     assert train.main([str(ROOT / words[0]), *words[1:], *small]) == 0
     summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
     assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
@@ -383,7 +359,12 @@ def test_half_an_hour_prints_what_it_says(tmp_path, monkeypatch, capsys):
 # ---- pages that code writes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", make_pages.PAGES)
+TRAINED = "walkthrough", "compare"  # of a model that learns for four seconds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(TRAINED)) for name in make_pages.PAGES]
+)
 def test_a_page_is_as_committed(name):
     """If this fails after a change, read the new page: python -m docs.make_pages.
 
@@ -404,6 +385,7 @@ def test_the_flow_of_a_step_is_the_readmes():
     assert re.findall(r"`([\w.]+)`", paragraph) == list(draw.STEPS)
 
 
+@pytest.mark.slow
 def test_what_the_written_pages_say_is_so():
     """Sentences without numbers: the picture is the file, and who rises and who falls."""
     file = np.asarray(load_image(make_pages.DOCS / "walkthrough.png"))
@@ -421,28 +403,16 @@ def test_what_the_written_pages_say_is_so():
 def test_the_cells_of_the_first_hour_run(tmp_path, monkeypatch, capsys, plain):
     """Without Jupyter: with few rows, and few steps of each stage; it ends with a reward of the reader's own."""
     monkeypatch.chdir(tmp_path)
+    small = {"sft": {"max_steps": 1, "prompts_per_step": 4}, "sampling": {"max_new_tokens": 4}, "num_threads": 1}
+    monkeypatch.setattr(notebook, "train", functools.partial(notebook.train, **small, log_completions=1))
     space = {"__name__": "__main__"}
     cells = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))["cells"]
     assert len(cells) <= 15 and [cell["cell_type"] for cell in cells[:2]] == ["markdown", "code"]
     for cell in cells:
         if cell["cell_type"] == "code":
-            exec(compile(small("".join(cell["source"])), "first_hour.ipynb", "exec"), space)
+            exec("".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #"), space)
     printed = capsys.readouterr().out
     assert "loss" in space and "triangles answered: 0.00 0.00\nright answers:      0.00 0.00" in printed
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sft", "first", "triangles"}
     assert space["triangles"](["<think>I see red</think><answer>red triangle</answer>", "red"]) == [1.0, 0.0]
     del REWARDS["triangles"]
-
-
-def small(code: str) -> ast.Module:
-    """The cell with few rows and steps."""
-    sizes = {"ROWS": 16, "HELD_OUT": 4, "STEPS": 1}
-    more = "dict(sft={'max_steps': 1, 'prompts_per_step': 4}, sampling={'max_new_tokens': 4}, "
-    more += "num_threads=1, log_completions=1)"
-    module = ast.parse(code)
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"({', '.join(sizes)})":
-            node.value = ast.parse(str(tuple(sizes.values())), mode="eval").body
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "train":
-            node.keywords += ast.parse(more, mode="eval").body.keywords
-    return ast.fix_missing_locations(module)

@@ -16,8 +16,9 @@ from minivlmrl.scale.ranks import World
 from stages import ONE
 
 
-def open_log(folder, world=ONE, **progress):
-    return MetricsLog(RunConfig(output_dir=str(folder)), world, Progress(0, ["sft", "grpo"], "", **progress))
+def open_log(folder, world=ONE, report_to=(), **progress):
+    config = RunConfig(output_dir=str(folder), report_to=list(report_to))
+    return MetricsLog(config, world, Progress(0, ["sft", "grpo"], "", **progress))
 
 
 IDS = torch.zeros(3, dtype=torch.long)
@@ -66,7 +67,7 @@ def test_a_notebook_keeps_one_line_in_ten_steps(tmp_path, capsys, monkeypatch):
 
 
 def test_the_second_rank_writes_nothing(tmp_path, capsys):
-    log = begin(open_log(tmp_path, World(1, 2, torch.device("cpu"))), "sft", 1)
+    log = begin(open_log(tmp_path, World(1, 2, torch.device("cpu")), ["tensorboard"]), "sft", 1)
     log.step(0, {"loss": 1.0}, STEP)
     log.end_stage()
     assert log.written() == {} and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
@@ -120,8 +121,5 @@ def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
     ]
     assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
     assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)  # of squares the mean counts
+    assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)  # without tokens
     assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
-
-
-def test_metrics_of_a_step_without_tokens_are_zero():
-    assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)

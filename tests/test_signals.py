@@ -107,8 +107,3 @@ def test_a_run_in_a_thread_hears_no_signals():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(StopSignals(ONE).__enter__).result()
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before
-
-
-def test_a_forked_child_of_a_test_ends_where_its_work_ends():
-    """Also after an error: else it would go on as a second pytest."""
-    assert [exit_code(fork(work)) for work in (lambda: None, lambda: 3, lambda: 1 / 0)] == [0, 3, 1]

@@ -29,8 +29,11 @@ CONFIG = RunConfig()
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14))
 
 
-@pytest.mark.parametrize("returned", ["[float('nan')]", "['1']", "[1.0, 1.0]", "3", "[]"])
-@pytest.mark.parametrize("option", ["rewards={{{}: 1.0}}", "data.eval_rewards=[format, '{}']"])
+@pytest.mark.parametrize(
+    ("returned", "option"),
+    [*((text, "rewards={{{}: 1.0}}") for text in ("[float('nan')]", "['1']", "[1.0, 1.0]", "3")),
+     ("[]", "data.eval_rewards=[format, '{}']")],
+)  # fmt: skip
 def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypatch, returned, option):
     (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return {returned}\n")
     monkeypatch.setattr(model, "random_model", None)  # calling it would fail
@@ -39,6 +42,7 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
         run("--stages=[grpo]", f"--{option.format(name)}")
 
 
+@pytest.mark.slow
 def test_what_takes_memory_is_imported_where_it_is_used():
     """Triton (70 MiB) and FSDP (40 MiB, with sympy) were imported by every run, and took a second."""
     modules = "minivlmrl.tools.process", "minivlmrl.run.start", "minivlmrl.run.model", "minivlmrl.run.resume"
@@ -103,13 +107,12 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     options = [*own[:1], f"--model.path={checkpoint}", *own[2:3], f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
-    said = (
-        r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position_embeddings"
-    )
-    with pytest.raises(ValueError, match=rf"{said}\); data\.max_prompt_tokens=90 leaves out such rows") as raised:
+    said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
+    with pytest.raises(
+        ValueError, match=rf"{said}_embeddings\); data\.max_prompt_tokens=90 leaves out such rows"
+    ) as raised:
         run(*options, "--stages=[grpo]")
-    length = int(re.search(said, str(raised.value))[1])
-    assert 90 < length <= 100
+    assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
     run(*options, "--stages=[sft]", name="given answers")
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
     with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out of data.eval_file"):
@@ -136,9 +139,7 @@ def test_updates_that_bfloat16_rounds_away_are_said():
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
     [line] = told(*slow)
-    assert line.startswith(
-        "model.dtype is bfloat16: updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005;"
-    )
+    assert "updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005;" in line
     for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
         assert told(*slow, f"--{cure}") == []
 

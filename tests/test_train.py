@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from minivlmrl import grpo as grpo_file
 from minivlmrl.algorithms import sft as sft_file
-from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.rows import Processor
 from minivlmrl.run import evaluate
 from minivlmrl.run import results as results_file
@@ -109,10 +108,10 @@ def test_a_trained_checkpoint_answers_as_the_model_did(run, plain, monkeypatch):
 
 
 def test_layers_compute_in_bfloat16_on_one_process_without_sharding(run, plain, lively):
-    """All stages; float32 weights keep updates that bfloat16 weights would lose."""
+    """Float32 weights keep updates that bfloat16 weights would lose."""
     rates = [f"--{stage}.learning_rate=1e-5" for stage in STAGES]
-    options = ["--model.compute_dtype=bfloat16", *rates, "--grpo.beta=0.1"]
-    folder = run(*options, ALL_STAGES)
+    options = ["--model.compute_dtype=bfloat16", *rates, *(f"--{stage}.max_steps=2" for stage in STAGES)]
+    folder = run(*options, "--grpo.beta=0.1", "--stages=[sft, dpo, grpo, ppo]")
     before = load_file(run("--stages=[]", name="untrained") / "checkpoint" / "model.safetensors")
     after = load_file(folder / "checkpoint" / "model.safetensors")
     weight = "model.layers.0.mlp.up_proj.weight"
@@ -130,16 +129,6 @@ def test_every_step_begins_without_gradient(run, plain):
     options = ["--sft.learning_rate=1e-30", "--data.demonstrations=4", "--sft.prompts_per_step=4"]
     norms = [line["grad_norm"] for line in metrics(run("--stages=[sft]", *options))]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward_model"])
-def test_save_steps_writes_the_checkpoint_on_the_way(run, plain, monkeypatch, stage):
-    steps, algorithm = [], ALGORITHMS[stage]
-    original = algorithm.save
-    monkeypatch.setattr(algorithm, "save", lambda *a: steps.append(len(steps)) or original(*a))
-    folder = run(f"--stages={stage}", "--save_steps=2", f"--{stage}.max_steps=5")
-    assert len(steps) == 2 + 1  # after steps 2 and 4, and at the end
-    assert (folder / ("reward_model" if stage == "reward_model" else "checkpoint") / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("option", "expected"), [("2", 2), ("null", CORES)])
@@ -162,9 +151,16 @@ def test_eval_rows_and_eval_file_choose_what_is_evaluated(run, plain, own, home,
 # the user's own data and weights
 
 
-def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively):
-    folder = run(*own, ALL_STAGES, f"--data.eval_file={rows}", LETTERS)
-    assert [line["stage"] for line in metrics(folder)] == [stage for stage in STAGES for _ in range(3)]
+@pytest.mark.parametrize("images", ["with images", "text only"])
+def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, plain, tmp_path, images):
+    file = rows
+    if images == "text only":
+        file = tmp_path / "text.jsonl"
+        row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>"}
+        file.write_text(json.dumps(row | {"label": True, "chosen": "2", "rejected": "green"}))
+    files = f"--data.train_file={file}", f"--data.eval_file={file}"
+    folder = run(*own, ALL_STAGES, *files, LETTERS, *(f"--{stage}.max_steps=1" for stage in STAGES))
+    assert [line["stage"] for line in metrics(folder)] == [*STAGES]
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
     assert list(summary(folder)) == ["chance", "start", *(f"after_{stage}" for stage in STAGES), "seconds"]
     assert summary(folder)["chance"] is None
@@ -184,15 +180,6 @@ def test_held_out_pairs_need_no_solution(run, own, rows, tmp_path):
 def test_without_an_eval_file_nothing_is_evaluated(run, own):
     folder = run(*own, "--stages=[sft]")
     assert list(summary(folder)) == ["chance", "seconds"]
-
-
-def test_text_only_rows_train_too(run, own, tmp_path, plain, lively):
-    row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>"}
-    row |= {"label": True, "chosen": "2", "rejected": "green"}
-    (tmp_path / "text.jsonl").write_text(json.dumps(row))
-    lines = metrics(run(*own, f"--data.train_file={tmp_path / 'text.jsonl'}", LETTERS, ALL_STAGES))
-    assert len(lines) == 3 * len(STAGES)
-    assert all(line["grad_norm"] > 0 for line in lines)
 
 
 def test_a_number_as_solution_is_judged(run, own, tmp_path, plain, monkeypatch):
