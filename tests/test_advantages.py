@@ -14,12 +14,6 @@ def test_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([expected, expected, -expected, -expected]))
 
 
-def test_batch_scaling_still_centres_on_the_group():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 5.0, 4.0]), 2, "batch")
-    assert advantages[:2].sum() == 0 and advantages[2:].sum() == 0
-    assert torch.equal(advantages[:2], advantages[2:])
-
-
 def test_a_completion_nobody_could_judge_counts_for_nothing():
     rewards = torch.tensor([[NAN], [1.0], [0.0], [1.0]])
     combined = combine(rewards, torch.ones(1))
@@ -39,8 +33,3 @@ def test_a_completion_nobody_could_judge_counts_for_nothing():
 def test_what_makes_no_sense_is_refused(rewards, size, scale, says):
     with pytest.raises((ValueError, KeyError), match=says):
         group_advantages(torch.tensor(rewards), size, scale)
-
-
-def test_centring_alone():
-    """Groups 3, 1 and 0, 0: less their means 2 and 0."""
-    assert group_advantages(torch.tensor([3.0, 1.0, 0.0, 0.0]), 2, "none").tolist() == [1.0, -1.0, 0.0, 0.0]

@@ -72,7 +72,6 @@ def test_a_resumed_run_says_what_the_run_would_have_said(killed):
 
 def test_weights_without_a_gradient_are_named():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
-    steps = [alarms(model=model, state=set(model["model"].parameters())).step(HEALTHY)]
     rules = alarms(model=model, state=set(model["model"].parameters()))
     steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
     assert "no row had an image" in steps[-1][0] and "visual.weight and 1 others" in steps[-1][0]
@@ -142,12 +141,8 @@ def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
         seen((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
         seen((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, the picture is worth the same
         seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
-        seen((0.9, 0.1, 0.1), (0.1, 0.1, 0.1)),  # it falls: a bad run of another kind
     ],
 )
 def test_other_curves_say_nothing(healthy):
     assert looks_away(healthy, 256) is None
-
-
-def test_few_held_out_rows_say_nothing():
-    assert looks_away(AWAY, 9) is None
+    assert looks_away(AWAY, 9) is None  # of few rows

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks.shapes import Shapes
 
 from stages import Rows
@@ -26,18 +25,7 @@ def test_it_is_measured_against_the_reference_of_its_step(stage):
         assert run.update()["loss"] == pytest.approx(math.log(2), rel=1e-12)
 
 
-def test_a_shared_reference_is_as_good_as_a_copy(stage):
-    """Nothing but memory is saved: with all weights below frozen by hand a full copy gives the same steps."""
-    shared = stage("dpo", "--reference.num_shared_layers=1")
-    copied = stage("dpo")
-    for p, q in zip(copied.model.parameters(), shared.model.parameters(), strict=True):
-        p.requires_grad_(q.requires_grad)
-    copied.optimizer = build_optimizer(copied.model, copied.config, copied.algorithm.run.optimizer)
-    for one, other in zip(shared.go(3), copied.go(3), strict=True):
-        assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
-
-
-@pytest.mark.parametrize("options", [[], ["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"]])
+@pytest.mark.parametrize("options", [["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"]])
 def test_precomputed_references_are_the_references(stage, options):
     kept = stage("dpo", *options)
     precomputed = stage("dpo", *options, PRECOMPUTE)
@@ -55,8 +43,8 @@ def test_precomputing_scores_what_the_stage_meets_and_no_more(stage):
     precomputed = run.algorithm.precomputed
     assert len(precomputed["train"]) == 4 and precomputed["held_out"].keys() == {0, 1, 2}
     assert all(not logps.requires_grad for rows in precomputed.values() for logps in rows.values())
+    assert run.accuracy() == 0  # nothing has moved: a draw is no win
     run.go()
-    assert run.accuracy() is not None
     with pytest.raises(ValueError, match=r"dpo.precompute_ref_log_probs: a row was not scored .* dpo\.max_steps that"):
         run.go()
 
@@ -71,16 +59,6 @@ def test_precomputing_tells_rows_apart(stage):
     kept, precomputed = (torch.stack([batch.ref_per_token_logps for batch in run.next()]) for run in both)
     assert (kept[0] - kept[1]).abs().max() > 1e-6
     torch.testing.assert_close(precomputed, kept, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options", [[], [PRECOMPUTE]])
-def test_it_wins_the_pairs_that_it_is_trained_on(stage, options):
-    rows = Shapes(4, "rows")
-    run = stage("dpo", *options, "--dpo.max_steps=12", rows=rows, held_out=rows)
-    if not options:
-        assert run.accuracy() == 0  # nothing has moved: a draw is no win
-    run.go(12)
-    assert run.accuracy() == 1
 
 
 @pytest.mark.parametrize("options, says", [

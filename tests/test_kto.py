@@ -56,12 +56,6 @@ def answer(run, row):
     return encode_completion(run.algorithm.processor, row.messages, row.completion).ids
 
 
-def test_good_answers_get_likelier_and_bad_ones_less(stage):
-    lines = stage("kto", rows=Labels(8, "rows")).go(12)
-    assert lines[-1]["loss"] < 0.48
-    assert lines[-1]["rewards/chosen"] > lines[-1]["rewards/rejected"]
-
-
 def test_a_step_of_one_row_is_refused(stage):
     with pytest.raises(ValueError, match=r"kto\.prompts_per_step is 1, it must be 2 or more"):
         stage("kto", "--kto.prompts_per_step=1")

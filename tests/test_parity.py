@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from parity.policy_cells import policy_batch
 
 from minivlmrl.algorithms import preference_losses as preference
 from minivlmrl.algorithms import sft_loss as sft
@@ -69,7 +68,6 @@ def test_the_usual_loss_passes_where_the_batch_is_the_step():
     ({"average": lambda x, mask: (x.sum(1) / mask.sum(1)).mean()}, "2 of them: the average is that of .* grpo"),
     ({"average": lambda x, mask: x.mean()}, "2 of them: sums are divided by padding too"),
     ({"kl": lambda d: (-d).exp() + d - 1}, "1 of them: policy and reference are exchanged in the KL"),
-    ({"kl": lambda d: d + 1 - d.exp()}, "1 of them: the KL has the wrong sign"),
     ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
 ])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says):
@@ -81,24 +79,10 @@ def test_a_wrong_loss_is_named(wrong, says):
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):
-    """Every kind: TRL's value and gradient are those that were recorded, and for KTO ours."""
+    """TRL's value and gradient are those that were recorded."""
     from parity.trl_oracle import what_trl_says
 
     for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
         *_, (_, options, batch, value, gradient) = cases(**only)
         says = what_trl_says(batch, options)
         assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
-    batch = {
-        name: x for name, x in policy_batch(3).items() if name in ("per_token_logps", "ref_per_token_logps", "mask")
-    }
-    batch |= {"labels": torch.tensor([True, False, True, False]), "kl_mask": batch["mask"].roll(1, 0)}
-    says = what_trl_says(batch, {"kind": "kto", "loss_type": "kto", "beta": 0.2})
-    kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch.pop("kl_mask"))
-    ours, _ = preference.kto_loss(**batch, options=preference.KTOLoss(beta=0.2), kl=kl)
-    assert distance(ours, says["loss"]) < 1e-12
-    batch = policy_batch(0)
-    says = what_trl_says(batch, {"kind": "rloo", "epsilon_low": 0.1})
-    inputs = PolicyInputs(batch["per_token_logps"], old_per_token_logps=batch["old_per_token_logps"])
-    options = FamilyLoss("rloo", epsilon_low=0.1, epsilon_high=0.1)
-    ours = policy_loss(inputs, batch["advantages"], batch["mask"], options)[0]
-    assert distance(ours, says["loss"]) < 1e-12

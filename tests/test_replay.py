@@ -62,10 +62,18 @@ def test_several_passes_over_a_rollout(run, plain, lively, replayed):
     assert code == 0 and lines[-2:] == SAME
 
 
-def test_what_a_run_logged_is_compared(run, plain, lively, replayed):
+def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
     folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
     path = folder / "completions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    _, said = replayed(folder, "grpo", 0, "--prompt=2")
+    assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in said)
+    for shown, logged in zip(table(said), lines[2]["completions"], strict=True):
+        assert f"    {logged['text']!r}" in said
+        assert float(shown["letters"]) == pytest.approx(logged["rewards"]["letters"], rel=1e-3)
+        assert float(shown["advantage"]) == pytest.approx(logged["advantage"], rel=1e-3, abs=1e-6)
+        assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in logged["tokens"]), rel=1e-3)
+        assert float(shown["differ by"]) < 1e-4 and shown["trained"] == shown["sampled"]
     lines[0]["completions"][1]["tokens"][0][1] += 0.001
     path.write_text("\n".join(map(json.dumps, lines)))
     code, said = replayed(folder, "grpo", 0)
@@ -74,23 +82,6 @@ def test_what_a_run_logged_is_compared(run, plain, lively, replayed):
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
     assert replayed(folder, "grpo", 0)[1][-1] == "nothing to compare with: no file of a run has this step"
-
-
-def test_a_group_is_printed_with_what_the_run_logged(run, plain, lively, replayed):
-    folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
-    _, lines = replayed(folder, "grpo", 0, "--prompt=2")
-    logged = json.loads((folder / "completions.jsonl").read_text().splitlines()[2])
-    assert any(f"row {logged['row']} " in line and repr(logged["solution"]) in line for line in lines)
-    for shown, said in zip(table(lines), logged["completions"], strict=True):
-        assert f"    {said['text']!r}" in lines
-        assert float(shown["letters"]) == pytest.approx(said["rewards"]["letters"], rel=1e-3)
-        assert float(shown["advantage"]) == pytest.approx(said["advantage"], rel=1e-3, abs=1e-6)
-        assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in said["tokens"]), rel=1e-3)
-        assert float(shown["differ by"]) < 1e-4 and shown["trained"] == shown["sampled"]
-
-
-def test_mistakes_are_named(run, plain, lively, replayed):
-    folder = run("--stages=[grpo]", "--grpo.max_steps=1", "--state_steps=1", *LOUD)
     for arguments, words in (
         (("sft", 0), "--stage sft: the run has grpo"),
         (("grpo", 1), "--step 1: grpo has the steps 0 to 0"),

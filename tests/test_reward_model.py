@@ -52,21 +52,15 @@ def test_it_learns_its_pairs(stage):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
+    """A path goes before the model that is trained here."""
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
     judged, counted = one[0]["rewards/reward_model/mean"], one[0]["rewards/letters/mean"]
     assert one[0]["reward"] == pytest.approx(judged + 0.5 * counted, rel=1e-4)
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
-    two = main(folder, tmp_path, "two", f"--stages={name}", JUDGED, path, f"--{name}.max_steps=2")
-    assert one == two  # the policy of the first run was still the random one
-
-
-def test_a_path_goes_before_the_model_that_is_trained_here(folder, lively, tmp_path):
-    main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=1")
-    path = f"--reward_model.path={tmp_path / 'judge' / 'reward_model'}"
-    alone = main(folder, tmp_path, "alone", "--stages=grpo", JUDGED, path)
-    both = main(folder, tmp_path, "both", "--stages=[reward_model, grpo]", JUDGED, path)[-3:]
-    assert alone == both
+    again = f"--stages=[reward_model, {name}]", "--reward_model.max_steps=1", f"--{name}.max_steps=2"
+    two = main(folder, tmp_path, "two", *again, JUDGED, path)[-2:]
+    assert one == two
 
 
 def test_the_judge_is_not_trained(folder, tmp_path, stage):

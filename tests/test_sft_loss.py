@@ -10,16 +10,6 @@ from by_hand import near, tensor
 from minivlmrl.algorithms.sft_loss import sft_loss
 
 
-def test_dft():
-    """Probabilities 0.5 and 0.25: (0.5 log 2 + 0.25 log 4) / 2 = 0.5 log 2; the gradient of each is -p / 2."""
-    logps = tensor([log(0.5), log(0.25), 9.0]).requires_grad_()
-    mask = tensor([1.0, 1.0, 0.0])
-    loss = sft_loss(logps, mask, "dft")
-    assert loss.item() == near(0.5 * log(2))
-    assert torch.autograd.grad(loss, logps)[0][0].tolist() == near(-0.25, -0.125, 0.0)
-    assert sft_loss(logps, mask, "dft", counts=SimpleNamespace(tokens=10)).item() == near(log(2) / 10)
-
-
 def test_nll_with_the_tokens_of_the_step():
     """Probabilities 0.5 and 0.25 of a step of ten tokens: 3 log 2 / 10; without a token the loss is 0."""
     logps = tensor([log(0.5), log(0.25), 9.0])

@@ -68,11 +68,6 @@ def test_a_value_is_read_before_each_token(groups):
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-10, atol=1e-10)
 
 
-def test_a_new_head_says_zero_everywhere(groups):
-    model, (prompts, completions) = ValueModel(tiny.model(dtype=torch.float64)), groups
-    assert not model(pack(prompts, completions, model.backbone.config)).any()
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
 @torch.no_grad()
@@ -125,17 +120,12 @@ def test_a_plain_model_is_refused(processor, tmp_path):
 
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
-def test_another_head_is_refused(processor, tmp_path, change):
+def test_another_head_or_half_of_one_is_refused(processor, tmp_path, change):
     save_value_model(tmp_path / "judge", value_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
     with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight, \(1, 64\)"):
         load_value_model(tmp_path / "judge")
-
-
-def test_a_head_that_was_cut_is_refused(processor, tmp_path):
-    save_value_model(tmp_path / "judge", value_model(), processor, ONE)
-    file = tmp_path / "judge" / "score.safetensors"
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):
         load_value_model(tmp_path / "judge")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.compare import ask, compare, judge
+from parity.compare import ask, compare, judge, questions
 from parity.families import families
 from parity.record_losses import record
 
@@ -64,13 +64,19 @@ def test_each_family_is_recorded():
     assert 60 <= len(names) <= 120 and RECORDED.stat().st_size < 200_000
 
 
-def test_cells_have_names_of_their_own():
-    for family, cells in FAMILIES.items():
-        assert len({cell.name for cell in cells}) == len(cells), family
-
-
 def test_every_loss_of_ours_has_a_family():
     names = {f"grpo loss_type={name}" for name in AVERAGES if name != "rloo"} | {"rloo loss"}
     names |= {f"dpo {name}" for name in preference.DPO_LOSSES} | {f"sft loss_type={n}" for n in sft.SFT_LOSS_TYPES}
     names |= {f"kto loss_type={name}" for name in preference.KTO_LOSS_TYPES} | {"reward loss"}
     assert names <= FAMILIES.keys(), names - FAMILIES.keys()
+
+
+def test_options_are_tried_with_every_loss_that_takes_them():
+    """TRL refuses some weights."""
+    of = {name: set() for name in ("loss_type", "f_divergence_type", "ld_alpha")}
+    for question in questions("dpo"):
+        for name in of.keys() & question.options.keys():
+            of[name].add(str(question.options["loss_type"]))
+    kinds = {question.options.get("f_divergence_type", "reverse_kl") for question in questions("dpo")}
+    assert kinds == set(preference.F_DIVERGENCES) and of["f_divergence_type"] == set(preference.F_LOSSES)
+    assert set(preference.DPO_LOSSES) == of["ld_alpha"] <= of["loss_type"]
