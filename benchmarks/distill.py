@@ -72,9 +72,7 @@ def run(folder: Path, *options: str) -> dict:
 def ask(teacher: Path, seed: int) -> list[str]:
     """What the teacher answers to the first rows of a seed, greedily."""
     model, processor = load_model(teacher, torch.float32), load_processor(teacher)
-    sample = build_sampler(
-        model, processor, SamplingOptions(temperature=0.0, max_new_tokens=20), World(0, 1, torch.device("cpu"))
-    )
+    sample = build_sampler(model, processor, SamplingOptions(temperature=0.0, max_new_tokens=20), World())
     rows, answers = shapes.Shapes(STEPS * PROMPTS, f"{seed}/grpo"), []
     for start in range(0, len(rows), 64):
         prompts = [rows[i].prompt(processor) for i in range(start, min(start + 64, len(rows)))]

@@ -171,7 +171,7 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
     rewards = {f"{__name__}:distinct_characters": 1.0}
     run = RunConfig(sampling=SamplingOptions(max_new_tokens=new_tokens), rewards=rewards, grpo=grpo)
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
-    return Ours(GRPOStage(run, model, endless, World(0, 1, model.lm_head.weight.device)), rows)
+    return Ours(GRPOStage(run, model, endless, World(device=model.lm_head.weight.device)), rows)
 
 
 def trl_side(

@@ -43,7 +43,7 @@ def main(arguments: list[str]):
     prompts = [row.prompt(processor) for row in rows]
     for prompt, row in zip(prompts, rows, strict=True):
         prompt.row = row  # what its environments are told
-    keys, world = [str(i) for i in range(PROMPTS)], World(0, 1, torch.device("cpu"))
+    keys, world = [str(i) for i in range(PROMPTS)], World()
     least = {}
     for _ in range(repeats):
         for name, environment in (("with crops", "recipes/zoom.py:Quarters"), ("without", None)):

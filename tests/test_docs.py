@@ -279,7 +279,7 @@ def own(tmp_path_factory):
     PIL.Image.new("RGB", (80, 60), "red").save(folder / "cat.jpg")
     (folder / "my_rewards.py").write_text(next(code for code in blocks(README, "python") if "def brevity" in code))
     model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
-    save_model(folder / "model", model, processor, World(0, 1, model.lm_head.weight.device))
+    save_model(folder / "model", model, processor, World(device=model.lm_head.weight.device))
     return folder
 
 

@@ -77,7 +77,7 @@ def test_memory_is_checked_before_weights_are_read(home, own, monkeypatch, optio
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
     monkeypatch.setattr("minivlmrl.run.model.load_model", lambda *_: pytest.fail("read"))
     config = load_config(home / "recipe.yaml", [*own, f"--check_memory={option}"])
-    world = World(0, 1, torch.device("cuda", 0))
+    world = World(device=torch.device("cuda", 0))
     if option == "true":
         with pytest.raises(ValueError, match=r"sft needs about .* --check_memory=false starts it as it is"):
             build_model(config, world)

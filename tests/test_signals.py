@@ -61,7 +61,7 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
 
 
 def test_long_work_ends_at_once_if_nothing_is_lost():
-    world = World(0, 1, torch.device("cpu"))
+    world = World()
     with StopSignals(world) as stop:
         world.leave()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -73,7 +73,7 @@ def step_of(kind, d, folder, **options):
     run.rewards, run.optimizer.max_grad_norm = {"a": 1.0, "b": 1.0}, 0.5
     model, processor = load_model(folder, torch.float64), load_processor(folder)
     cls = {"grpo": GRPOStage, "dpo": DPO, "sft": SFT}[kind]
-    algorithm = cls(run, model, processor, World(0, 1, torch.device("cpu")))
+    algorithm = cls(run, model, processor, World())
     prompts, answers = rows_of(d)
     if kind == "grpo":
         order = d["row"].argsort().tolist()
@@ -166,7 +166,7 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    algorithm = KTO(run, model, processor, World(0, 1, torch.device("cpu")))
+    algorithm = KTO(run, model, processor, World())
     optimizer, lines = build_optimizer(algorithm.trained, run.kto, run.optimizer), []
     for number, inputs in enumerate(seen):
         monkeypatch.setattr(algorithm, "encode", lambda rows, inputs=inputs: encoded(inputs))

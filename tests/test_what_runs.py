@@ -85,7 +85,7 @@ def pretended_card(tmp_path, request):
     stages.write_recipe(tmp_path)
     small = ["--grpo.prompts_per_step=2", "--grpo.num_generations=2", "--sampling.max_new_tokens=4"]
     with PretendCuda():
-        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *small, world=World(0, 1, CUDA)).go()
+        stages.Stage(tmp_path, "grpo", "--rewards={format: 1}", *small, world=World(device=CUDA)).go()
 
 
 @pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])

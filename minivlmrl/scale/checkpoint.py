@@ -248,7 +248,7 @@ def save_model(
     empty = partial(torch.empty_like, device="meta")
     shapes = {name: empty(getattr(w, "weight", w)) for name, w in weights.items()}
     shards = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
-    world = world or World(0, 1, torch.device("cpu"))
+    world = world or World()
     with ExitStack() as held:
 
         def begin():

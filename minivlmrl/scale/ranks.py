@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 @dataclass
 class World:
-    """The processes of this run, as torchrun started them; one process without torchrun."""
+    """The processes of this run, as torchrun started them; World() is one process on the CPU."""
 
-    rank: int
-    size: int
-    device: torch.device
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
     # called in long work between states; StopSignals.leave ends it
     leave: Callable[[], None] = lambda: None
 
@@ -143,9 +143,8 @@ def find_device(local_rank: int = 0) -> torch.device:
         except RuntimeError as error:
             # then there is nothing to miss; a fork asks nobody, and its parent found no GPU
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
-                cause = str(error).splitlines()[0]
+                what = f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]})"
                 cure = "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
-                what = f"CUDA cannot use this machine's GPU ({cause})"
                 raise ValueError(f"{what}: {cure}") from error
     return torch.device("cpu")
 

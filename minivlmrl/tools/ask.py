@@ -51,7 +51,7 @@ def main(arguments: list[str]):
     processor.add_vision_id = data.add_vision_id
     prompt = processor(messages, images, videos)
     model = load_model(options.model, DTYPES.get(options.dtype), device)
-    sampler = build_sampler(model, processor, params, World(0, 1, device))
+    sampler = build_sampler(model, processor, params, World(device=device))
     hidden = processor.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
     chooser, streams, prompt.row = sampler.chooser, [], Row(messages, images)
 

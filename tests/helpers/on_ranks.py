@@ -35,7 +35,7 @@ from stages import letters  # noqa: F401 (a reward that recipes name)
 
 SECONDS = 300  # most that a collective may take, also on a busy machine, so that a deadlock is a failure
 ROWS, PROMPTS_PER_STEP = 16, 4
-ONE = ranks.World(0, 1, torch.device("cpu"))
+ONE = ranks.World()
 SHARDS_BYTES = torch.__version__ >= "2.13"  # weights in 4 bits
 
 

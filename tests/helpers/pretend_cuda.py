@@ -483,14 +483,14 @@ def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
             return result, gpu.waits.copy()
 
         options = ["--sampling.stop_token_ids=[]", "--rewards={format: 1}"]  # no completion ends earlier
-        stage = stages.Stage(folder, "grpo", *options, dtype=torch.float32, world=World(0, 1, CUDA))
+        stage = stages.Stage(folder, "grpo", *options, dtype=torch.float32, world=World(device=CUDA))
         stage.go()
         _, found["grpo step"] = count(stage.go)
 
         model, rows, sampling = stage.model, next(stage.batches), stage.algorithm.run.sampling
         processor, keys = stage.algorithm.processor, [row.key for row in rows]
         prompts = [row.prompt(processor) for row in rows]
-        sample = RunSampler(model, processor, sampling, World(0, 1, CUDA))
+        sample = RunSampler(model, processor, sampling, World(device=CUDA))
 
         def rollout(tokens):
             sampling.max_new_tokens = tokens

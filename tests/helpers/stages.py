@@ -28,7 +28,7 @@ STAGE = {
 }  # fmt: skip
 RECIPE = recipe(STAGE, data={"demonstrations": 8, "eval_rows": 2, "pairs": 8}, rewards={"letters": 1.0})
 STAGES = ("sft", "dpo", "kto", "reward_model", "grpo", "ppo")
-ONE = World(0, 1, torch.device("cpu"))
+ONE = World()
 
 
 @pytest.fixture(scope="module")
