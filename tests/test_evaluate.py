@@ -1,4 +1,4 @@
-"""What an evaluation makes of rewards, on one rank and on two, and that its draws depend on the row alone."""
+"""What an evaluation makes of rewards, and that its draws depend on the row alone."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from minivlmrl.data.conversations import conversation
-from minivlmrl.rows import Completion, Row
+from minivlmrl.rows import Row
 from minivlmrl.run import evaluate as file
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
 from minivlmrl.scale.checkpoint import random_model
-from minivlmrl.scale.ranks import World
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
@@ -24,84 +23,46 @@ NAN = float("nan")
 SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
 
 
-class Scripted(Row):
-    """A row that is its own prompt."""
-
-    def prompt(self, processor):
-        return self
-
-
-PROCESSOR = SimpleNamespace(decode=lambda ids: ids, answer="whole")  # completions are texts here
-
-
 @pytest.fixture
 def scripted(monkeypatch):
-    """Completions that name their row and earn what its columns `sampled` and `greedy` say."""
-    asked = {}
+    """Rows earn what their columns `sampled` and `greedy` say."""
 
-    class Sampler:
-        def __init__(self, model, processor, sampling, world, gather_weights):
-            self.processor, self.sampling, self.world = processor, sampling, world
+    def build_sampler(model, processor, sampling, world, gather_weights):
+        # answers end as in training, but are drawn without its filters
+        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
+        return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
-        def __call__(self, rows, num_generations, keys):
-            assert num_generations == 1
-            kind = {1.0: "sampled", 0.0: "greedy"}[self.sampling.temperature]
-            # answers end as in training, but are drawn without its filters
-            assert self.sampling == SamplingOptions(self.sampling.temperature, 20, stop_strings=["</answer>"])
-            texts = [f"{row.columns['name']} {kind}" for row in rows]
-            asked.update(zip(texts, zip(rows, keys, strict=True), strict=True))
-            return [[Completion(text, None, True, torch.ones(1))] for text in texts]
+    def draw(sample, rows, count, rewards):
+        return torch.tensor([row.columns[sample.kind] for row in rows]), [[None]] * len(rows)
 
-    def ask_by_name(names, columns, together):
-        assert set(names) == set(REWARDS)
-        rows = [(asked[text][0], text.split()[1]) for text in columns["completions"]]
-        return torch.tensor([row.columns[kind] for row, kind in rows]).view(-1, len(REWARDS))
-
-    def recipe_columns(rows, prompts, completions, processor):
-        texts = [completion.ids for [completion] in completions]
-        return {"completions": texts}
-
-    monkeypatch.setattr(file, "build_sampler", Sampler)
-    monkeypatch.setattr(file, "ask_by_name", ask_by_name)
-    monkeypatch.setattr(file, "recipe_columns", recipe_columns)
-    return asked
+    monkeypatch.setattr(file, "build_sampler", build_sampler)
+    monkeypatch.setattr(file, "draw", draw)
 
 
-def scored(name, sampled, greedy, **columns):
-    return Scripted([], [], {"name": name, "sampled": sampled, "greedy": greedy, **columns})
+def scored(sampled, greedy, **columns):
+    return Row([], [], {"sampled": sampled, "greedy": greedy, **columns})
 
 
 ROWS = [
-    scored("a", [0.5, 1.0, 1.0], [1.0, 1.0, 1.0], unseen=True),
-    scored("b", [0.0, 0.0, 0.0], [0.25, 0.0, 0.0], unseen=False),
-    scored("c", [NAN, 1.0, NAN], [NAN, 1.0, NAN]),
-    scored("d", [0.25, 0.0, 0.0], [0.5, 1.0, 1.0], unseen=True),
-    scored("e", [0.25, 1.0, 0.0], [0.25, 0.0, 0.0]),
+    scored([0.5, 1.0, 1.0], [1.0, 1.0, 1.0], unseen=True),
+    scored([0.0, 0.0, 0.0], [0.25, 0.0, 0.0], unseen=False),
+    scored([NAN, 1.0, NAN], [NAN, 1.0, NAN]),
+    scored([0.25, 0.0, 0.0], [0.5, 1.0, 1.0], unseen=True),
+    scored([0.25, 1.0, 0.0], [0.25, 0.0, 0.0]),
 ]
 
 
-def ask(rows, rank=0, size=1, world=World):
-    return evaluate(None, PROCESSOR, rows, SAMPLING, world(rank, size, torch.device("cpu")), REWARDS)
-
-
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(file, "BATCH_SIZE", 2)
-
-
-@pytest.mark.parametrize("batches", ["one", "small"])
-def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, request, batches):
-    if batches == "small":
-        request.getfixturevalue("small_batches")
-    result = ask(ROWS)
-    assert result == {
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monkeypatch, batch_size):
+    monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
+    assert evaluate(None, None, ROWS, SAMPLING, ONE, REWARDS) == {
         "sampled": 0.25, "greedy": 0.5, "format": 0.6,
         "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
     }  # fmt: skip
 
 
 def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
-    result = evaluate(None, PROCESSOR, ROWS, SAMPLING, ONE, ("box_format", "iou", "acc_0_5"))
+    result = evaluate(None, None, ROWS, SAMPLING, ONE, ("box_format", "iou", "acc_0_5"))
     first = ["sampled", "greedy", "iou sampled", "iou greedy", "acc_0_5 sampled", "acc_0_5 greedy"]
     assert list(result)[:6] == first
     assert [result[name] for name in first[:3]] == [0.25, 0.5, 0.6]
@@ -109,8 +70,8 @@ def test_a_second_reward_that_is_no_format_is_not_called_so(scripted):
 
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
-    result = ask([scored("a", [NAN, 1.0, NAN], [0.5, 1.0, NAN])])
-    assert result == {"greedy": 0.5, "format": 1.0}
+    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
+    assert evaluate(None, None, rows, SAMPLING, ONE, REWARDS) == {"greedy": 0.5, "format": 1.0}
 
 
 # with a model

@@ -15,8 +15,6 @@ from minivlmrl.run.config import load_config, to_yaml
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-
-
 FOLDERS = []  # of the run that is copied for each test
 
 
@@ -24,7 +22,7 @@ FOLDERS = []  # of the run that is copied for each test
 def trained(run, plain, lively, tmp_path, tmp_path_factory):
     """The folder of a run whose steps train on one group of eight completions."""
     if not FOLDERS:
-        options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=5"
+        options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
         FOLDERS.append(run("--stages=[grpo]", *options, LETTERS).rename(tmp_path_factory.mktemp("page") / "run"))
     return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
@@ -38,13 +36,20 @@ def browse(path, place, folder):
     return html.partition('<script id="data"')[0]
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
+    """What a model writes is text: it may write tags, also those that end a script."""
+    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
+    evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
+    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/4/1", tmp_path)
-    assert '<output id="step">grpo 4</output>' in html  # as the terminal counts: from 1
+    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
+    assert '<output id="step">grpo 2</output>' in html  # as the terminal counts: from 1
     rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
     steps = metrics(trained)
-    assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[3]["reward"])
+    assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[1]["reward"])
     charts = re.findall(r'aria-label="(\S+) by step"', html)
     evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
@@ -52,52 +57,38 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     assert "http" not in page.TEMPLATE.read_text()  # neither server nor network
 
 
+@pytest.mark.slow
 def test_recipe_model_warnings_and_results_come_first(trained, home, tmp_path):
-    step = {"stage": "grpo", "step": 2}
-    (trained / "warnings.jsonl").write_text(json.dumps(step | {"warning": "all <groups> earn the same"}) + "\n")
-    evaluation = {"stage": "grpo", "step": 5, "sampled": 0.25, "greedy": 0.5}
-    (trained / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
-    sft = "".join(json.dumps({"stage": "sft", "step": i, "loss": 1.0}) + "\n" for i in range(7))
-    (trained / "metrics.jsonl").write_text(sft + (trained / "metrics.jsonl").read_text())
-    assert page.collect(trained)["evaluations"] == [{"step": 12, "eval/sampled": 0.25, "eval/greedy": 0.5}]
-    page.main([str(trained)])
-    html = browse(trained / "page.html", "", tmp_path)
-    assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
-    assert re.search(r"grpo: 5 steps in \d+ s; at most [\d.]+ GiB", html)
-    said = f"{home / 'recipe.yaml'}; evaluated on 4 rows; random weights of {home / 'model.json'}; written 20"
-    assert said in html and "<code>grpo.max_steps=5</code>" in html
-    assert "differences from the recipe as it comes" in html
-
-
-def test_two_runs_are_beside_each_other(trained, tmp_path):
-    other = shutil.copytree(trained, tmp_path / "other")
-    page.main([str(trained), str(other), "--out", str(tmp_path / "two.html")])
-    html = browse(tmp_path / "two.html", "grpo/1/1", tmp_path)
-    assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
-
-
-def test_what_a_model_writes_is_text(trained, tmp_path):
-    """It may write tags, also those that end a script."""
-    lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
-    evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
-    lines[-1]["prompt"] = lines[-1]["completions"][0]["tokens"][0][0] = evil
-    (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/5/1", tmp_path)
-    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
-
-
-def test_without_a_place_it_opens_where_completions_differ(trained, tmp_path):
-    """Not at the last step, whose group earned the same; the best completion comes first."""
+    """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
     lines = [json.loads(line) for line in (trained / "completions.jsonl").read_text().splitlines()]
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):
             completion |= {"reward": float(reward), "advantage": reward - 3.5 if i == 1 else 0.0}
     (trained / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    step = {"stage": "grpo", "step": 2}
+    (trained / "warnings.jsonl").write_text(json.dumps(step | {"warning": "all <groups> earn the same"}) + "\n")
+    evaluation = {"stage": "grpo", "step": 3, "sampled": 0.25, "greedy": 0.5}
+    (trained / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    sft = "".join(json.dumps({"stage": "sft", "step": i, "loss": 1.0}) + "\n" for i in range(7))
+    (trained / "metrics.jsonl").write_text(sft + (trained / "metrics.jsonl").read_text())
+    assert page.collect(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     page.main([str(trained)])
     html = browse(trained / "page.html", "", tmp_path)
+    assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
+    assert re.search(r"grpo: 3 steps in \d+ s; at most [\d.]+ GiB", html)
+    said = f"{home / 'recipe.yaml'}; evaluated on 4 rows; random weights of {home / 'model.json'}; written 20"
+    assert said in html and "<code>grpo.max_steps=3</code>" in html
+    assert "differences from the recipe as it comes" in html
     assert '<output id="step">grpo 2</output>' in html and "teaches nothing" not in html
-    assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")
+    assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
+
+
+@pytest.mark.slow
+def test_two_runs_are_beside_each_other(trained, tmp_path):
+    other = shutil.copytree(trained, tmp_path / "other")
+    page.main([str(trained), str(other), "--out", str(tmp_path / "two.html")])
+    html = browse(tmp_path / "two.html", "grpo/1/1", tmp_path)
+    assert html.count("data-reward=") == 16 and 'class="run1">other</span>' in html
 
 
 def test_it_knows_what_a_run_changed(trained):

@@ -14,25 +14,22 @@ from recipes.localisation import Localisation, constant_box
 ROOT = Path(__file__).parents[1]
 LOCALISATION = ROOT / "recipes" / "localisation.yaml"
 SMALL = [
-    "--num_threads=1", "--data.eval_rows=12", "--data.demonstrations=8",
+    "--num_threads=1", "--data.eval_rows=4", "--data.demonstrations=4", "--sampling.max_new_tokens=16",
     *[f"--{stage}.{option}" for stage in ("sft", "grpo")
-      for option in ("max_steps=2", "prompts_per_step=4", "micro_batch_size=4")],
+      for option in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")], "--grpo.num_generations=4",
 ]  # fmt: skip
 
 
 def test_the_localisation_recipe_runs(run, capsys):
-    folder = run(*SMALL, recipe=LOCALISATION)
+    folder = run(*SMALL, "--data.eval_rows=12", recipe=LOCALISATION)
     table, held_out = summary(folder), Localisation(12, "test")
     assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     assert table["chance"] == constant_box(held_out)[1]
-    assert any(held_out[i].columns["unseen"] for i in range(12))
     for name in ("start", "after_sft", "after_grpo"):
-        assert list(table[name]) == [
-            "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy",
-        ]  # fmt: skip
+        assert list(table[name])[3:] == ["acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy"]
         assert all(0 <= share <= 1 for share in table[name].values())
     lines = metrics(folder)
-    assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
+    assert [line["stage"] for line in lines] == ["sft", "grpo"]
     assert {"rewards/iou/mean", "rewards/box_format/mean", "kl"} <= set(lines[-1])
     load_model(folder / "checkpoint")
     said = capsys.readouterr().out
@@ -42,27 +39,14 @@ def test_the_localisation_recipe_runs(run, capsys):
 def test_eval_rewards_say_what_is_reported(run, plain):
     """The first is what counts, the second the form, further ones have metrics of their own."""
     options = ["--stages=[]", f"--data.task={localisation.__file__}:TASK", "--data.eval_rows=2"]
-    tables = [
-        summary(run(*options, f"--data.eval_rewards=[{names}]", name=names))["start"]
-        for names in ("giou, format", "iou, box_format, acc_0_5, giou")
-    ]
-    assert list(tables[0]) == ["sampled", "greedy", "format"]
-    assert list(tables[1]) == [
+    table = summary(run(*options, "--data.eval_rewards=[iou, box_format, acc_0_5, giou]"))["start"]
+    assert list(table) == [
         "sampled", "greedy", "format", "acc_0_5 sampled", "acc_0_5 greedy", "giou sampled", "giou greedy",
     ]  # fmt: skip
-    assert tables[0]["greedy"] == tables[1]["giou greedy"] == -1  # an untrained model answers no box
-    assert tables[1]["greedy"] == 0
+    assert table["greedy"] == 0 and table["giou greedy"] == -1  # an untrained model answers no box
 
 
-def test_an_eval_reward_that_nobody_can_answer_is_refused(run, plain):
-    """The reward model judges training's rollouts only."""
-    with pytest.raises(ValueError, match="reward_model"):
-        run("--stages=[]", "--data.eval_rewards=[reward_model, format]")
-
-
-# recipes/rec_qwen2_5_vl_3b.yaml with a tiny checkpoint
-
-
+@pytest.mark.slow
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
@@ -75,17 +59,14 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
     wrong = sum(f"<answer>{row['solution']}</answer>" not in row["completion"] for row in shown) / len(shown)
     assert len(shown) == 500 and 0.1 < wrong < 0.25  # a tenth of the random digits is right
     folder = run(*[option for option in SMALL if "demonstrations" not in option], recipe=ROOT / "recipes/digits.yaml")
-    lines = metrics(folder)
-    assert [(line["stage"], line["step"]) for line in lines] == [(s, i) for s in ("sft", "grpo") for i in (0, 1)]
+    assert [line["stage"] for line in metrics(folder)] == ["sft", "grpo"]
     assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     load_model(folder / "checkpoint")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["rec_qwen2_5_vl_3b", "rec_qwen2_5_vl_3b_one_card", "lora_7b", "cls_qwen2_vl_2b", "rec_qwen3_vl_4b_one_card"],
-)
+@pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b", "cls_qwen2_vl_2b"])
 def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
+    """With a tiny checkpoint."""
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
     files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
