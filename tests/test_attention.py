@@ -7,8 +7,6 @@ import torch
 
 from minivlmrl.attention import DecodeAttention, GroupAttention, GroupLayout, visible
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def random_lengths(seed):
     """Up to 4 prompts, up to 3 completions of each, many very short: a completion of 1 has no token in the run."""
@@ -29,7 +27,7 @@ def masked_softmax(q, k, v, mask):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_mask_is_the_rule(seed):
     """Against the rule written down from lengths, pair by pair."""
     prompts, completions = random_lengths(seed)
@@ -45,7 +43,7 @@ def test_the_mask_is_the_rule(seed):
     assert torch.equal(visible(GroupLayout(prompts, completions)), expected)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_two_calls_are_the_masked_softmax(seed):
     """Values and gradients."""
     layout = GroupLayout(*random_lengths(seed))
@@ -58,7 +56,7 @@ def test_the_two_calls_are_the_masked_softmax(seed):
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
     """Rows of different lengths, two layers; a row leaves when its tokens end, and its prompt with its last row."""
     rng = random.Random(seed)
@@ -97,7 +95,7 @@ def test_decoding_token_by_token_is_the_masked_softmax_of_the_whole_run(seed):
         assert len(decode.prompt[0][0]) == len({row // 3 for row in running})
 
 
-@gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gradients_on_a_gpu():
     """bfloat16 there against float64 here."""
     prompts, completions = [300, 130], [[40, 200, 1], [90]]
@@ -113,7 +111,7 @@ def test_gradients_on_a_gpu():
         assert (ours.cpu().double() - theirs).norm() / theirs.norm() < 1e-2
 
 
-@pytest.mark.parametrize("offset", [0, 128, 512])
+@pytest.mark.parametrize("offset", [0, 512])
 def test_bfloat16_scores_are_as_exact_as_small_ones(offset):
     """All keys share a direction that is worth `offset` in every scaled score, as the biases of Qwen2.5's keys are.
 

@@ -22,26 +22,25 @@ from recipes import localisation
 BOXES = f"{localisation.__file__}:TASK"
 
 
-@pytest.mark.parametrize(("size", "per_step"), [(10, 5), (10, 3), (3, 7), (1, 4)])
-def test_every_pass_visits_every_row_once(size, per_step):
+@pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])
+def test_every_pass_visits_every_row_once_in_another_order(size, per_step):
     numbers = list(itertools.chain(*itertools.islice(shuffled(size, per_step, seed=0), 4 * size)))
     assert len(numbers) == 4 * size * per_step
     for start in range(0, len(numbers), size):
         assert sorted(numbers[start : start + size]) == list(range(size))
-
-
-def test_passes_differ_in_order():
-    first, second = itertools.islice(shuffled(50, 50, seed=0), 2)
-    assert first != second
+    assert size < 50 or numbers[:50] != numbers[50:100]
 
 
 def load_datasets(data, stages, seed, *columns):
     return batches_file.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
 
 
-def test_each_stage_asks_for_its_columns(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b"}))
+def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
     assert set(load_datasets(DataSection(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
+    data = DataSection(train_file=file, eval_file=file, eval_rows=1)
+    datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
+    assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'completion' is missing"):
         load_datasets(DataSection(train_file=file), {"sft": "demonstrations"}, 0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'hint' is missing"):
@@ -57,24 +56,16 @@ def test_urls_of_a_file_are_fetched_when_the_run_allows_it(write_rows):
                 rows[0]
 
 
-def test_eval_rows_bounds_an_eval_file(write_rows):
-    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
-    data = DataSection(train_file=file, eval_file=file, eval_rows=1)
-    datasets = load_datasets(data, {"grpo": "prompts"}, 0, ["solution"])
-    assert (len(datasets["grpo"]), len(datasets["eval"])) == (2, 1)
-
-
 @pytest.mark.parametrize("data", [DataSection(), DataSection(task="shapes", train_file="rows.jsonl")])
 def test_either_a_task_or_a_file(data):
     with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 
-@pytest.mark.parametrize(("stage", "needs"), [("dpo", "pairs"), ("kto", "labels")])
-def test_a_stage_that_the_task_has_no_rows_for_is_refused(stage, needs):
-    message = rf"stages: {stage} needs {needs}, which data\.task .*localisation\.py:TASK does not have"
+def test_a_stage_that_the_task_has_no_rows_for_is_refused():
+    message = r"stages: dpo needs pairs, which data\.task .*localisation\.py:TASK does not have"
     with pytest.raises(ValueError, match=message):
-        load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", stage: needs}, 0)
+        load_datasets(DataSection(task=BOXES), {"sft": "demonstrations", "dpo": "pairs"}, 0)
 
 
 # draws of rows
@@ -113,8 +104,7 @@ def test_a_row_knows_its_number_and_has_a_key_of_its_own():
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
 def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps):
     """Each step of a draw has its own part of every rank's rows, in order."""
     alone = drawn(batches(steps=steps), 5)
@@ -127,17 +117,14 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
         assert {len(share[draw]) for share in shares} == {steps * own}
 
 
-@pytest.mark.parametrize("draws", [1, 2, 7])
-def test_a_resumed_run_goes_on_with_the_next_draw(draws):
+def test_a_resumed_run_goes_on_with_the_next_draw():
     rows = batches(steps=2)
-    expected = drawn(rows, draws + 2)[draws:]
-    assert rows.draws == draws + 2
-    assert drawn(batches(steps=2, draws=draws), 2) == expected
+    expected = drawn(rows, 9)[7:]
+    assert rows.draws == 9
+    assert drawn(batches(steps=2, draws=7), 2) == expected
 
 
-@pytest.mark.parametrize(
-    ("prompts", "ranks", "nearest"), [(32, 3, "30 or 33"), (1, 3, "3"), (7, 2, "6 or 8"), (4, 8, "8")]
-)
+@pytest.mark.parametrize(("prompts", "ranks", "nearest"), [(32, 3, "30 or 33"), (1, 3, "3")])
 def test_a_step_that_the_ranks_cannot_share_equally_is_refused(prompts, ranks, nearest):
     says = rf"^ppo\.prompts_per_step is {prompts}, which {ranks} ranks cannot share equally: take {nearest}$"
     with pytest.raises(ValueError, match=says):
@@ -179,12 +166,13 @@ class Delayed(Numbered):
 
 
 def test_workers_keep_the_order_and_the_bits():
-    alone = [next(rows) for rows in [batches(rows=Delayed(), image_workers=0)] for _ in range(5)]
-    for workers in (1, 4):
-        together = [next(rows) for rows in [batches(rows=Delayed(), image_workers=workers)] for _ in range(5)]
-        assert [[(r.index, r.key) for r in draw] for draw in together] == [[(r.index, r.key) for r in d] for d in alone]
-        for row, other in zip(itertools.chain(*alone), itertools.chain(*together), strict=True):
-            assert torch.equal(row.made.pixel_values, other.made.pixel_values)
+    alone, together = (
+        [next(rows) for rows in [batches(rows=Delayed(), image_workers=workers)] for _ in range(5)]
+        for workers in (0, 4)
+    )
+    assert [[(r.index, r.key) for r in draw] for draw in together] == [[(r.index, r.key) for r in d] for d in alone]
+    for row, other in zip(itertools.chain(*alone), itertools.chain(*together), strict=True):
+        assert torch.equal(row.made.pixel_values, other.made.pixel_values)
 
 
 def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():

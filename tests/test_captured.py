@@ -1,6 +1,5 @@
 """A captured decode step draws what the book's draws: alone, and as a graph of the pretended card."""
 
-import contextlib
 import gc
 import weakref
 
@@ -43,12 +42,11 @@ def both(model, count, generations, stop=STOP, **setting):
         return sample(*arguments, decode=CapturedDecode()), sample(*arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_it_draws_what_generate_draws(setting, dtype):
+def test_it_draws_what_generate_draws(setting):
     """Prompts of several lengths, groups of one and more; rows end one after the other, or none does."""
-    model, lengths = tiny.model(dtype=dtype), set()
-    for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (7, 1, STOP), (1, 1, ())):
+    model, lengths = tiny.model(dtype=torch.float64), set()
+    for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
         lengths |= assert_same(*both(model, count, generations, stop, **setting))
     assert len(lengths) > 2
 
@@ -80,16 +78,15 @@ def test_rows_move_together_and_keys_grow(monkeypatch, shared):
     assert {read for *_, read in kept} >= {3, 6, 12} and (max(split) > 1) == (not shared)
 
 
-@pytest.mark.parametrize("change", ["adapters", "4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "qwen3_5", "tied"])
+@pytest.mark.parametrize("change", ["4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "qwen3_5", "tied"])
 def test_models_of_other_layers(change):
     kind = change if change in FAMILIES else "qwen2_5_vl"
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
-    if change in ("adapters", "4 bits"):
+    if change == "4 bits":
         LoRAConfig(r=4).place(model)
         draw_adapters(model, 0)
         for parameter in adapter_parameters(model):
             torch.nn.init.normal_(parameter.data, std=0.2)
-    if change == "4 bits":
         quantize_base(model)
     if change == "recomputation":
         recompute_blocks(model)
@@ -107,7 +104,7 @@ def test_logits_that_are_not_finite_end_it():
 # ---- as a graph ----------------------------------------------------------------------------------------------------
 
 
-def on_card(model, stop, tokens=40, **setting):
+def on_card(model, stop, tokens=20, **setting):
     """Draws of the pretended card, and the card."""
     with PretendCuda() as gpu, torch.inference_mode():
         draw = draw_by(uniform_numbers(list("abcd"), 3, tokens), CUDA)
@@ -116,26 +113,23 @@ def on_card(model, stop, tokens=40, **setting):
     return drawn, gpu
 
 
-@pytest.mark.parametrize("setting", SETTINGS[::2], ids=str)
-def test_a_graph_draws_what_the_cpu_draws(setting):
-    """A capture refuses what the host would wait for, and a replay knows no Python: all that changes is in tensors."""
-    sampling, draw = options(max_new_tokens=40, **setting), draw_by(uniform_numbers(list("abcd"), 3, 40))
-    for stop in (range(60), ()):
-        expected = sample(tiny.model(), prompts(4), 3, sampling, stop, draw)
-        lengths = assert_same(on_card(tiny.model(), stop, **setting)[0], expected)
-        assert len(lengths) > 4 or lengths == {40}
+@pytest.mark.parametrize(
+    ("model_type", "setting", "stop"),
+    [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
+)  # fmt: skip
+def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
+    """A capture refuses what the host would wait for, and a replay knows no Python: all that changes is in tensors.
 
-
-@pytest.mark.parametrize("stop", [range(60), ()], ids=["ends", "goes on"])
-def test_a_graph_writes_memories_where_they_are(stop):
-    """Qwen3.5's, of rows that leave too."""
-    draw, model = draw_by(uniform_numbers(list("abcd"), 3, 40)), tiny.model(model_type="qwen3_5")
-    expected = sample(model, prompts(4), 3, options(max_new_tokens=40), stop, draw)
-    assert_same(on_card(tiny.model(model_type="qwen3_5"), stop)[0], expected)
+    Qwen3.5's memories too, of rows that leave.
+    """
+    sampling, draw = options(max_new_tokens=20, **setting), draw_by(uniform_numbers(list("abcd"), 3, 20))
+    expected = sample(tiny.model(model_type=model_type), prompts(4), 3, sampling, stop, draw)
+    lengths = assert_same(on_card(tiny.model(model_type=model_type), stop, **setting)[0], expected)
+    assert len(lengths) > 4 or lengths == {20}
 
 
 def test_a_captured_step_is_one_launch_beside_the_draw_and_the_host_waits_once_in_16():
-    on_card(tiny.model(), (), 16)  # tables that are computed once
+    on_card(tiny.model(), (), 4)  # tables that are computed once
     (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
     assert longer.launches.total() - shorter.launches.total() < 16 * 30
     assert longer.waits.total() - shorter.waits.total() == 1
@@ -153,22 +147,20 @@ def test_a_capture_empties_caches_only_where_memory_is_short(monkeypatch, free, 
         return self
 
     monkeypatch.setattr(PretendCuda, "__enter__", enter)
-    on_card(tiny.model(), (), 8)
+    on_card(tiny.model(), (), 4)
     monkeypatch.undo()
     assert len(calls) == emptied
 
 
-@pytest.mark.parametrize("card", [False, True])
-def test_a_graph_is_freed_with_its_decoder(card):
+def test_a_graph_is_freed_with_its_decoder():
     """Not when Python happens to look for cycles: its memory is a card's."""
     gc.collect()
     gc.disable()
     try:
-        with PretendCuda() if card else contextlib.nullcontext(), torch.inference_mode():
+        with PretendCuda(), torch.inference_mode():
             decode = CapturedDecode()
-            model = pretend(tiny.model()) if card else tiny.model()
-            sample(model, prompts(1), 2, options(max_new_tokens=5), (), decode=decode)
-            assert decode.graph is not None or not card
+            sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), decode=decode)
+            assert decode.graph is not None
             gone = weakref.ref(decode)
             del decode
         assert gone() is None

@@ -68,24 +68,19 @@ WRONG = [
     ({"stop": "one"}, "stop is 'one', it must be of type int or list[int]"),
     ({"stop": [1, True]}, "stop is [1, True], it must be of type int or list[int]"),
     ({"needed": True}, "needed is True, it must be of type int"),
-    ({"needed": 1.0}, "needed is 1.0, it must be of type int"),
     ({"names": [1]}, "names is 1, it must be of type str"),
     ({"table": {"a": "high"}}, "table.a is 'high', it must be of type float"),
     ({"blocks": 1}, "blocks is 1, it must be of type tuple[int, ...]"),
     ({"means": [1, 2]}, "means is [1, 2], it must be a list of 3 values"),
     ({"section": {"rate": "fast"}}, "section.rate is 'fast', it must be of type float"),
-    ({"section": {"steps": "1e3"}}, "section.steps is '1e3', it must be of type int"),
     ({"section": {"steps": 0}}, "section.steps is 0, it must be 1 or more"),
-    ({"section": {"share": 0}}, "section.share is 0.0, it must be in (0, 1]"),
     ({"section": {"share": float("nan")}}, "section.share is nan, it must be in (0, 1]"),
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
     ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float, 0 or more]"),
-    ({"section": {"weights": [-1]}}, "section.weights is -1.0, it must be 0 or more"),
     ({"section": {"losses": ["c"]}}, "section.losses is 'c', it must be 'a' or 'b'"),
     ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
     ({"section": 1}, "section is 1, it must be an object with names and values"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps? valid keys: high, kind, "),
-    ({"x": 1}, "unknown key x; valid keys: anything, blocks, "),
 ]
 
 
@@ -126,11 +121,7 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     ("grpo.learning_rat=1", "did you mean grpo.learning_rate? valid keys"),
     ("grpo.lr=1", "here it is STAGE.learning_rate;"),
     ("max_completion_length=9", "here it is sampling.max_new_tokens;"),
-    ("num_train_epochs=1", "here it is max_epochs;"),
-    ("grpo.per_device_train_batch_size=1", "here it is STAGE.micro_batch_size, of prompts;"),
-    ("gradient_accumulation_steps=1", "here it is STAGE.prompts_per_step"),
     ("use_vllm=true", "here it is not there: the model that is trained samples;"),
-    ("bf16=true", "here it is model.compute_dtype=bfloat16;"),
 ])  # fmt: skip
 def test_an_unknown_option_is_told_its_name_here(override, meant):
     """A slip of the keyboard, and what TRL and ms-swift call it."""

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl import chat
-from minivlmrl.batch import pack
 from minivlmrl.chat import Control
 from minivlmrl.data.template import FILES
 from minivlmrl.hub.family import FAMILIES
@@ -84,16 +83,6 @@ def test_random_weights(model_type):
     assert maps > 40
 
 
-def logits(model, rows):
-    return model.lm_head(model(pack(rows, [[] for _ in rows], model.config)))
-
-
-def shape_prompts(folder, count=3):
-    processor = load_processor(folder)
-    rows = [shapes.Shapes(count, "test")[i] for i in range(count)]
-    return [processor(row.messages, row.images) for row in rows]
-
-
 def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -104,8 +93,7 @@ def edit_weights(path, change):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tied", "most"), [(True, 10**9), (False, 40_000)], ids=["tied, one file", "untied, shards"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
     model = tiny.model(tied, model_type=model_type)
@@ -120,42 +108,31 @@ def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processo
     assert all(torch.equal(again.pop(name), p) for name, p in model.named_parameters()) and not again
 
 
-def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle):
-    """From the picture and the words on: their tokenizer and image processor on what we saved."""
+def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle, monkeypatch):
+    """From the picture and the words on: their tokenizer, chat template and image processor on what we saved."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor, ours = load_processor(folder), load_model(folder)
     text = "I see green squares, 12 of them"
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_processor(folder).tokenizer.encode(text)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == processor.tokenizer.encode(text)
     assert tokenizer.eos_token == "<|im_end|>"
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert laid_out == "".join(chat.render(messages)) and processor.template is None  # we go on with chat.py's
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     assert (images.patch_size, images.merge_size) == (7, 2)
+    monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)
+    rows = [shapes.Shapes(3, "test")[i] for i in range(3)]
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder)
-    ours = load_model(folder)
-    for prompt in shape_prompts(folder):
-        inputs = oracle.their_inputs(prompt)
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == ours.config.image_token_id).long()
-        with torch.no_grad():
-            expected = theirs(**inputs).logits[0]
-            assert (logits(ours, [prompt]) - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_transformers_has_a_chat_template_for_it(folder, transformers):
-    """In the file that its processor reads too; we ourselves go on with that of chat.py."""
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    expected = "".join(chat.render(messages))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected
-    assert load_processor(folder).template is None
+    assert oracle.worst_difference(theirs, ours, [row.prompt(processor) for row in rows]) <= 1e-5
 
 
 def test_saving_and_loading_is_exact(folder, tmp_path):
-    model, processor = load_model(folder), load_processor(folder)
-    save_model(tmp_path / "again", model, processor)
+    save_model(tmp_path / "again", load_model(folder), load_processor(folder))
     assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "again").iterdir()}
     for file in folder.iterdir():
         before, after = file.read_bytes(), (tmp_path / "again" / file.name).read_bytes()
-        assert before == after or json.loads(before) == json.loads(after), (
-            file
-        )  # keys of config.json change their order
+        # keys of config.json change their order
+        assert before == after or json.loads(before) == json.loads(after), file
 
 
 def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
@@ -165,10 +142,6 @@ def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
     assert index["metadata"] == {"total_size": sum(p.nbytes for p in model.parameters())}
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    found = {name: tensor for file in files for name, tensor in load_file(tmp_path / "saved" / file).items()}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found.pop(name), parameter), name
-    assert not found
     for file in files:  # only a tensor that is larger alone makes a larger file
         tensors = load_file(tmp_path / "saved" / file)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 40_000
@@ -236,7 +209,6 @@ MISFITS = [
     (SETTINGS, {"merge_size": 1}, f"vision_config.spatial_merge_size is 2, but {SETTINGS} has merge_size 1"),
     ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but {TOKENIZER} has <.image_pad.> \d+"),
     ("config.json", {"vocab_size": 99}, rf"vocab_size is 99, but {TOKENIZER} has \d+ tokens"),
-    ("config.json", {"vocab_size": 99, "image_token_id": 5}, r"image_token_id is 5, .* \d+; vocab_size is 99, .*"),
 ]
 
 
@@ -262,32 +234,24 @@ def test_image_settings_of_a_folder_written_by_transformers_5_are_read(copy):
 
 
 def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
-    model = tiny.model(tied=True)
-    save_model(tmp_path / "tied", model, processor)
-    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
-    # some folders store the tied head as well
+    """Some folders store it as well. If it differs, only the folder's author knows what is meant: transformers 4 drops
+    it, transformers 5 uses it."""
+    folder, model = tmp_path / "tied", tiny.model(tied=True)
+    save_model(folder, model, processor)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     for change in (lambda w: None, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})):
-        edit_weights(tmp_path / "tied", change)
-        loaded = load_model(tmp_path / "tied")
+        edit_weights(folder, change)
+        loaded = load_model(folder)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path, processor):
-    """transformers 4 drops it and transformers 5 uses it: what the folder means, only its author knows."""
-    save_model(tmp_path / "tied", tiny.model(tied=True), processor)
-    edit_weights(tmp_path / "tied", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
+    edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
     with pytest.raises(ValueError, match=r"tie_word_embeddings true, but .* another lm_head\.weight: .* to use it"):
-        load_model(tmp_path / "tied")
-    head = load_file(tmp_path / "tied" / "model.safetensors")["lm_head.weight"]
-    edit_json(tmp_path / "tied" / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
-    assert torch.equal(load_model(tmp_path / "tied").lm_head.weight, head)
-    edit_json(tmp_path / "tied" / "config.json", tie_word_embeddings=True)
-    edit_weights(tmp_path / "tied", lambda w: w.pop("lm_head.weight"))  # and for the other
-    load_model(tmp_path / "tied")
+        load_model(folder)
+    edit_json(folder / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
+    assert torch.equal(load_model(folder).lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float64"])
 def test_dtype_of_the_parameters(copy, stored):
     model = load_model(copy).to(getattr(torch, stored))
     save_model(copy, model, load_processor(copy))
@@ -327,36 +291,28 @@ def test_loading_never_holds_more_of_the_file_than_one_tensor(copy, monkeypatch,
     assert not any(view() is not None for view in views)
 
 
-def split(path):
-    """Turn a folder's model.safetensors into two shards; returns their names and where each tensor is."""
-    weights = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    files = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
-    for file in set(files.values()):
-        save_file({name: weights[name] for name in weights if files[name] == file}, path / file, {"format": "pt"})
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    return sorted(set(files.values())), files
+@pytest.fixture
+def shards(copy):
+    """The files of the same folder's weights, in shards."""
+    save_model(copy, load_model(copy), load_processor(copy), max_shard_size=300_000)
+    return sorted(copy.glob("model-*"))
 
 
-def test_a_tensor_that_is_there_twice_is_refused(copy):
-    (first, second), _ = split(copy)
-    weights = {file: load_file(copy / file) for file in (first, second)}
-    name = next(name for name in weights[first] if name.startswith("visual."))
+def test_a_tensor_that_is_there_twice_is_refused(copy, shards):
+    first, *_, last = shards
+    weights, name = load_file(last), next(name for name in load_file(first) if name.startswith("visual."))
     for again in (name, f"model.{name}"):  # two names of one tensor
-        save_file(weights[second] | {again: weights[first][name]}, copy / second, {"format": "pt"})
-        with pytest.raises(ValueError, match=f"{second}: tensor {name} is there twice"):
+        save_file(weights | {again: load_file(first)[name]}, last, {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{last.name}: tensor {name} is there twice"):
             load_model(copy)
 
 
-def test_an_index_that_names_a_missing_file_is_refused(copy):
-    (_, second), _ = split(copy)
-    (copy / second).unlink()
-    with pytest.raises(ValueError, match=f"index.json: 1 of 2 files missing: {second}"):
+def test_files_that_are_missing_or_pickled_are_refused(copy, shards):
+    shards[-1].unlink()
+    with pytest.raises(ValueError, match=rf"index.json: 1 of \d+ files missing: {shards[-1].name}"):
         load_model(copy)
-
-
-def test_pickled_weights_are_refused(copy):
-    (copy / "model.safetensors").rename(copy / "pytorch_model-00001-of-00002.bin")
+    (copy / INDEX).unlink()
+    shards[0].rename(copy / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(ValueError, match=r"convert pytorch_model\.bin with"):
         load_model(copy)
 
@@ -369,10 +325,8 @@ NORM = "visual.merger.ln_q.weight"
     (lambda w: w.update(extra=torch.ones(1)), "unexpected tensor extra"),
     (lambda w: w.update({"lm_head.weight": torch.ones(3, 128)}), r"lm_head.weight has shape \(3, 128\)"),
     (lambda w: w.update({NORM: torch.ones(())}), rf"{NORM} has shape \(\)"),
-    (lambda w: w.update({NORM: torch.ones(1, len(w[NORM]))}), rf"{NORM} has shape \(1, "),
     (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64; quantised"),
-    (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), f"{NORM} is torch.float8_e4m3fn; quantised"),
-], ids=["missing", "unexpected", "shape", "0-dim", "more dimensions", "integers", "float8"])  # fmt: skip
+], ids=["missing", "unexpected", "shape", "0-dim", "integers"])  # fmt: skip
 def test_a_wrong_tensor_is_named(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):

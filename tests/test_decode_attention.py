@@ -27,8 +27,9 @@ def numbers(*shape, dtype=torch.float64):
 
 
 @runs
-@pytest.mark.parametrize("programs", [256, 1])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "programs"), [(torch.float32, 1), (torch.bfloat16, 256), (torch.bfloat16, 1)], ids=str
+)
 @pytest.mark.parametrize(("H", "K", "D", "prompts", "slots", "C", "own"), CASES, ids=str)
 def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs

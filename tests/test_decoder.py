@@ -7,7 +7,6 @@ import torch
 
 from minivlmrl import decoder, rope, vision
 from minivlmrl.batch import pack
-from minivlmrl.hub import qwen3_vl
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.checkpoint import load_model
 
@@ -117,7 +116,7 @@ def test_states_of_selected_tokens_and_of_known_images_are_those_of_the_whole_ru
     assert torch.allclose(ours(known), expected, rtol=1e-12, atol=1e-12)
 
 
-# Each of these is a bug that other ports have had. If the comparison above could not see it, it would prove nothing.
+# Each of these is a bug that other ports have had. If it changed no logit, the comparison above would prove nothing.
 
 
 def swap_rows_and_columns(monkeypatch):
@@ -152,16 +151,11 @@ def positions_without_images(monkeypatch):
     monkeypatch.setattr("minivlmrl.batch.get_rope_index", lambda ids, *rest: torch.arange(len(ids)).expand(3, -1))
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [swap_rows_and_columns, drop_windows, wrong_mrope_order, positions_without_images],
-    ids=lambda f: f.__name__,
-)
-def test_the_comparison_sees_a_mutation(pair, monkeypatch, mutate):
-    mutate(monkeypatch)
-    for module in (vision, qwen3_vl):  # a cached layout is no mutant
-        monkeypatch.setattr(module, "lay_out", vision.lay_out.__wrapped__)
-    if mutate is drop_windows and pair[1].config.vision_config.window_size is None:  # it has none
-        assert worst_difference(*pair, prompts()) <= 1e-13
-    else:
-        assert worst_difference(*pair, prompts()) > 1e-3
+@pytest.mark.parametrize("mutate", [swap_rows_and_columns, drop_windows, wrong_mrope_order, positions_without_images])
+def test_the_comparison_sees_a_mutation(monkeypatch, mutate):
+    ours, batch = tiny.model(dtype=torch.float64), prompts()
+    with torch.no_grad():
+        expected = torch.cat(our_logits(ours, batch))
+        mutate(monkeypatch)
+        monkeypatch.setattr(vision, "lay_out", vision.lay_out.__wrapped__)  # a cached layout is no mutant
+        assert (torch.cat(our_logits(ours, batch)) - expected).abs().max() > 1e-3 * expected.abs().max()

@@ -11,13 +11,13 @@ from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import recompute_blocks
 
-from stages import STAGES, snapshot
+from stages import snapshot
 
 DROPOUT = [*ADAPTERS, "--adapter.dropout=0.3"]
 LAYER = "model.layers.0.mlp.up_proj"
 
 
-@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.05, 0.5])
 def test_a_share_p_is_0_and_the_mean_stays(p):
     """Of a million values; and those of another seed are others."""
     x = torch.ones(1000, 1000, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_masks_of_a_run(stage):
     assert len(set(found)) == 6 and found[0] == found[-1]
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
 def test_every_stage_trains_with_it_and_repeats_itself(stage, name):
     ends = []
     for options in (DROPOUT, DROPOUT, ADAPTERS):

@@ -55,12 +55,13 @@ def test_the_parts_take_45_minutes_in_calls_of_9_and_exist():
 
 
 @pytest.mark.slow
-def test_every_part_runs_at_toy_size(monkeypatch, tmp_path):
-    """All but vLLM, which is not installed here: that is reported. Each way of ours was run."""
-    failed, page = write(monkeypatch, tmp_path, "--toy")
+def test_parts_run_at_toy_size(monkeypatch, tmp_path):
+    """All but vLLM, which is not installed here: that is reported. Of the three runs one. Each way of ours was run."""
+    parts = [name for name in PARTS if name not in ("run_float32", "run_nf4")]
+    failed, page = write(monkeypatch, tmp_path, "--toy", "--only", *parts)
     assert failed == 1 and "vLLM is not installed" in page
     sections = page.split("\n## ")[1:]
-    assert [section.splitlines()[0] for section in sections] == [part.title for part in PARTS.values()]
+    assert [section.splitlines()[0] for section in sections] == [PARTS[name].title for name in parts]
     assert [section.splitlines()[0] for section in sections if "**failed**" in section] == [PARTS["vllm"].title]
     assert "predicted: prefill" in page and "planned_gb" in page and "trl: seconds" in page
     ways = ["ours", "ours, eager", "transformers"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,12 +58,6 @@ def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
     return folder
 
 
-def test_a_folder_wins_over_a_repository_of_its_name(cache):
-    snapshot(cache)
-    (cache.parent / REPOSITORY).mkdir(parents=True)
-    assert find_folder(REPOSITORY) == Path(REPOSITORY)
-
-
 def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     """With the user's token; a folder of the first name says that it is a path."""
     monkeypatch.setattr("minivlmrl.hub.folder._snapshot", lambda *name: name)
@@ -79,10 +72,13 @@ def test_a_cached_repository_needs_no_network(cache):
     assert find_folder(REPOSITORY) == newer
     assert find_folder(f"{REPOSITORY}@main") == newer
     assert find_folder(f"{REPOSITORY}@{OLDER}") == older
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder of its name wins
+    assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 
-@pytest.mark.parametrize("offline", [False, True], ids=["nobody answers", "HF_HUB_OFFLINE"])
-@pytest.mark.parametrize("cached", [(), WANTED - {"model-00001-of-00001.safetensors"}, WANTED - {"tokenizer.json"}])
+@pytest.mark.parametrize(
+    ("offline", "cached"), [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})], ids=str
+)
 def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_sentence(cache, monkeypatch, offline, cached):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if cached:
@@ -103,7 +99,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
             find_folder(REPOSITORY)
 
 
-@pytest.mark.parametrize("name", ["runs", "./runs/one", "/runs/one", "a/b/c", "../runs", "a b/c", "~/model", ""])
+@pytest.mark.parametrize("name", ["runs", "./runs/one", "a/b/c", "a b/c", "~/model", ""])
 def test_what_is_neither_a_folder_nor_the_name_of_a_repository_never_asks_the_hub(cache, monkeypatch, name):
     monkeypatch.setattr("minivlmrl.hub.folder._snapshot", lambda *_: pytest.fail("asked"))
     with pytest.raises(ValueError, match="no such folder"):
@@ -172,7 +168,7 @@ def test_ranks_download_a_repository_once_and_only_what_is_read(tmp_path):
     assert start("http://127.0.0.1:9").communicate()[0].strip() == str(folder)  # from now on without network
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])
 def test_a_file_that_is_not_a_json_object_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json: (not JSON|it must hold a JSON object)"):
@@ -190,8 +186,9 @@ def save(folder: Path, text: str):
 
 def saved(folder: Path) -> str:
     """What is found to have been saved."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a save was killed; see below
+    between = not folder.exists()
+    message = "checkpoint: the last save was killed; reading .*checkpoint.replaced"
+    with pytest.warns(UserWarning, match=message) if between else nullcontext():
         found = find_folder(folder)
     assert sorted(file.name for file in found.iterdir()) == WRITTEN
     (text,) = {(found / name).read_text() for name in WRITTEN}  # not a mixture of two
@@ -235,12 +232,6 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
             break
     assert not killed and len(seen) > 8
     assert seen == sorted(seen, key=["old", "new"].index) and set(seen) == {"old", "new"}
-
-
-def test_what_a_save_killed_between_its_renames_left_is_found_and_said(tmp_path):
-    save(tmp_path / "checkpoint.replaced", "old")
-    with pytest.warns(UserWarning, match="checkpoint: the last save was killed; reading .*checkpoint.replaced"):
-        assert find_folder(tmp_path / "checkpoint") == tmp_path / "checkpoint.replaced"
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "rename"])
@@ -288,19 +279,16 @@ def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
     assert tmp_path.stat().st_ino in flushed  # and the rename itself in the end
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
     (tmp_path / "large_disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large_disk")
     save(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and saved(tmp_path / "large_disk") == "new"
-
-
-def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("for years")
     for path in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(ValueError, match="no checkpoint"):
-            save(path, "new")
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["for years"]
+            save(path, "newer")
+    assert (tmp_path / "thesis.tex").read_text() == "for years" and saved(tmp_path / "large_disk") == "new"
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])

@@ -21,8 +21,8 @@ def assert_equal(actual, expected):
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 128, 200])
-@pytest.mark.parametrize("forget", [0.0, 0.02, 1.0, 30.0])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("forget", [0.0, 1.0, 30.0])
 def test_chunks_equal_the_definition(T, forget):
     given = inputs(T, forget=forget)
     found = []
@@ -34,7 +34,7 @@ def test_chunks_equal_the_definition(T, forget):
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("cuts", [(1, 199), (70, 130), (64, 64, 72), (3, 5, 100, 92)])
+@pytest.mark.parametrize("cuts", [(70, 130), (64, 64, 72), (3, 5, 100, 92)])
 def test_a_state_is_handed_over_anywhere(cuts):
     *given, state = inputs(200)
     expected = by_definition(*given, state)

@@ -13,8 +13,6 @@ from talk import assistant, text, user
 
 from minivlmrl.algorithms import policy_losses as policy
 from minivlmrl.algorithms import preference_losses as preference
-from minivlmrl.algorithms.ppo_loss import PPORollout, ppo_loss
-from minivlmrl.algorithms.sft_loss import SFT_LOSS_TYPES, sft_loss
 from minivlmrl.run.batches import Batches
 from minivlmrl.tasks.shapes import Shapes
 
@@ -51,21 +49,19 @@ def same(one, other, what=""):
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14, msg=lambda m: f"{what}: {m}")
 
 
-def check(case: Case, split=True, padding=True):
+def check(case: Case, split=True):
     """A step in another order of rows, with more padding and in parts has the same loss and gradients."""
     loss, gradients = case()
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     other, moved = case(order)
     same(other, loss, "order")
+    padded, wider = case(padding=3)
+    same(padded, loss, "padding")
     for name in case.leaves:
         same(moved[name], gradients[name][order], f"order, {name}")
-    if padding:
-        other, wider = case(padding=3)
-        same(other, loss, "padding")
-        for name in case.leaves:
-            width = gradients[name].shape[-1]
-            same(wider[name][..., :width], gradients[name], f"padding, {name}")
-            assert not wider[name][..., width:].any()
+        width = gradients[name].shape[-1]
+        same(wider[name][..., :width], gradients[name], f"padding, {name}")
+        assert not wider[name][..., width:].any()
     for rows in SPLITS if split else ():
         parts = [case(part) for part in rows]
         same(sum(part for part, _ in parts), loss, f"split {rows}")
@@ -151,14 +147,6 @@ def test_bnpo_is_the_token_mean_of_each_micro_batch_weighted_by_its_rows():
     check(case)
 
 
-@pytest.mark.parametrize("loss_type", SFT_LOSS_TYPES)
-def test_sft_loss(loss_type):
-    batch = {"per_token_logps": noise(ROWS, TOKENS) - 2, "mask": mask()}
-    counts = SimpleNamespace(tokens=mask().sum())
-    call = lambda batch: sft_loss(**batch, loss_type=loss_type, counts=counts)  # noqa: E731
-    check(Case(batch, ("per_token_logps",), call, tuple(batch)))
-
-
 def dpo_case(**options) -> Case:
     shape = (ROWS, 2, TOKENS)
     both = torch.stack([mask(), mask(LENGTHS.flip(0))], 1)
@@ -177,7 +165,7 @@ def dpo_case(**options) -> Case:
 SORTING, DIVERGENCES = ("aot", "aot_unpaired"), preference.F_DIVERGENCES[1:]
 DPO_OPTIONS = [
     *[{"loss_type": name} for name in preference.DPO_LOSSES],
-    *[{"loss_type": name, "ld_alpha": 0.5} for name in preference.DPO_LOSSES],
+    *[{"loss_type": name, "ld_alpha": 0.5} for name in ("sigmoid", "sft", *SORTING)],
     *[{"loss_type": name, "use_weighting": True} for name in preference.DPO_LOSSES if name not in (*SORTING, "sft")],
     *[
         {"loss_type": name, "f_divergence_type": f}
@@ -195,21 +183,10 @@ def test_dpo_loss(options):
 
 @pytest.mark.parametrize("loss_type", SORTING)
 def test_losses_that_sort_do_so_in_each_micro_batch(loss_type):
-    """The quantiles that are compared are those of a micro-batch: with one pair each, this is plain DPO."""
+    """The quantiles that are compared are those of a micro-batch."""
     case = dpo_case(loss_type=loss_type)
     whole, _ = case()
-    alone = sum(case(slice(i, i + 1))[0] for i in range(ROWS))
-    assert (alone - whole).abs() > 1e-3
-    logps, ref = ((case.batch[f"{name}per_token_logps"] * case.batch["mask"]).sum(-1) for name in ("", "ref_"))
-    one, other = (logps, ref) if loss_type == "aot" else ((logps - ref).T, (logps - ref).T)
-    if loss_type == "aot":
-        z = (one[:, 0] - one[:, 1]).sort().values - (other[:, 0] - other[:, 1]).sort().values
-    else:
-        z = one[0].sort().values - other[1].sort().values
-    logsigmoid = torch.nn.functional.logsigmoid
-    smoothed = lambda z: (-0.9 * logsigmoid(0.1 * z) - 0.1 * logsigmoid(-0.1 * z)).mean()  # noqa: E731
-    same(whole, smoothed(z))
-    same(alone, smoothed((logps - ref)[:, 0] - (logps - ref)[:, 1]))
+    assert (sum(case(slice(i, i + 1))[0] for i in range(ROWS)) - whole).abs() > 1e-3
 
 
 def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorted():
@@ -217,42 +194,6 @@ def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorte
     case = dpo_case(loss_type="sft", use_weighting=True)
     check(case, split=False)
     assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-3
-
-
-@pytest.mark.parametrize("loss_type", preference.KTO_LOSS_TYPES)
-def test_kto_loss(loss_type):
-    batch = {
-        "per_token_logps": noise(ROWS, TOKENS), "ref_per_token_logps": noise(ROWS, TOKENS, seed=1),
-        "mask": mask(), "labels": torch.tensor([True, False, True, True, False, False]),
-    }  # fmt: skip
-    given = {"kl": torch.tensor(0.2), "counts": SimpleNamespace(sequences=ROWS)}
-    given["options"] = preference.KTOLoss(loss_type, desirable_weight=1.3)
-    check(Case(batch, ("per_token_logps",), lambda batch: preference.kto_loss(**batch, **given)[0], tuple(batch)[:3]))
-
-
-@pytest.mark.parametrize("center", [None, 0.1])
-def test_reward_loss(center):
-    names = ("chosen", "rejected", "margin")
-    batch = {name: noise(ROWS, seed=seed) for seed, name in enumerate(names)}
-    counts = SimpleNamespace(sequences=2 * ROWS)
-    call = lambda batch: preference.reward_loss(**batch, options=preference.RewardLoss(center), counts=counts)[0]  # noqa: E731
-    check(Case(batch, names[:2], call), padding=False)
-
-
-@pytest.mark.parametrize("separate_mask", [False, True])
-def test_ppo_loss(separate_mask):
-    names = ("per_token_logps", "values", "old_per_token_logps", "old_values", "advantages", "returns")
-    batch = {name: noise(ROWS, TOKENS, seed=seed, scale=0.6) for seed, name in enumerate(names)}
-    batch["mask"] = mask()
-    if separate_mask:
-        batch["value_mask"] = mask((LENGTHS + 1).clamp(max=TOKENS))
-    counts = SimpleNamespace(tokens=mask().sum())
-
-    def call(batch):
-        own = {name: value for name, value in batch.items() if name not in names[2:]}
-        return ppo_loss(**own, rollout=PPORollout(*(batch[name] for name in names[2:])), counts=counts)[0]
-
-    check(Case(batch, names[:2], call, tuple(batch)), padding=not separate_mask)
 
 
 # whole algorithms: two steps of four rows, in one micro-batch
@@ -295,9 +236,8 @@ def steps(folder, stage, *overrides, rows=Ragged):
 
 CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
 RUNS = {
-    "sft": ("sft", []),
+    **{f"{name}, pictures in later turns": (name, []) for name in ("sft", "dpo", "reward_model")},
     "sft dft": ("sft", ["--sft.loss_type=dft"]),
-    "dpo": ("dpo", ["--dpo.loss_type=[sigmoid, bco_pair, sft]", "--dpo.loss_weights=[0.8, 0.2, 1]"]),
     "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5", "--reference.sync_ref_model=true",
                                  "--reference.ref_model_sync_steps=1"]),
     "dpo precomputed": ("dpo", ["--dpo.precompute_ref_log_probs=true"]),
@@ -322,39 +262,30 @@ RUNS = {
 OF_ROWS = {"grpo rloo", "grpo rloo normalized", "grpo vespo"}  # clip ratios and phi are means over rows there
 
 
+def assert_same_steps(found, expected, rel, of_rows=False):
+    """Hold the metrics and weights of steps against others; some metrics are float32."""
+    (lines, weights), (others, same_weights) = found, expected
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys() and line["grad_norm"] > 1e-6
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(line[name], rel=rel, abs=1e-13), name
+        for name in line.keys() - CHANGING:
+            if of_rows and name.startswith(("clip_ratio", "vespo")):
+                continue  # averaged by tokens all the same
+            if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
+                continue  # policy and reference are equal: rounding decides
+            assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), name
+    for name, value in weights.items():
+        torch.testing.assert_close(same_weights[name], value, rtol=rel, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_micro_batch_size(folder, name):
-    """Neither loss, gradient and weights nor what is logged depends on it; some metrics are float32."""
+    """Neither loss, gradient and weights nor what is logged depends on it."""
     stage, options = RUNS[name]
-    lines, weights = steps(folder, stage, *options)
-    assert all(line["grad_norm"] > 1e-6 for line in lines)
-    others, same_weights = steps(folder, stage, *options, f"--{stage}.micro_batch_size=1")
-    for line, other in zip(lines, others, strict=True):
-        assert line.keys() == other.keys()
-        for metric in ("loss", "grad_norm"):
-            assert other[metric] == pytest.approx(line[metric], rel=1e-12, abs=1e-13), metric
-        for metric in line.keys() - CHANGING:
-            if name in OF_ROWS and metric.startswith(("clip_ratio", "vespo")):
-                continue  # averaged by tokens all the same
-            if metric == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal: rounding decides
-            assert other[metric] == pytest.approx(line[metric], rel=1e-5, abs=1e-6), metric
-    for parameter, value in weights.items():
-        torch.testing.assert_close(same_weights[parameter], value, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
-def test_pictures_in_later_turns(folder, stage):
-    """Conversations packed together train as each by itself does."""
-    (lines, weights), (others, alone) = (
-        steps(folder, stage, f"--{stage}.micro_batch_size={size}", rows=Looking) for size in (4, 1)
-    )
-    for line, other in zip(lines, others, strict=True):
-        assert line["grad_norm"] > 1e-6
-        assert other["loss"] == pytest.approx(line["loss"], rel=1e-12, abs=1e-13)
-        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-12)
-    for name, value in weights.items():
-        torch.testing.assert_close(alone[name], value, rtol=1e-12, atol=1e-12)
+    rows = Looking if "pictures" in name else Ragged
+    pair = (steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}", rows=rows) for size in (4, 1))
+    assert_same_steps(*pair, 1e-12, name in OF_ROWS)
 
 
 def reorder(monkeypatch, order):
@@ -371,14 +302,6 @@ def reorder(monkeypatch, order):
 @pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model", "grpo", "ppo"])
 def test_order_of_rows_in_a_step(folder, stage, monkeypatch):
     options = {"grpo": ["--grpo.beta=0.1", "--grpo.max_steps=1"], "ppo": ["--ppo.max_steps=1"]}.get(stage, [])
-    lines, weights = steps(folder, stage, *options)
+    expected = steps(folder, stage, *options)
     reorder(monkeypatch, [2, 0, 3, 1])
-    others, same_weights = steps(folder, stage, *options)
-    for line, other in zip(lines, others, strict=True):
-        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-11)
-        for name in line.keys() - CHANGING:
-            if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal: rounding decides
-            assert other[name] == pytest.approx(line[name], rel=1e-6, abs=1e-7), name  # rewards are float32
-    for parameter, value in weights.items():
-        torch.testing.assert_close(same_weights[parameter], value, rtol=1e-11, atol=1e-12)
+    assert_same_steps(steps(folder, stage, *options), expected, 1e-11)

@@ -15,10 +15,10 @@ PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "M
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """(version of Triton, numbers of all builds), from the command, in a process that does not interpret."""
+    """(version of Triton, numbers of all builds for an H100), from a process that does not interpret."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("aot") / "numbers.json"
-    command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", "--json", str(out)]
+    command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", "--arch", "90", "--json", str(out)]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     [(version, builds)] = json.loads(out.read_text()).items()
@@ -27,7 +27,6 @@ def compiled(tmp_path_factory):
 
 def assert_good(builds):
     """The bars that hold for every version."""
-    assert {name.rpartition("_")[2] for name in builds} == {"80", "90", "100"}
     for name, row in builds.items():
         assert row["spills"] == 0, name
         assert row["wide"] > 0, f"{name}: no access of 16 bytes"
@@ -58,8 +57,9 @@ def test_the_installed_compiler_keeps_to_its_budgets(compiled):
     version, builds = compiled
     if version not in RECORDED:
         pytest.skip(f"no budgets for Triton {version}: benchmarks/kernels_aot.py says how to record them")
-    assert builds.keys() == RECORDED[version].keys()
-    for name, budget in RECORDED[version].items():
+    budgets = {name: budget for name, budget in RECORDED[version].items() if name.endswith("sm_90")}
+    assert builds.keys() == budgets.keys()
+    for name, budget in budgets.items():
         assert builds[name]["registers"] <= 1.1 * budget["registers"], name
         assert builds[name]["shared"] <= budget["shared"], name
         assert (builds[name]["instructions"] or 0) <= 1.1 * (budget["instructions"] or 0), name
@@ -70,6 +70,7 @@ def test_what_was_recorded_reaches_the_bars_too(version):
     """3.6.0 is what PyTorch 2.11 brings, 3.7.1 what 2.13 does."""
     assert_good(RECORDED[version])
     assert RECORDED[version].keys() == RECORDED["3.7.1"].keys()
+    assert {name.rpartition("_")[2] for name in RECORDED[version]} == {"80", "90", "100"}
 
 
 def test_the_pinned_triton_has_budgets():

@@ -1,8 +1,8 @@
-"""Log-probabilities by pieces against log_softmax of whole logits, on the torch path and (again) in the interpreter."""
+"""Log-probabilities by pieces against log_softmax of whole logits, in torch; in the interpreter by test_rotary.py."""
 
 import pytest
 import torch
-from interpreter import INTERPRETED, run_interpreted
+from interpreter import INTERPRETED
 
 from minivlmrl.kernels import linear_log_softmax as kernel
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax, linear_log_sum_sq_probs
@@ -69,7 +69,7 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
     assert (actual[0] <= 0).all()
 
 
-@pytest.mark.parametrize("every", [1, 2, 70], ids="every {}th left".format)
+@pytest.mark.parametrize("every", [2, 70], ids="every {}th left".format)
 def test_rows_without_gradient_are_left_out_and_missed_by_nobody(small_pieces, every):
     arguments = inputs()
     arguments[3][:] *= torch.arange(ROWS) % every == 0
@@ -94,14 +94,6 @@ def test_what_needs_no_gradient_gets_none(frozen):
     loss = (linear_log_softmax(*pair, ids)[0] * g).sum()
     [actual] = torch.autograd.grad(loss, pair[1 - frozen])
     assert_exact([actual], [expected[1 - frozen].double()], TOLERANCE[EXACT])
-
-
-def test_only_entropies_have_a_gradient():
-    hidden, weight, ids, upstream = inputs()
-    upstream[0] = 0
-    entropies = linear_log_softmax(hidden, weight, ids)[1]
-    actual = torch.autograd.grad((entropies * upstream[1].to(entropies.dtype)).sum(), (hidden, weight))
-    assert_exact(actual, exact(hidden, weight, ids, upstream, 1.0)[2:], TOLERANCE[EXACT])
 
 
 @only_torch
@@ -147,21 +139,3 @@ def test_the_operators_keep_pytorchs_rules():
     saved = list(kernel._op(hidden.detach(), weight.detach(), ids, 0.7)[1:])
     arguments = ([hidden.detach(), weight.detach(), ids], saved, upstream[0].float(), None, 0.7, [True, False])
     torch.library.opcheck(kernel._backward_op, arguments)
-
-
-@only_torch
-def test_compiles_in_one_graph():
-    compiled = torch.compile(linear_log_softmax, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (3, 5):
-        hidden, weight, ids, upstream = inputs(rows, dtype=torch.float32)
-        outputs = compiled(hidden, weight, ids, 0.7)
-        gradients = torch.autograd.grad(outputs, (hidden, weight), list(upstream.float()))
-        for mine, expected in zip((*outputs, *gradients), scored(hidden, weight, ids, upstream, 0.7), strict=True):
-            assert torch.equal(mine, expected)
-
-
-@pytest.mark.slow
-@only_torch
-def test_again_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(__file__)

@@ -33,12 +33,9 @@ def assert_equal(actual, expected, tolerance=1e-12):
     assert difference <= tolerance, f"{difference:.1e}"
 
 
-@pytest.mark.parametrize("num_generations", [1, 3, 8])
-@pytest.mark.parametrize(
-    "kind",
-    [{"tied": False}, {"tied": True}, *({"model_type": name} for name in ("qwen2_vl", "qwen3_vl", "qwen3_5"))],
-    ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL", "Qwen3.5"],
-)
+@pytest.mark.parametrize(("num_generations", "kind"), [
+    (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
+], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
@@ -46,25 +43,20 @@ def test_one_group_equals_separate_rows(num_generations, kind):
     logps, entropies, gradients = logps_and_gradients(model, prompts, completions, weights)
 
     # every completion alone with its own copy of the prompt and its images
-    totals, row_logps, row_entropies, start = {}, [], [], 0
     assert all("visual" not in name or g.abs().max() > 0 for name, g in gradients.items())  # reaches the vision tower
-    n = sum(len(c) for group in completions for c in group)
-    for prompt, group in zip(prompts, completions, strict=True):
-        for completion in group:
-            end = start + len(completion)
-            model.zero_grad()
-            one, entropy = per_token_logps(model, pack([prompt], [[completion]], model.config), temperature=0.7)
-            ((one * weights[start:end]).sum() + 0.3 * (entropy * weights.flip(0)[start:end]).sum()).backward()
-            for name, p in model.named_parameters():
-                totals[name] = totals.get(name, 0) + (p.grad if p.grad is not None else 0)
-            row_logps.append(one.detach())
-            row_entropies.append(entropy.detach())
-            start = end
-    assert start == n
-    assert_equal(logps, torch.cat(row_logps))
-    assert_equal(entropies, torch.cat(row_entropies))
-    for name, gradient in gradients.items():
-        assert_equal(gradient, totals[name])
+    model.zero_grad()
+    alone, start = [], 0
+    for prompt, completion in (
+        (prompt, ids) for prompt, group in zip(prompts, completions, strict=True) for ids in group
+    ):
+        end = start + len(completion)
+        one, entropy = per_token_logps(model, pack([prompt], [[completion]], model.config), temperature=0.7)
+        ((one * weights[start:end]).sum() + 0.3 * (entropy * weights.flip(0)[start:end]).sum()).backward()
+        alone.append(torch.stack([one, entropy]).detach())
+        start = end
+    assert_equal(torch.stack([logps, entropies]), torch.cat(alone, dim=1))
+    for name, p in model.named_parameters():
+        assert_equal(gradients[name], p.grad)
 
 
 @pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])

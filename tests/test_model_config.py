@@ -20,13 +20,11 @@ def test_the_hubs_sizes_have_the_known_number_of_parameters_and_tensors(size):
     config = ModelConfig.from_dict(real_config(size))
     with torch.device("meta"):
         model = FAMILIES[config.model_type].model(config)
-    *_, parameters, tensors = (SIZES | QWEN3_SIZES)[size]
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert len(list(model.parameters())) == tensors
+    assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (SIZES | QWEN3_SIZES)[size]
     assert config.vision_config.patch_dim == (1176 if size in SIZES else 1536) and config.head_dim == 128
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_hubs_configs_are_read_from_what_older_versions_made_of_them(version, size):
     """Of these are the folders of most fine-tunes: 4.49 leaves out what its classes have by default."""
@@ -50,24 +48,6 @@ def test_mrope_section_counts_inside_rope_scaling_alone():
         ModelConfig.from_dict(tiny.RUN_MODEL | outside)
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
-    text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
-    for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
-        values = text | {"model_type": model_type, "vision_config": vision}
-        ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
-        assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
-        for name in ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size"):
-            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
-        if model_type == "qwen2_5_vl":
-            for name in ("hidden_size", "intermediate_size", "window_size", "tokens_per_second"):
-                assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
-            assert list(ours.vision_config.fullatt_block_indexes) == list(theirs.vision_config.fullatt_block_indexes)
-        else:
-            assert ours.vision_config.hidden_size == theirs.vision_config.embed_dim
-            ratio = theirs.vision_config.mlp_ratio
-            assert ours.vision_config.intermediate_size == theirs.vision_config.embed_dim * ratio
-
-
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
@@ -78,6 +58,29 @@ NEWER = {  # fields of the text, and what some files of it say
         {"full_attention_interval": 2, "head_dim": 16, "linear_key_head_dim": 8}, {"partial_rotary_factor": 0.25}, {},
     ),
 }  # fmt: skip
+TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")
+TOWERS = {
+    "qwen2_5_vl": ("hidden_size", "intermediate_size", "window_size", "tokens_per_second", "fullatt_block_indexes"),
+    "qwen2_vl": (),
+    **dict.fromkeys(NEWER, ("hidden_size", "intermediate_size", "num_position_embeddings")),
+}
+
+
+def equal_towers(ours, theirs, model_type):
+    for name in TOWER + TOWERS[model_type]:
+        found, expected = (getattr(config.vision_config, name) for config in (ours, theirs))
+        assert (list(found) if isinstance(found, tuple) else found) == expected, name
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
+    text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
+    for model_type, vision in (("qwen2_5_vl", {"out_hidden_size": 32}), ("qwen2_vl", {"hidden_size": 32})):
+        values = text | {"model_type": model_type, "vision_config": vision}
+        ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
+        assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
+        equal_towers(ours, theirs, model_type)
+    width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio  # as Qwen2-VL calls them
+    assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
 
 
 @pytest.mark.parametrize("little", [True, False])
@@ -103,8 +106,7 @@ def test_what_a_newer_config_leaves_out_is_what_transformers_takes(model_type, l
         if model_type == "qwen3_5":
             assert list(ours.layer_types) == theirs.text_config.layer_types
             assert ours.partial_rotary_factor == found["partial_rotary_factor"]
-        for name in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "num_position_embeddings"):
-            assert getattr(ours.vision_config, name) == getattr(theirs.vision_config, name), name
+        equal_towers(ours, theirs, model_type)
         deep = getattr(theirs.vision_config, "deepstack_visual_indexes", ())
         assert list(ours.vision_config.deepstack_visual_indexes) == list(deep)
 
@@ -134,11 +136,9 @@ def changed(path: str, value) -> dict:
 @pytest.mark.parametrize(("path", "value", "says"), [
     ("model_type", "llama", "model_type is 'llama', this model reads qwen2_5_vl, qwen2_vl, qwen3_vl and qwen3_5"),
     ("hidden_size", ..., "hidden_size is missing"),
-    ("hidden_size", 0, "hidden_size is 0, it must be 1 or more"),
     ("hidden_size", 66, "hidden_size is 66, it must be a multiple of its 4 heads"),
     ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
     ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),
-    ("rope_scaling", [], "mrope_section is [16, 24, 24], it must be three numbers whose sum is half of"),
     ("rope_scaling", "mrope", "rope_scaling is 'mrope', it must be an object"),
     ("rope_scaling.mrope_section", [2, 6], "mrope_section is [2, 6], it must be a list of 3 values"),
     ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], it must be three numbers whose sum"),
@@ -146,7 +146,6 @@ def changed(path: str, value) -> dict:
     ("hidden_act", "gelu", "hidden_act is 'gelu', it must be 'silu'"),
     ("use_sliding_window", True, "use_sliding_window is True, it must be False"),
     ("vision_config.fullatt_block_indexes", [-1], "vision_config.fullatt_block_indexes is -1, it must be"),
-    ("vision_config.hidden_act", "gelu", "vision_config.hidden_act is 'gelu', it must be 'silu'"),
     ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
     ("vision_config.num_heads", 16, "vision_config.hidden_size is 32, it must be a multiple of 4 x num_heads"),
     ("qwen3_vl/vision_config.num_position_embeddings", 35, "is 35, it must be a square number"),
@@ -157,7 +156,6 @@ def changed(path: str, value) -> dict:
     ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
     ("qwen3_5/text_config.layer_types", ["full_attention"] * 2, "it must be the types of 3 layers"),
     ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
-    ("qwen3_5/text_config.layer_types", ["sliding"] * 3, "layer_types is 'sliding', it must be"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
     ("qwen3_5/text_config.linear_conv_kernel_dim", 1, "linear_conv_kernel_dim is 1, it must be 2 or more"),
     ("qwen3_5/text_config.attn_output_gate", False, "attn_output_gate is False, it must be True"),

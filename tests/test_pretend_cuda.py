@@ -1,6 +1,5 @@
 """What a card would refuse or wait for, found without one: see pretend_cuda.py."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from on_ranks import launch, shards_bytes, stage_on_ranks
-from pretend_cuda import BUDGETS, CUDA, DeviceMix, PretendCuda, by_line, pretend, waits_of_a_step
+from pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend, waits_of_a_step
 from runs import metrics
 from test_ranks import REFERENCE, assert_equal, prepare
 
@@ -29,13 +28,11 @@ def on_card(*shape, dtype=torch.float32):
 
 REFUSED = {
     "sum": lambda x: x + torch.ones(3),
-    "cat with an empty one": lambda x: torch.cat([torch.zeros(0), x]),
     "ids on the host": lambda x: F.embedding(torch.tensor([0, 1]), on_card(4, 2)),
     "product": lambda x: x @ torch.ones(3),
     "the host's tensor by an index on the card": lambda x: torch.ones(3)[x.long()],
     "values on the host": lambda x: x.index_put_((x.long(),), torch.ones(3)),
     "gather": lambda x: x.gather(0, torch.tensor([0])),
-    "scatter": lambda x: torch.zeros(3).scatter_add_(0, x.long(), torch.ones(3)),
     "numpy": lambda x: x.numpy(),
 }
 ALLOWED = {
@@ -72,11 +69,7 @@ def test_waits_are_counted(name):
         gpu.waits.clear()
         (ALLOWED | WAITED_FOR)[name](x)
         assert gpu.waits.total() == (name in WAITED_FOR) and x.device == CUDA
-
-
-def test_uninitialised_memory_is_nan():
-    with PretendCuda():
-        assert torch.empty(3, device=CUDA).isnan().all()
+        assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -117,7 +110,6 @@ OFFLOADED = [*SHARDED, "--sharding.cpu_offload=true"]
 ADAPTER = ["--adapter.r=4", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"]
 DROPOUT, LAYERS = "--adapter.dropout=0.1", "--rollout.gather_weights=false"
 ADAPTED = ["--stages=[ppo]", "--ppo.critic=separate", *ADAPTER, "--adapter.quantize=nf4", DROPOUT]
-JUDGED = ["--stages=[reward_model, grpo]", "--rewards={reward_model: 1}"]
 QUICK = {
     "grpo with a reference": [*GRPO, "--grpo.beta=0.1"],
     "sharded, bfloat16": [*GRPO, *SHARDED, "--model.compute_dtype=bfloat16"],
@@ -125,28 +117,27 @@ QUICK = {
 SLOW = {
     "sft, grpo in bfloat16": ["--model.dtype=bfloat16"],
     "grpo, all that is scored before": [
-        *GRPO, "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", "--grpo.rollout_correction=sequence_mask",
+        *GRPO, "--grpo.max_steps=3", "--grpo.steps_per_generation=2", "--grpo.rollout_correction=sequence_mask",
         "--grpo.beta=0.1", "--grpo.top_entropy_quantile=0.5", "--reference.sync_ref_model=true",
         "--reference.ref_model_sync_steps=1", "--grpo.mask_truncated_completions=true", "--grpo.soft_punish_cache=2",
-        "--grpo.max_steps=5", "--sampling={max_new_tokens: 6, repetition_penalty: 1.1, top_p: 0.9, top_k: 20, "
-        "min_p: 0.01, min_new_tokens: 2, stop_strings: [a]}",
+        "--sampling={max_new_tokens: 6, repetition_penalty: 1.1, top_p: 0.9, top_k: 20, min_p: 0.01, "
+        "min_new_tokens: 2, stop_strings: [a]}",
     ],
-    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--reference.num_shared_layers=1"],
-    "gdpo": [*GRPO, "--grpo.multi_objective_aggregation=normalize_then_sum", "--grpo.max_num_gen_batches=2"],
-    "dpo": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
-    "mpo, weighted": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]",
-                      "--dpo.loss_weights=[0.8, 0.2, 1.0]", "--dpo.use_weighting=true"],
+    "rloo": [*GRPO, "--grpo.loss_type=rloo", "--grpo.beta=0.1", "--reference.num_shared_layers=1",
+             "--grpo.max_num_gen_batches=2", "--grpo.num_iterations=2"],
+    "mpo, weighted": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, bco_pair, sft]", "--dpo.use_weighting=true",
+                      "--dpo.loss_weights=[0.8, 0.2, 1.0]", "--dpo.precompute_ref_log_probs=true"],
     "kto": ["--stages=[kto]"],
-    "reward model, grpo": JUDGED,
     "ppo, a critic of its own": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.whiten_rewards=true",
                                  "--ppo.missing_eos_penalty=1", "--ppo.num_ppo_epochs=2"],
-    "sharded, layer by layer": [*GRPO, *SHARDED, LAYERS, "--grpo.beta=0.1"],
-    **{f"{stage}, offloaded": [f"--stages=[{stage}]", *OFFLOADED, LAYERS] for stage in ("sft", "kto")},
-    "reward model, grpo, offloaded": [*JUDGED, *OFFLOADED, LAYERS],
+    "sharded, layer by layer": [*GRPO, *SHARDED, LAYERS, "--grpo.beta=0.1",
+                                "--grpo.multi_objective_aggregation=normalize_then_sum"],
+    "reward model, grpo, offloaded": ["--stages=[reward_model, grpo]", "--rewards={reward_model: 1}",
+                                      *OFFLOADED, LAYERS],
     "adapters": ["--stages=[sft, grpo]", *ADAPTER, "--model.dtype=bfloat16", "--grpo.beta=0.1", DROPOUT],
-    "ppo, offloaded": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_ppo_epochs=1", *OFFLOADED],
 }  # fmt: skip
-PACKED = {"adapters on NF4, sharded": [*ADAPTED, *SHARDED], "adapters on NF4, offloaded": [*ADAPTED, *OFFLOADED]}
+PACKED = "ppo, adapters on NF4, offloaded"
+RUNS = QUICK | SLOW | {PACKED: [*ADAPTED, *OFFLOADED]}
 
 
 @pytest.fixture
@@ -165,23 +156,18 @@ def card(run, plain, lively):
 
 
 # of what else is in their states, or how it is kept
-RESUMED = ["grpo with a reference", "grpo, all that is scored before", "mpo, weighted", "reward model, grpo, offloaded"]
-RESUMED += ["ppo, a critic of its own", "adapters on NF4, offloaded"]
+RESUMED = ["grpo, all that is scored before", "reward model, grpo, offloaded", "ppo, a critic of its own"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(shards_bytes(name, marks=[pytest.mark.slow]) for name in PACKED),
-    ],
-)
+LONG = [*(pytest.param(name, marks=pytest.mark.slow) for name in SLOW), shards_bytes(PACKED, marks=[pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *LONG])
 def test_a_run_mixes_no_devices_and_resumes(card, name):
     """With evaluations, checkpoints and states; resumed from the first state it ends with the same bytes."""
 
     def written(*more):
-        folder = card(*(QUICK | SLOW | PACKED)[name], *more)
+        folder = card(*RUNS[name], *more)
         files = [folder / "metrics.jsonl", *folder.glob("**/*.safetensors")]
         return min((folder / "states").iterdir()), {file: file.read_bytes() for file in files}
 
@@ -189,15 +175,15 @@ def test_a_run_mixes_no_devices_and_resumes(card, name):
     assert len(files) > 1 and (name not in RESUMED or written(f"--resume={state}")[1] == files)
 
 
-@pytest.mark.parametrize("more", [[LAYERS], pytest.param([], marks=pytest.mark.slow)])
-def test_offloaded_weights_are_trained_alike(card, checkpoint, more):
-    """From a folder, of which each rank reads its part into host memory; sampled from whole and layer by layer."""
+@pytest.mark.slow
+def test_offloaded_weights_are_trained_alike(card, checkpoint):
+    """From a folder, of which each rank reads its part into host memory; sampled from layer by layer."""
     options = [*GRPO, "--model.config=null", f"--model.path={checkpoint}", "--check_memory=false"]  # plan needs meta
 
     def lines(name, *more):
         return [list(line.values())[1:] for line in metrics(card(*options, *more, name=name))]
 
-    for line, expected in zip(lines("offloaded", *OFFLOADED, *more), lines("alone"), strict=True):
+    for line, expected in zip(lines("offloaded", *OFFLOADED, LAYERS), lines("alone"), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -225,7 +211,7 @@ def test_two_cards_make_what_one_cpu_makes(tmp_path):
     prepare(tmp_path)
     short = [*REFERENCE, "--grpo.max_steps=2"]
     [alone] = launch(1, tmp_path, {"cpu": short})
-    ways = {"replicated": [], "sharded": SHARDED, "offloaded, layer by layer": [*OFFLOADED, LAYERS]}
+    ways = {"replicated": [], "offloaded, layer by layer": [*OFFLOADED, LAYERS]}
     for rank in launch(2, tmp_path, {name: [*short, *more] for name, more in ways.items()}, stage_on_card):
         for result in rank.values():
             assert_equal(result, alone["cpu"], 1e-10, 1e-10)
@@ -235,16 +221,11 @@ def test_two_cards_make_what_one_cpu_makes(tmp_path):
 
 
 def test_waits_keep_to_their_budgets(tmp_path):
-    """`python tests/helpers/pretend_cuda.py` prints them; with --record they are the new budgets."""
-    budgets = json.loads(BUDGETS.read_text())
-    found = {part: by_line(waits) for part, waits in waits_of_a_step(tmp_path).items()}
-    more = {
-        f"{part}, {line}": f"{n} waits, at most {budgets[part].get(line, 0)}"
-        for part, lines in found.items() for line, n in lines.items() if n > budgets[part].get(line, 0)
-    }  # fmt: skip
-    assert more == {}
-    limits = {"16 decode steps": 1, "pack": 0, "forward": 0, "backward": 0}
-    assert {part: found[part] for part, most in limits.items() if sum(found[part].values()) > most} == {}
+    """Budgets only fall; where the host waits is in what pytest prints: (why, file, line) -> how often."""
+    budgets = {"grpo step": 13, "16 decode steps": 1, "pack": 0, "forward": 0, "backward": 0}
+    found = waits_of_a_step(tmp_path)
+    assert {part: waits for part, waits in found.items() if waits.total() > budgets[part]} == {}
+    assert found.keys() == budgets.keys()
 
 
 def test_kernels_of_a_decode_step():

@@ -1,15 +1,13 @@
 """Qwen3.5 against transformers 5.23: packed groups through recurrent layers, decoding, config, templates."""
 
 import json
-import random
-from pathlib import Path
 
 import pytest
 import torch
-from hub_configs import QWEN35_SIZES, qwen35_config
+from hub_configs import QWEN35_SIZES, real_config
 from safetensors.torch import load_file, save_file
-from talk import assistant, renders_as_transformers, user
-from test_qwen3_vl import TALKS, both_in_float64, check_random_configs, film_prompt, qwen3_vl_name
+from talk import assistant, user
+from test_qwen3_vl import both_in_float64, film_prompt, qwen3_vl_name
 
 from minivlmrl.adapters.lora import LoRAConfig, draw_adapters
 from minivlmrl.attention import GroupAttention, GroupLayout, visible
@@ -40,9 +38,9 @@ from oracle import their_inputs  # noqa: E402 (asks for transformers too)
 
 @pytest.mark.parametrize("size", QWEN35_SIZES)
 def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(qwen35_config(size)))
+    (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):
-        model = FAMILIES["qwen3_5"].model(ModelConfig.from_dict(qwen35_config(size)))
+        model = FAMILIES["qwen3_5"].model(ModelConfig.from_dict(real_config(size)))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
     expected = {qwen3_vl_name(name): p.shape for name, p in theirs.named_parameters()}
@@ -113,69 +111,18 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     assert torch.equal((moved != 0).any(2), visible(layout))
 
 
-def leaking(attention, index, inputs, scan):
-    """What a trainer computes that runs a packed batch through a recurrent layer as one row."""
-    return scan([x[None] for x in inputs], None)[0][0]
-
-
-def without_convolution_inputs(attention, index, inputs, scan):
-    """States are handed over, the last inputs of the convolution are not."""
-
-    def forgetting(parts, memory):
-        return scan(parts, memory and [torch.zeros_like(memory[0]), memory[1]])
-
-    return qwen3_5_go_on(attention, index, inputs, forgetting)
-
-
-qwen3_5_go_on = qwen3_5.go_on
-
-
-@pytest.mark.parametrize("leak", [leaking, without_convolution_inputs], ids=lambda f: f.__name__)
-def test_a_leak_between_the_rows_of_a_batch_shows(monkeypatch, leak):
-    """One prompt with one completion hides the first; a group shows both, and both are large."""
+def test_a_leak_between_the_rows_of_a_batch_shows(monkeypatch):
+    """What a trainer computes that runs a packed batch through a recurrent layer as one row: a group shows it."""
     model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, completions, _ = mixed_group()
     alone = pack(rows[:1], [completions[0][:1]], model.config)
     group = pack(rows[:2], completions[:2], model.config)
     with torch.no_grad():
         expected = [per_token_logps(model, batch)[0] for batch in (alone, group)]
-        monkeypatch.setattr(qwen3_5, "go_on", leak)
+        monkeypatch.setattr(qwen3_5, "go_on", lambda attention, index, x, scan: scan([y[None] for y in x], None)[0][0])
         found = [per_token_logps(model, batch)[0] for batch in (alone, group)]
     differences = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
-    assert differences[1] > 0.05
-    assert (differences[0] <= 1e-12) == (leak is leaking)
-
-
-def random_config(rng: random.Random) -> ModelConfig:
-    """Other layers, heads, sizes and convolutions each time."""
-    layers, interval, groups = rng.randint(2, 6), rng.choice([2, 3, 4]), rng.choice([1, 2, 3])
-    kinds = [rng.choice(["linear_attention", "full_attention"]) for _ in range(layers)]
-    kinds[rng.randrange(layers)] = "full_attention"
-    share, half = rng.choice([(0.25, 4), (0.5, 8), (1.0, 16)])
-    height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
-    text = {
-        "hidden_size": 40, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "vocab_size": 300, "intermediate_size": 56, "linear_num_key_heads": groups,
-        "linear_num_value_heads": groups * rng.choice([1, 2]), "linear_key_head_dim": rng.choice([4, 8]),
-        "linear_value_head_dim": rng.choice([4, 8, 12]), "linear_conv_kernel_dim": rng.choice([2, 3, 4, 7]),
-        "rope_parameters": {
-            "rope_type": "default", "mrope_section": [half - height - width, height, width], "rope_theta": 1e4,
-            "partial_rotary_factor": share, "mrope_interleaved": True,
-        },
-    }  # fmt: skip
-    text |= rng.choice([{"layer_types": kinds}, {"full_attention_interval": min(interval, layers)}])
-    vision = {
-        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": rng.choice([2, 4]),
-        "spatial_merge_size": rng.choice([1, 2]), "num_position_embeddings": 16, "out_hidden_size": 40,
-    }  # fmt: skip
-    ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
-    ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
-    return ModelConfig.from_dict({"model_type": "qwen3_5", **ids, "text_config": text, "vision_config": vision})
-
-
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 100), marks=pytest.mark.slow)], ids=str)
-def test_logits_of_100_random_configs_equal_transformers(seeds, monkeypatch):
-    check_random_configs(random_config, seeds, monkeypatch, close=1e-12)
+    assert differences[0] <= 1e-12 and differences[1] > 0.05
 
 
 # ---- decoding
@@ -194,19 +141,16 @@ def drawn(model, rows, tokens, stop=STOP, decode=None):
 
 
 @pytest.mark.parametrize("decode", [Decode, CapturedDecode])
-@pytest.mark.parametrize(
-    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["float32", "float64"]
-)
-def test_sampler_and_trainer_agree_about_every_token(dtype, close, decode):
+def test_sampler_and_trainer_agree_about_every_token(decode):
     """Rows end one after the other; whoever ends leaves, and the others keep their memory."""
-    model = tiny.model(model_type="qwen3_5", dtype=dtype)
+    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, _, _ = mixed_group()
-    found = drawn(model, rows, 80, decode=decode())
+    found = drawn(model, rows, 24, decode=decode())
     ids = [[completion.ids for completion in group] for group in found]
     assert len({len(own) for group in ids for own in group}) > 5
     with torch.no_grad():
         logps, _ = per_token_logps(model, pack(rows, ids, model.config))
-    assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= close
+    assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12
 
 
 def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
@@ -231,48 +175,20 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
 
 
-# ---- templates
-
-
-@pytest.fixture(scope="module", params=["think", "nothink"])
-def template(request):
-    """What Qwen publishes, in TRL's copy."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0")
-    path = Path(trl.__file__).parent / "chat_templates" / f"qwen3_5_{request.param}.jinja"
-    return ChatTemplate(path.read_text(), path.name)
-
-
-TALKS = TALKS | {"thoughts": [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c")]}
-
-
-@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
-def test_the_published_templates_lay_out_what_transformers_does(template, talk):
-    renders_as_transformers(template, talk)
-
-
-def test_a_completion_begins_where_the_prompt_of_either_template_ends(template):
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_completion_begins_where_the_prompt_of_either_template_ends(published, thinks):
+    template = ChatTemplate(published(f"qwen3_5_{'think' if thinks else 'nothink'}"), "published")
     prompt = "".join(template.render([user("a")]))
-    thinks = prompt.endswith("<think>\n")
-    assert thinks or prompt.endswith("<think>\n\n</think>\n\n")
+    assert prompt.endswith("<think>\n" if thinks else "<think>\n\n</think>\n\n")
     answer = "<think>\nhm\n</think>\n\nb" if thinks else "b"
     pieces = template.render_completion([user("a")], [assistant(answer)])
     assert pieces == [("hm\n</think>\n\nb" if thinks else "b", True), ("<|im_end|>", True)]
 
 
-# ---- stages and tools
-
-
-OPTIONS = {
-    "adapters": ["--adapter.r=2"],
-    "4 bits": ["--adapter.r=2", "--adapter.quantize=nf4"],
-    "dora, all parts": ["--adapter.r=2", "--adapter.dora=true", "--adapter.target=[language, vision, merger]"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adapters_are_on_the_new_projections(stage, name):
-    run = stage("grpo", *OPTIONS[name], model="qwen3_5")
+def test_adapters_are_on_the_new_projections(stage):
+    options = ["--adapter.r=2", "--adapter.dora=true", "--adapter.quantize=nf4", "--adapter.target=[language, vision]"]
+    run = stage("grpo", *options, model="qwen3_5")
     before = snapshot(run.model)
     run.go(2)
     moved = {key for key, p in run.model.named_parameters() if not torch.equal(p, before[key])}
@@ -298,8 +214,3 @@ def test_states_are_float32_or_wider(dtype):
         logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))
     difference = (logps - torch.cat([c.logps for c in found])).abs().max()
     assert difference <= (1e-5 if dtype == torch.float32 else 0.2)
-
-
-@pytest.mark.slow
-def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run):
-    whole_run(tiny.RUN_QWEN35, transformers.Qwen3_5ForConditionalGeneration)

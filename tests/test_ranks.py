@@ -34,65 +34,56 @@ RECIPE = recipe(
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
-STAGES = {
+QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
+TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
+STAGES = {  # in float64; each has other joint work
     "sft": ["--stages=[sft]"],
-    "grpo": ["--stages=[grpo]"],
-    "grpo with a reference": REFERENCE,
     "dpo": ["--stages=[dpo]"],
-}
-# what has other joint work
-FURTHER = {
+    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
     "kto": ["--stages=[kto]"],
     "reward_model": ["--stages=[reward_model]"],
     "ppo": ["--stages=[ppo]"],
     "ppo with a critic": ["--stages=[ppo]", "--ppo.critic=separate", "--ppo.num_mini_batches=2",
                           "--ppo.whiten_rewards=true"],
-    "grpo resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
-                       "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
-    "grpo with a moving reference": [*REFERENCE, "--reference.sync_ref_model=true",
-                                     "--reference.ref_model_sync_steps=2", "--reference.num_shared_layers=1"],
+    "grpo": ["--stages=[grpo]"],
+    "with a reference": REFERENCE,
+    "with a moving reference": [*REFERENCE, "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=2",
+                                "--reference.num_shared_layers=1"],
+    "resampled": ["--stages=[grpo]", "--grpo.max_num_gen_batches=3", "--grpo.num_generations=2",
+                  "--sampling.max_new_tokens=1", "--grpo.steps_per_generation=2"],
     "rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.shuffle_rewards=true", "--grpo.steps_per_generation=2"],
     "resampled rloo": [*REFERENCE, "--grpo.loss_type=rloo", "--grpo.max_num_gen_batches=2",
                        "--grpo.top_entropy_quantile=0.5", "--sampling.max_new_tokens=2"],
     "distill": ["--stages=[distill]", "--reference.teacher_prompt=teachers:hint"],
-    "dpo precomputed": ["--stages=[dpo]", "--dpo.precompute_ref_log_probs=true", "--dpo.loss_type=[sigmoid, sft]"],
-    "grpo with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
-                                 "--reward_model.path=FOLDER/judge"],
-    "sft without the vision tower": ["--stages=[sft]", "--model.freeze=[vision, merger]"],
-    "grpo without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
-    "grpo with tools": TOOLS,
-    "grpo of Qwen3-VL with tools": [*TOOLS, "--model.config=FOLDER/qwen3_vl.json"],
-    "grpo of Qwen3-VL": [*REFERENCE, "--model.config=FOLDER/qwen3_vl.json"],
-    "grpo of Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
-    "grpo two at a time": [*REFERENCE, "--grpo.micro_batch_size=2"],
-    "of Qwen3-VL, grpo two at a time": [*REFERENCE, "--grpo.micro_batch_size=2",
-                                        "--model.config=FOLDER/qwen3_vl.json"],
+    "with a reward model": ["--stages=[grpo]", "--rewards={letters: 0.5, reward_model: 1}",
+                            "--reward_model.path=FOLDER/judge"],
+    "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
+    "tools": TOOLS,
+    "Qwen3-VL": [*REFERENCE, *QWEN3],
+    "Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
+    "two at a time": TWO_AT_A_TIME,
+    "Qwen3-VL, two at a time": [*TWO_AT_A_TIME, *QWEN3],
+    "float32": [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"],
 }  # fmt: skip
 SHARDED = ["--sharding.enabled=true"]
 ONE_BY_ONE = [*SHARDED, "--rollout.gather_weights=false", "--model.activation_checkpointing=true"]
-REPLICATED = {f"{name}, float64": options for name, options in (STAGES | FURTHER).items()}
-REPLICATED["grpo with a reference, float32"] = [*REFERENCE, "--model.dtype=float32", "--grpo.learning_rate=1e-5"]
-BASIC = [f"{name}, float64" for name in STAGES]
-QWEN3 = [f"grpo of {family}, float64" for family in ("Qwen3-VL", "Qwen3.5")]
 IN_PIECES = ["--model.tower_pieces=1"]  # each image is one, and a rank has 0, 1 or 2
-TWO = "grpo two at a time, float64"
-CASES = {  # by number of ranks: name -> the replicated one that it equals on one rank, what is different
-    1: {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, *QWEN3)},
-    2: {f"{name}, replicated": (name, []) for name in (*BASIC, "grpo with a reference, float32")}
-    | {f"{name}, sharded": (name, SHARDED) for name in (*BASIC, *QWEN3, "grpo with a reference, float32")}
-    | {
-        f"{name}, layer by layer": (f"{name}, float64", ONE_BY_ONE)
-        for name in ("grpo with a reference", "grpo with a reward model", "grpo of Qwen3-VL", "grpo of Qwen3.5")
-    }
-    | {
-        "grpo two at a time, replicated, in pieces": (TWO, IN_PIECES),
-        "grpo two at a time, layer by layer, in pieces": (TWO, [*ONE_BY_ONE, *IN_PIECES]),
-        "grpo of Qwen3-VL, sharded, in pieces": (f"of Qwen3-VL, {TWO}", [*SHARDED, *IN_PIECES]),
-    },
-    4: {f"{name}, replicated": (name, []) for name in BASIC}
-    | {f"{name}, sharded": (name, SHARDED) for name in REPLICATED}
-    | {f"{name}, replicas": (name, [*ONE_BY_ONE, "--sharding.replicas=2"]) for name in BASIC[2:]},
-}
+WAYS = {
+    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE, "in pieces": IN_PIECES,
+    "sharded, in pieces": [*SHARDED, *IN_PIECES], "layer by layer, in pieces": [*ONE_BY_ONE, *IN_PIECES],
+    "replicas": [*ONE_BY_ONE, "--sharding.replicas=2"], "compute_dtype": ["--model.compute_dtype=float64"],
+}  # fmt: skip
+CASES = {  # by number of ranks: (stage, way); all equal what one process makes of the stage without sharding
+    1: [("with a reference", "sharded")],
+    2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
+        ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
+        ("Qwen3-VL", "layer by layer"), ("Qwen3.5", "layer by layer"), ("two at a time", "in pieces"),
+        ("two at a time", "layer by layer, in pieces"), ("Qwen3-VL, two at a time", "sharded, in pieces"),
+        *((name, "sharded") for name in ("dpo precomputed", "kto", "reward_model", "ppo", "rloo", "resampled rloo",
+                                         "distill", "with a moving reference", "without the vision tower"))],
+    4: [("with a reference", "replicated"), ("with a reference", "replicas"),
+        *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo with a critic", "tools"))],
+}  # fmt: skip
 SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
 
 
@@ -111,9 +102,9 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     prepare(folder)
     start = dict(random_model(folder / "model.json", shapes.tokenizer(), 0)[0].double().named_parameters())
-    found = {"start": start, "alone": launch(1, folder, REPLICATED)[0]}
+    found = {"start": start, "alone": launch(1, folder, STAGES)[0]}
     for size, cases in CASES.items():
-        found[size] = launch(size, folder, {name: [*REPLICATED[same], *more] for name, (same, more) in cases.items()})
+        found[size] = launch(size, folder, {(name, way): [*STAGES[name], *WAYS[way]] for name, way in cases})
     return found
 
 
@@ -131,12 +122,11 @@ def assert_equal(result, alone, relative, limit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
-def test_any_number_of_ranks_makes_the_same(results, size, name):
-    same = CASES[size][name][0]
-    close = (1e-12, 1e-12) if "float64" in same else (1e-5, 1e-6)
+@pytest.mark.parametrize(("size", "name", "way"), [(size, *case) for size, cases in CASES.items() for case in cases])
+def test_any_number_of_ranks_makes_the_same(results, size, name, way):
+    close = (1e-5, 1e-6) if name == "float32" else (1e-12, 1e-12)
     for rank in results[size]:
-        assert_equal(rank[name], results["alone"][same], *close)
+        assert_equal(rank[name, way], results["alone"][name], *close)
 
 
 @pytest.mark.slow
@@ -144,13 +134,12 @@ def test_the_cases_tell(results):
     """Every weight that is trained has moved by far more than what is compared to; completions have many lengths."""
     for name, result in results["alone"].items():
         assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
-    texts = [text for _, group in results["alone"]["grpo, float64"].texts for text in group]
+    texts = [text for _, group in results["alone"]["grpo"].texts for text in group]
     assert len({len(text) for text in texts}) > 5
-    for case in ("sft", "sft without the vision tower"):
-        weights = results["alone"][f"{case}, float64"].weights
-        moved = [bool((weights[name] - start).abs().max() > 1e-6) for name, start in results["start"].items()]
-        vision = [name.startswith("visual.") for name in results["start"]]
-        assert moved == ([True] * len(vision) if case == "sft" else [not part for part in vision])
+    vision = [name.startswith("visual.") for name in results["start"]]
+    for case, expected in (("sft", [True] * len(vision)), ("without the vision tower", [not part for part in vision])):
+        weights = results["alone"][case].weights
+        assert [bool((weights[n] - start).abs().max() > 1e-6) for n, start in results["start"].items()] == expected
 
 
 # the quick form of the above, in one launch of one rank and one of two
@@ -184,15 +173,12 @@ ADAPTED = ["stage", "--stages=[ppo]", "--ppo.critic=separate", "--ppo.max_steps=
            "--adapter.dora=true", "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3"]  # fmt: skip
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 NF4 = "--adapter.quantize=nf4"
-ADAPTED_WAYS = {"adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
 QUICK = {
-    "replicated": GRPO, "sharded": [*GRPO, *SHARDED], "compute_dtype": [*GRPO, "--model.compute_dtype=float64"],
-    "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
+    "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
-    "adapters, sharded": [*ADAPTED, *SHARDED],
-    "dropout": [*ADAPTED, *DROPOUT], "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE],
-    "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED], "gather": ["gather"],
-    "tools, sharded": [*LOOKING, *SHARDED],
+    "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
+    "adapters, sharded": [*ADAPTED, *SHARDED], "dropout": [*ADAPTED, *DROPOUT],
+    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*ADAPTED, NF4, *ONE_BY_ONE]}
 
@@ -206,11 +192,12 @@ def quick_results(tmp_path_factory):
     """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **ADAPTED_WAYS, **COUNTS}
+    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, **COUNTS}
+    alone |= {"adapters": ADAPTED, "NF4": [*ADAPTED, NF4]}
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "sharded", "compute_dtype", "8 bits, sharded", "pieces"])
+@pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces"])
 def test_two_ranks_equal_one(quick_results, way):
     """Two steps of GRPO with a reference in float64."""
     alone, ranks = quick_results

@@ -28,16 +28,12 @@ ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("freeze", "trained"), [
-    (["vision"], {"merger", "language", "embeddings"}),
-    (["vision", "merger"], {"language", "embeddings"}),
-    (["language", "embeddings"], {"vision", "merger"}),
-    (["embeddings"], {"vision", "merger", "language"}),
-])  # fmt: skip
-def test_frozen_parts(tied, freeze, trained):
+@pytest.mark.parametrize("freeze", [["vision", "merger"], ["language", "embeddings"], ["embeddings"]], ids=str)
+def test_frozen_parts(tied, freeze):
     model = tiny.model(tied)
     select_trained(model, freeze)
-    assert {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == trained
+    trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"vision", "merger", "language", "embeddings"} - set(freeze)
     assert {part_of(name) for name, p in model.named_parameters() if not p.requires_grad} == set(freeze)
 
 
@@ -74,8 +70,7 @@ RUNS = {name: [] for name in STAGES} | {"ppo with a critic": ["--ppo.critic=sepa
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "kto": "--kto.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
 
 
-@pytest.mark.parametrize("model", ["model", "qwen3_vl"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "model"), [*((name, "model") for name in RUNS), ("ppo with a critic", "qwen3_vl")])
 def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
     """The base keeps its bits; a critic or reward model has it too, not a copy."""
     run = stage(name.split()[0], *ADAPTERS, *RUNS[name], model=model)
@@ -89,8 +84,7 @@ def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
     assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", REFERENCED)
+@pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("kto", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
     """Also where a rollout is one micro-batch: the graph of its prefill is older than the reference's scores."""
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
@@ -141,28 +135,22 @@ def test_a_value_model_has_its_own_adapters_on_the_same_base():
 # whole runs
 
 
-def test_peft_loads_what_a_run_saves(run, plain, checkpoint, monkeypatch, capsys, peft, oracle):
-    """Its merged folder and base plus adapter have equal logits; the base that it began with has others."""
+def test_a_run_saves_merged_weights_and_says_what_it_trains(run, plain, checkpoint, capsys):
     adapter = ["--adapter.r=4", "--adapter.dora=true", f"--adapter.target={ALL}"]
     options = "--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", "--model.freeze=vision"
     folder = run(*options, *adapter)
     out = capsys.readouterr().out
     assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
     assert "visual.blocks" not in out
-    merged, base = load_model(folder / "checkpoint"), load_model(checkpoint)
-    monkeypatch.setattr(tiny, "IMAGE", base.config.image_token_id)
-    rows = [Shapes(1, "rows")[0].prompt(load_processor(checkpoint))]
-    theirs = oracle.CLASSES["qwen2_5_vl"].from_pretrained(checkpoint, attn_implementation="eager").eval()
-    difference = oracle.worst_difference
-    assert difference(theirs, merged, rows) > 1e-3 > 1e-5 > difference(theirs, base, rows)
-    theirs = peft.PeftModel.from_pretrained(theirs, folder / "checkpoint" / "adapter")
-    assert difference(theirs, merged, rows) < 1e-5
     config = json.loads((folder / "checkpoint" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(checkpoint)
-    start = load_file(checkpoint / "model.safetensors")
-    changed = {name for name, p in load_file(folder / "checkpoint" / "model.safetensors").items()
-               if not torch.equal(p, start[name])}  # fmt: skip
+    start, merged = (load_file(path / "model.safetensors") for path in (checkpoint, folder / "checkpoint"))
+    changed = {name for name, p in merged.items() if not torch.equal(p, start[name])}
     assert changed and all(name.endswith("proj.weight") or ".merger.mlp." in name for name in changed)
+    expected = load_model(checkpoint)
+    load_adapter(expected, folder / "checkpoint" / "adapter")
+    for name, layer in adapters(expected).items():
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.merged(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):

@@ -32,11 +32,11 @@ def test_the_tower_equals_transformers(model_type, monkeypatch):
     assert (found - expected).abs().max() <= 1e-13 * expected.abs().max()
 
 
-def test_windows_of_2000_random_grids_equal_transformers():
+def test_windows_of_300_random_grids_equal_transformers():
     from transformers.vision_utils import get_vision_window_index
 
     config, rng = tiny.config().vision_config, random.Random(0)
-    for _ in range(2000):
+    for _ in range(300):
         grids = torch.tensor([
             (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
             for _ in range(rng.randint(1, 3))

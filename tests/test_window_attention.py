@@ -1,14 +1,11 @@
-"""Attention inside segments against one masked attention over everything, in float64.
-
-The same tests run on the torch path and, in a child process, through the Triton kernels in the interpreter.
-"""
+"""Attention inside segments against one masked attention over everything, in float64: in torch, and (by
+test_rotary.py) through the Triton kernels in the interpreter."""
 
 import pytest
 import torch
-from interpreter import run_interpreted
+from interpreter import INTERPRETED
 
 from minivlmrl.kernels import window_attention as module
-from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
 from minivlmrl.kernels.window_attention import Segments, blocks, window_attention
 
 import tiny
@@ -19,10 +16,10 @@ if not INTERPRETED:
     TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
 EXACT = torch.float32 if INTERPRETED else torch.float64  # the kernels take no float64
 CASES = [
-    ([4, 4, 4], 3, 8), ([16, 4, 16, 8, 1, 4], 3, 8), ([7], 3, 8), ([4, 9, 16], 2, 16), ([24, 32], 2, 64),
-    ([64, 48, 17, 4], 2, 80), ([64, 64], 1, 80), ([64, 60], 1, 128),
-    ([33, 5], 2, 72),  # columns of the second block that no head has
+    ([4, 4, 4], 3, 8), ([16, 4, 16, 8, 1, 4], 3, 8), ([7], 3, 16), ([24, 32], 2, 64), ([64, 48, 17, 4], 2, 80),
+    ([64, 60], 1, 128), ([33, 5], 2, 72),  # columns of the second block that no head has
 ]  # fmt: skip
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 
 
 def make(lengths, heads, head_dim, dtype):
@@ -100,15 +97,6 @@ def test_what_no_tile_holds_goes_to_torch(lengths, head_dim, monkeypatch):
     assert_close(window_attention(*inputs, Segments(lengths)), masked_attention(*inputs, lengths)[0], EXACT)
 
 
-def test_it_compiles_into_one_graph():
-    inputs, segments = make([16, 5, 16], 2, 16, EXACT), Segments([16, 5, 16])
-    out = torch.compile(window_attention, fullgraph=True, backend="aot_eager")(*inputs, segments)
-    expected, exact = masked_attention(*inputs, [16, 5, 16])
-    assert_close(out, expected, EXACT)
-    for gradient, of_formula in zip(torch.autograd.grad(out.sum(), inputs), exact, strict=True):
-        assert_close(gradient, of_formula, EXACT)
-
-
 def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
     segments = Segments([4, 2, 4])
     assert segments.cu_seqlens.tolist() == [0, 4, 6, 10] and segments.cu_seqlens.dtype == torch.int32
@@ -134,7 +122,7 @@ def test_blocks_are_powers_of_two_and_hold_the_head():
         assert min(first, second or 16) >= 16
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
+@interpreted
 def test_the_operator_keeps_its_promises():
     """Schema, fake tensors, autograd registration and tracing, by torch's own checks."""
     inputs = make([16, 3], 2, 16, torch.float32)
@@ -145,7 +133,7 @@ def test_the_operator_keeps_its_promises():
     torch.library.opcheck(torch.ops.minivlmrl.window_attention_backward.default, (grad, *inputs, cu_seqlens, 16))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
+@interpreted
 def test_rows_may_lie_beyond_2_to_the_31():
     """The last rows of 2^27 of 16 numbers each. Nothing touches the others, so 4 GiB tensors cost no memory."""
     T = 2**27 + 8
@@ -160,7 +148,7 @@ def test_rows_may_lie_beyond_2_to_the_31():
         assert_close(gradient[-8:], of_formula, torch.bfloat16)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
+@interpreted
 def test_the_vision_tower_computes_the_same_through_the_kernels(monkeypatch):
     """Both ways in one process: windows through the kernels, frames of more than 64 patches through torch in both."""
     tower, generator = tiny.model().visual, torch.Generator().manual_seed(0)
@@ -188,10 +176,3 @@ def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
     gradients = torch.autograd.grad(actual, there, upstream.cuda())
     for ours, of_formula in zip((actual, *gradients), (expected, *exact), strict=True):
         assert (ours.cpu().double() - of_formula).norm() <= 3e-3 * of_formula.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="the child itself, or no Triton")
-def test_all_of_this_holds_for_the_kernels():
-    """And those of selective_log_softmax: a process takes long to begin."""
-    run_interpreted(__file__, "tests/test_selective_log_softmax.py")

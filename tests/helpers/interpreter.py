@@ -23,12 +23,13 @@ from minivlmrl.kernels.backend import INTERPRETED, tl
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(file: str, *arguments: str) -> None:
-    """Run test files again in the interpreter; fail with their output when they fail."""
+def run_interpreted(*modules: str) -> None:
+    """Run the test files of these kernels again in the interpreter; fail with their output when they fail."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", file, *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
+    command += [f"tests/test_{name}.py" for name in modules]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 

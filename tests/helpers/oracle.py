@@ -1,10 +1,10 @@
 """transformers' models as the oracle: what several test files ask of them. Import it where transformers is there."""
 
+import functools
 import importlib
 import inspect
 import re
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -32,12 +32,7 @@ def in_float64(monkeypatch, model_type: str):
     The formulas are those of its source. Frequencies of rotaries stay float32, as the checkpoints were trained.
     """
     for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
-        module = importlib.import_module(name)
-        lifted = dict(vars(module))
-        parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
-        lift = partial(re.sub, r"torch\.float(32)?\b|(?<=\.)float(?=\(\))", lambda found: LIFTED[found[0]])
-        source = "".join(part if "RotaryEmbedding(" in part else lift(part) for part in parts)
-        exec(compile(source, module.__file__, "exec"), lifted)
+        module, lifted = lifted_module(name)
         for key, made in lifted.items():
             was = vars(module).get(key)
             if inspect.isclass(made) and made is not was and "forward" in vars(made):
@@ -47,6 +42,18 @@ def in_float64(monkeypatch, model_type: str):
     interpolation = "get_vision_interpolation_indices_and_weights"
     if hasattr(modeling := sys.modules[CLASSES[model_type].__module__], interpolation):
         monkeypatch.setattr(modeling, interpolation, getattr(module, interpolation))
+
+
+@functools.cache
+def lifted_module(name: str) -> tuple:
+    """A module of transformers as it is, and the names of another one that is made of its source in float64."""
+    module = importlib.import_module(name)
+    lifted = dict(vars(module))
+    parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
+    lift = functools.partial(re.sub, r"torch\.float(32)?\b|(?<=\.)float(?=\(\))", lambda found: LIFTED[found[0]])
+    source = "".join(part if "RotaryEmbedding(" in part else lift(part) for part in parts)
+    exec(compile(source, module.__file__, "exec"), lifted)
+    return module, lifted
 
 
 LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "float": "double"}

@@ -4,8 +4,6 @@
         train.main([...])              # torch.cuda.is_available() is true in here
     gpu.waits, gpu.launches            # where the host waits for the card, where it starts kernels
 
-python tests/helpers/pretend_cuda.py   # the waits of a GRPO step, line by line; --record makes them the test's budgets
-
 What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would
 wait for a card is counted: item, tolist, nonzero, masks as indices, copies from the card, and to it copies of memory
 that is not pinned. Numbers are real, so what depends on them (a loop until a stop token) goes as it would.
@@ -25,8 +23,6 @@ streams, how long memory must stay pinned, Triton, how a GPU rounds, and the met
 import collections
 import contextlib
 import functools
-import json
-import linecache
 import os
 import sys
 from pathlib import Path
@@ -454,18 +450,13 @@ for func in (aten.mm, aten.bmm, aten.addmm):
 
 # ---- the waits of a GRPO step --------------------------------------------------------------------------------------
 
-BUDGETS = Path(__file__).parents[1] / "recorded" / "waits.json"
-PARTS = {
-    "16 decode steps": "of 12 completions of 4 prompts",
-    "pack": "two prompts with their 6 completions",
-    "forward": "log-probabilities of these 6",
-    "backward": "of these",
-    "grpo step": "4 prompts, 3 completions each of 6 tokens, two micro-batches: rollout, rewards, losses, update",
-}
-
 
 def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
-    """Each of PARTS -> its waits, in float32 on a tiny model, whose files are written to the folder."""
+    """Waits of each part of a GRPO step in float32 on a tiny model, whose files are written to the folder.
+
+    "16 decode steps" of 12 completions; "pack", "forward" and "backward" of two prompts with their 6; "grpo step" of 4
+    prompts with 3 completions each of 6 tokens in two micro-batches: rollout, rewards, losses, update.
+    """
     from minivlmrl.batch import pack
     from minivlmrl.logprobs import per_token_logps
     from minivlmrl.sampling.sample import RunSampler
@@ -502,31 +493,4 @@ def waits_of_a_step(folder: Path) -> dict[str, collections.Counter]:
         batch, found["pack"] = count(lambda: pack(prompts[:2], ids, model.config, CUDA))
         logps, found["forward"] = count(lambda: per_token_logps(model, batch)[0])
         _, found["backward"] = count(logps.sum().backward)
-    return {part: found[part] for part in PARTS}
-
-
-def by_line(waits: collections.Counter) -> dict[str, int]:
-    """'file: source text' -> how often the host waits there: line numbers change too easily."""
-    counts = collections.Counter()
-    for (_, file, number), n in waits.items():
-        counts[f"{Path(file).relative_to(ROOT)}: {linecache.getline(file, number).strip()}"] += n
-    return dict(sorted(counts.items()))
-
-
-def main(arguments: list[str]):
-    """Print the waits of a GRPO step; --record: write them down as budgets."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = waits_of_a_step(Path(folder))
-    for part, waits in found.items():
-        print(f"\n{part} ({PARTS[part]}): {waits.total()} waits")
-        for (why, file, number), n in sorted(waits.items(), key=lambda wait: (-wait[1], wait[0])):
-            line = f"{Path(file).relative_to(ROOT)}:{number}"
-            print(f"{n:6} {why:22} {line:36} {linecache.getline(file, number).strip()}")
-    if arguments == ["--record"]:
-        BUDGETS.write_text(json.dumps({part: by_line(waits) for part, waits in found.items()}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return found
