@@ -126,15 +126,6 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder, transfo
     assert oracle.worst_difference(theirs, ours, [row.prompt(processor) for row in rows]) <= 1e-5
 
 
-def test_saving_and_loading_is_exact(folder, tmp_path):
-    save_model(tmp_path / "again", load_model(folder), load_processor(folder))
-    assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "again").iterdir()}
-    for file in folder.iterdir():
-        before, after = file.read_bytes(), (tmp_path / "again" / file.name).read_bytes()
-        # keys of config.json change their order
-        assert before == after or json.loads(before) == json.loads(after), file
-
-
 def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
     model = tiny.model()
     save_model(tmp_path / "saved", model, processor, max_shard_size=40_000)
@@ -222,12 +213,8 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
         load_processor(copy)
 
 
-def test_image_settings_of_a_folder_written_by_transformers_5_are_read(copy):
-    expected = load_processor(copy).image_processor
-    settings = json.loads((copy / "preprocessor_config.json").read_text())
-    (copy / "preprocessor_config.json").rename(copy / "processor_config.json")
-    (copy / "processor_config.json").write_text(json.dumps({"image_processor": settings, "video_processor": {}}))
-    assert load_processor(copy).image_processor == expected
+def test_a_folder_written_by_transformers_5_needs_its_image_settings(copy):
+    (copy / "preprocessor_config.json").unlink()
     (copy / "processor_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"processor_config\.json: it needs image_processor"):
         load_processor(copy)
@@ -338,23 +325,19 @@ def test_a_wrong_tensor_is_named(copy, change, says):
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
     ("config.json", b'{"model_type": "qwen2_5_vl"}', r"config\.json: .* is missing|out_hidden_size"),
     ("model.safetensors", None, "model.safetensors: no such file"),
+    # at once, without memory for it
+    ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
+    ("config.json", {"vocab_size": 10**18}, "there is no model of these sizes"),
+    ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
 ])  # fmt: skip
 def test_a_broken_file_is_named(copy, file, content, says):
-    (copy / file).unlink()
-    if content is not None:
+    if isinstance(content, dict):
+        edit_json(copy / file, **content)
+    else:
+        (copy / file).unlink()
+    if isinstance(content, bytes):
         (copy / file).write_bytes(content)
     with pytest.raises(ValueError, match=says):
-        load_model(copy)
-
-
-@pytest.mark.parametrize("changes, says", [
-    ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
-    ({"vocab_size": 10**18}, "there is no model of these sizes"),
-    ({"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
-], ids=str)  # fmt: skip
-def test_sizes_that_no_model_has_are_refused_at_once(copy, changes, says):
-    edit_json(copy / "config.json", **changes)
-    with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
         load_model(copy)
 
 

@@ -91,25 +91,16 @@ def test_recomputed_blocks_have_the_same_masks():
 
 def test_masks_of_a_run(stage):
     """They depend on seed, stage, step, micro-batch and rank."""
-    algorithm, found = stage("sft", *DROPOUT).algorithm, []
-    layer, world = adapters(algorithm.trained)[LAYER], algorithm.world
+    algorithm = stage("sft", *DROPOUT).algorithm
+    layer, device = adapters(algorithm.trained)[LAYER], algorithm.world.device
 
-    def note(step, micro_batch):
+    def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft"):
+        algorithm.world, algorithm.run.seed, algorithm.stage = World(rank, 2, device), seed, stage
         with algorithm.dropout(step, micro_batch):
-            found.append(layer.drop(torch.ones(6, layer.in_features)).numpy().tobytes())
+            return layer.drop(torch.ones(6, layer.in_features)).numpy().tobytes()
 
-    note(3, 0)
-    note(3, 1)
-    note(4, 0)
-    algorithm.world = World(1, 2, world.device)
-    note(3, 0)
-    algorithm.world, algorithm.run.seed = world, 1
-    note(3, 0)
-    algorithm.run.seed, algorithm.stage = 0, "dpo"
-    note(3, 0)
-    algorithm.stage = "sft"
-    note(3, 0)
-    assert len(set(found)) == 6 and found[0] == found[-1]
+    others = [kept(step=4), kept(micro_batch=1), kept(rank=1), kept(seed=1), kept(stage="dpo")]
+    assert len({kept(), *others}) == 6 and kept() == kept()
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])

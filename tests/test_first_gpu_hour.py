@@ -33,20 +33,6 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch,
     assert "failed" not in good and f"['{tmp_path}', '--toy']" in good
 
 
-def test_a_call_goes_on_where_the_last_one_ended_and_fits_its_minutes(monkeypatch, tmp_path, capsys):
-    """What a part has printed is kept also where a call is ended from outside."""
-    command = ["-c", "import os; print(len(os.environ['PYTHONPATH'].split(os.pathsep)))"]
-    monkeypatch.setattr(first_gpu_hour, "PARTS", {name: Part(name.upper(), 2, command, []) for name in ("a", "b")})
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert write(monkeypatch, tmp_path, "--only", "b")[0] == 0 and (tmp_path / "b.txt").read_text() == "2\n"
-    capsys.readouterr()
-    assert write(monkeypatch, tmp_path, "--minutes", "1")[0] == 0
-    assert capsys.readouterr().out.splitlines()[0] == "later   A"
-    _, page = write(monkeypatch, tmp_path, "--minutes", "9")
-    assert "done    A" in (out := capsys.readouterr().out) and "B" not in out
-    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## A", "## B"]
-
-
 def test_the_parts_take_45_minutes_in_calls_of_9_and_exist():
     assert sum(part.minutes for part in PARTS.values()) <= 45
     assert max(part.minutes for part in PARTS.values()) < 9

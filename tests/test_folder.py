@@ -4,20 +4,16 @@ Killed at any step or out of disk, a save leaves the old or the new checkpoint, 
 """
 
 import errno
-import json
 import os
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections import Counter
-from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from children import exit_code, fork
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from minivlmrl.hub.folder import find_folder, flush_file, read_json, replacing
 from minivlmrl.image import ImageProcessor
@@ -106,66 +102,21 @@ def test_what_is_neither_a_folder_nor_the_name_of_a_repository_never_asks_the_hu
         find_folder(name or "no/such/")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download needs."""
+def test_only_what_is_read_is_downloaded(cache, monkeypatch):
+    """Once, by ranks that ask at the same time: huggingface_hub locks the files."""
+    asked = []
 
-    protocol_version = "HTTP/1.1"
-    sent: Counter
+    def download(repo_id, local_files_only=False, **which):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing of it")
+        asked.append({"revision": which.pop("revision")})
+        return snapshot(cache, names=filter_repo_objects(FILES, **which))
 
-    def do_HEAD(self):
-        path = self.path.partition("?")[0].strip("/")
-        if path.startswith("api/models/") and "/tree/" in path:
-            body = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in FILES.items()]
-            self.answer(json.dumps(body).encode())
-        elif path.startswith("api/models/"):
-            siblings = [{"rfilename": name} for name in FILES]  # what older versions of huggingface_hub download
-            self.answer(json.dumps({"_id": "1", "id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode())
-        else:
-            self.answer(FILES[path.rpartition("/")[2]], path.rpartition("/")[2])
-
-    do_GET = do_HEAD
-
-    def answer(self, body: bytes, name: str = ""):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{name}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.sent[name] += 1
-            time.sleep(0.1 if name else 0)  # so that all ranks come to each file before it is there
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@contextmanager
-def a_hub():
-    handler = type("Handler", (Hub,), {"sent": Counter()})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", handler.sent
-        server.shutdown()
-
-
-def test_ranks_download_a_repository_once_and_only_what_is_read(tmp_path):
-    """Processes of their own, as under torchrun: huggingface_hub's file locks make the others wait."""
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", f"from minivlmrl.hub.folder import *; print(find_folder({REPOSITORY!r}))"]
-
-    def start(endpoint):
-        return subprocess.Popen(
-            command, env=environment | {"HF_ENDPOINT": endpoint}, cwd=Path(__file__).parents[1], text=True,
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    with a_hub() as (endpoint, sent):
-        found = {Path(rank.communicate()[0].strip()) for rank in [start(endpoint) for _ in range(3)]}
-    (folder,) = found
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {name: FILES[name] for name in WANTED}
-    assert {name: count for name, count in sent.items() if name} == dict.fromkeys(WANTED, 1)
-    assert start("http://127.0.0.1:9").communicate()[0].strip() == str(folder)  # from now on without network
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, **options: asked.append({name: options}))
+    folder = find_folder(REPOSITORY)
+    assert {file.name for file in folder.iterdir()} == WANTED
+    assert asked == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])

@@ -77,7 +77,7 @@ def mask(lengths=LENGTHS, width=TOKENS):
     return (torch.arange(width) < lengths[:, None]).double()
 
 
-def grpo_case(counted=True, **options) -> Case:
+def grpo_case(**options) -> Case:
     shape = (ROWS, TOKENS)
     logps, old, ref, sampler = (noise(*shape, seed=s, scale=0.6) - 2 for s in range(4))
     batch = {
@@ -99,9 +99,8 @@ def grpo_case(counted=True, **options) -> Case:
         if correction:
             names = ("old_per_token_logps", "sampling_per_token_logps", "mask")
             ratio = policy.rollout_importance_ratio(*(batch[n] for n in names), mode=correction, clip_max=2.0)
-        given = counts if counted else {}
         return loss_of(
-            **batch, **options, **given, importance_sampling_ratio=ratio, entropy_threshold=threshold,
+            **batch, **options, **counts, importance_sampling_ratio=ratio, entropy_threshold=threshold,
             max_completion_length=7,
         )[0]  # fmt: skip
 
@@ -131,20 +130,6 @@ GRPO_OPTIONS = {
 def test_grpo_loss(loss_type, options):
     case = grpo_case(loss_type=loss_type, **GRPO_OPTIONS[options])
     check(case, split=loss_type != "bnpo")
-
-
-def test_bnpo_is_the_token_mean_of_each_micro_batch_weighted_by_its_rows():
-    """So it depends on the split, unless all micro-batches have as many tokens a row."""
-    case = grpo_case(loss_type="bnpo")
-    whole, _ = case()
-    for split in SPLITS:
-        sizes = [len(range(ROWS)[rows]) for rows in split]
-        parts = [grpo_case(counted=False, loss_type="bnpo")(rows)[0] for rows in split]  # each its own token mean
-        by_hand = sum(size / ROWS * part for size, part in zip(sizes, parts, strict=True))
-        same(sum(case(rows)[0] for rows in split), by_hand)
-        assert (by_hand - whole).abs() > 1e-3
-    case.batch["mask"] = mask(torch.full((ROWS,), 3))
-    check(case)
 
 
 def dpo_case(**options) -> Case:
@@ -181,17 +166,16 @@ def test_dpo_loss(options):
     check(dpo_case(**options), split=options["loss_type"] not in SORTING)
 
 
-@pytest.mark.parametrize("loss_type", SORTING)
-def test_losses_that_sort_do_so_in_each_micro_batch(loss_type):
-    """The quantiles that are compared are those of a micro-batch."""
-    case = dpo_case(loss_type=loss_type)
-    whole, _ = case()
-    assert (sum(case(slice(i, i + 1))[0] for i in range(ROWS)) - whole).abs() > 1e-3
+CASES = {
+    "bnpo": grpo_case(loss_type="bnpo"),  # the token mean of a micro-batch
+    **{name: dpo_case(loss_type=name) for name in SORTING},  # the quantiles of its pairs
+    "weighted sft": dpo_case(loss_type="sft", use_weighting=True),  # WPO's weights multiply the loss of all its pairs
+}
 
 
-def test_weighted_sft_is_the_one_option_of_dpo_that_depends_on_the_split_unsorted():
-    """WPO's weights multiply the sft loss of a whole micro-batch, as in TRL."""
-    case = dpo_case(loss_type="sft", use_weighting=True)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_these_depend_on_the_split(case):
+    """As in TRL."""
     check(case, split=False)
     assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-3
 

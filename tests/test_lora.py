@@ -1,4 +1,4 @@
-"""LoRA: the product against its definition, gradients in float64, what is chosen, copies."""
+"""LoRA: the product against PEFT's, gradients in float64, what is chosen, copies."""
 
 import copy
 
@@ -6,15 +6,7 @@ import pytest
 import torch
 from pretend_cuda import CUDA, PretendCuda, pretend
 
-from minivlmrl.adapters.lora import (
-    AdapterCopy,
-    LoRAConfig,
-    LoRALinear,
-    adapter_parameters,
-    adapters,
-    draw_adapters,
-    plain_weights,
-)
+from minivlmrl.adapters.lora import AdapterCopy, LoRAConfig, LoRALinear, adapter_parameters, adapters, draw_adapters
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 
@@ -42,18 +34,6 @@ def batch(model):
 
 def loss(model):
     return -per_token_logps(model, batch(model))[0].mean()
-
-
-def test_a_layer_by_its_definition():
-    """W = [[1, 2]], bias 3, A = [[1, 1]], B = [[2]], scaling 8 / 1: x = [1, 1] gives 1 + 2 + 3 + 8 * 2 * 2 = 38."""
-    base = torch.nn.Linear(2, 1)
-    base.weight.data, base.bias.data = torch.tensor([[1.0, 2.0]]), torch.tensor([3.0])
-    layer = LoRALinear(base, 1, 8.0)
-    assert layer(torch.ones(1, 2)).item() == 6  # B is 0 at first
-    layer.lora_A.data.fill_(1)
-    layer.lora_B.data.fill_(2)
-    assert layer(torch.ones(1, 2)).item() == 38
-    assert layer.merged().tolist() == [[17, 18]]
 
 
 def test_kernels_of_a_layer():
@@ -88,8 +68,9 @@ def check_peft(dora, p=0.0, drop=None):
     return layer, theirs, x
 
 
-def test_dora_is_pefts():
-    layer, theirs, _ = check_peft(dora=True)
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_is_pefts(dora):
+    layer, theirs, _ = check_peft(dora)
     torch.testing.assert_close(layer.merged(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
 
 
@@ -141,22 +122,6 @@ def test_targets(target, names):
 def test_a_target_without_layers_is_refused(target, says):
     with pytest.raises(ValueError, match=rf"target is .*{says}"):
         adapted([target])
-
-
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_plain_weights_are_what_a_plain_models_are_made_of(quantize):
-    """Merged: of each adapted layer the layer. To be read: its own weight, or the layer where that is packed."""
-    model = tiny.model()
-    names = dict(model.named_parameters()).keys()
-    assert plain_weights(model).keys() == names
-    LoRAConfig(r=4, target=["language"], quantize=quantize).place(model)
-    draw_adapters(model, 0)
-    for layer in adapters(model).values():
-        layer.lora_B.data.fill_(0.1)
-    layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
-    base = {name: p for name, p in model.named_parameters() if name in names}
-    assert plain_weights(model) == {name: layers.get(name, base.get(name)) for name in names}
-    assert plain_weights(model, merged=False) == {name: base.get(name, layers.get(name)) for name in names}
 
 
 def test_a_copy_of_adapters_computes_as_they_were():

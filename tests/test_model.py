@@ -65,11 +65,6 @@ def test_activations_are_recomputed(build):
     assert calls == [1, 2]
 
 
-def test_random_weights_need_rows_for_their_tokenizer(build):
-    with pytest.raises(ValueError, match=r"or rows to train on; set model\.path"):
-        build("--data.task=null", "--data.train_file=a.jsonl")
-
-
 @pytest.mark.parametrize("option", ["true", "false"])
 def test_memory_is_checked_before_weights_are_read(home, own, monkeypatch, option):
     """On a GPU of 2 GB: the reserve of the plan alone is 3."""

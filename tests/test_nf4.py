@@ -17,7 +17,6 @@ from minivlmrl.adapters.nf4 import NF4, pack, unpack
 from minivlmrl.adapters.peft_folder import load_adapter
 from minivlmrl.adapters.trained import table
 from minivlmrl.algorithms.value_model import copy_as_value_model
-from minivlmrl.run.config import load_config
 from minivlmrl.scale.checkpoint import load_model
 
 
@@ -99,8 +98,3 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     assert main(["merge", *options, f"--out={tmp_path / 'merged'}"]) == 0
     merged = dict(load_model(tmp_path / "merged").named_parameters())
     assert merged.keys() == written.keys() and all(torch.equal(merged[name], p) for name, p in written.items())
-
-
-def test_nf4_needs_adapters(home):
-    with pytest.raises(ValueError, match=r"adapter\.quantize is 'nf4', it needs adapter\.r"):
-        load_config(home / "recipe.yaml", ["--adapter.quantize=nf4"])

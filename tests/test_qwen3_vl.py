@@ -166,22 +166,24 @@ def test_completions_are_trained_up_to_the_end_of_each_turn(template):
     assert template.render_completion(after_call, turns) == [("b", True), *ends]
 
 
-@pytest.mark.parametrize("size", [(64, 64), (31, 500), (1000, 37), (333, 777), (1920, 1080)])
+PUBLISHED = {  # preprocessor_config.json of Qwen3-VL
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(64, 64), (31, 500), (1000, 37), (333, 777)])
 @pytest.mark.parametrize("bounds", [{}, {"min_pixels": 9 * 1024, "max_pixels": 50 * 1024}], ids=["wide", "narrow"])
 def test_pixels_equal_transformers(size, bounds):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    published = {  # preprocessor_config.json of Qwen3-VL
-        "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
-        "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
-    }  # fmt: skip
-    settings = published | {"image_processor_type": "Qwen2VLImageProcessor"}
+    settings = PUBLISHED | {"image_processor_type": "Qwen2VLImageProcessor"}
     image = noise("RGB", size)
     theirs = Qwen2VLImageProcessorPil.from_dict({**settings, **bounds})(images=[image], return_tensors="pt")
     pixels, grid = qwen3_vl.read_images(settings, "folder", *bounds.values())(image)
     assert torch.equal(pixels, theirs["pixel_values"]) and list(grid) == theirs["image_grid_thw"][0].tolist()
-    assert qwen3_vl.read_images(published, "folder").resize is RESIZE["torch"]
+    assert qwen3_vl.read_images(PUBLISHED, "folder").resize is RESIZE["torch"]
     unsaid = qwen3_vl.read_images({}, "folder", *bounds.values())
     assert unsaid == qwen3_vl.read_images(settings, "folder", *bounds.values())
 
@@ -263,12 +265,7 @@ def their_processor(tmp_path_factory):
     shapes.tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
     tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
-    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
-        patch_size=16,
-        size={"shortest_edge": 64 * 1024, "longest_edge": 16384 * 1024},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
+    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil.from_dict(PUBLISHED)
     template = default_template(FAMILIES["qwen3_vl"]).text
     return TinyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=Told(), chat_template=template)
 
@@ -346,51 +343,36 @@ def test_logits_of_videos_equal_transformers(tmp_path, monkeypatch):
             assert (logits - other).abs().max() <= 1e-13 * other.abs().max()
 
 
-def saved(folder, **files):
-    """A folder of the family with these files, and what its video processor says."""
+HUB = {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16, "image_mean": [0.5] * 3, "fps": 2.0}
+FILES = {
+    "of the hub": {"video_preprocessor_config": HUB},
+    "of transformers 5": {"processor_config": {"video_processor": HUB}, "video_preprocessor_config": {"size": None}},
+}
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
     config = {**tiny.config(model_type="qwen3_vl").to_dict(), "vocab_size": len(shapes.tokenizer())}
     config["vision_config"]["patch_size"] = 16
     config["text_config"]["vocab_size"] = len(shapes.tokenizer())
-    (folder / "model.json").write_text(json.dumps(config))
-    model, processor = random_model(folder / "model.json", shapes.tokenizer(), seed=0)
-    save_model(folder / "model", model, processor)
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    folder = tmp_path / "model"
+    save_model(folder, *random_model(tmp_path / "model.json", shapes.tokenizer(), seed=0))
     for name, content in files.items():
-        (folder / "model" / f"{name}.json").write_text(json.dumps(content))
-    return folder / "model"
-
-
-HUB = {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16, "image_mean": [0.5] * 3, "fps": 2.0}
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"video_preprocessor_config": HUB},
-        {
-            "processor_config": {"video_processor": HUB, "chat_template": None},
-            "video_preprocessor_config": {"size": None},
-        },
-    ],
-)
-def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
-    """Of the hub's folder, and of one that transformers 5 has written."""
-    folder = saved(tmp_path, **files)
+        (folder / f"{name}.json").write_text(json.dumps(content))
     assert qwen3_vl.Videos() != load_processor(folder).image_processor.videos == qwen3_vl.Videos(4096, 25165824)
     save_model(tmp_path / "again", load_model(folder), load_processor(folder))
     again = json.loads((tmp_path / "again" / "video_preprocessor_config.json").read_text())
     assert again["size"] == HUB["size"] and again["video_processor_type"] == "Qwen3VLVideoProcessor"
 
 
-@pytest.mark.parametrize(
-    ("said", "needed"),
-    [
-        ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
-        ({"patch_size": 14}, "patch_size is 14, it must be 16 for videos of this model"),
-        ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame is True, it must be False"),
-        ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
-    ],
-)
-def test_video_settings_that_are_not_computed_are_refused(tmp_path, said, needed):
+@pytest.mark.parametrize(("said", "needed"), [
+    ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
+    ({"patch_size": 14}, "patch_size is 14, it must be 16 for videos of this model"),
+    ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame is True, it must be False"),
+    ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
+])  # fmt: skip
+def test_video_settings_that_are_not_computed_are_refused(said, needed):
     with pytest.raises(ValueError) as error:
         qwen3_vl.read_videos(said, "FOLDER/file.json", qwen3_vl.read_images({}, ""))
     assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

@@ -283,20 +283,12 @@ def test_each_rank_has_a_gpu_of_its_own(gpus):
         find_device(2)
 
 
-@pytest.mark.parametrize("error", [
-    "Found no NVIDIA driver on your system. Please",
-    "No CUDA GPUs are available",
-    "Cannot re-initialize CUDA in forked subprocess. To",
-])  # fmt: skip
-def test_without_a_gpu_the_cpu_trains(gpus, error):
-    gpus(0, error)
-    assert str(find_device()) == "cpu"
-
-
-def test_a_gpu_that_cuda_cannot_use_is_not_replaced_by_the_cpu(gpus, monkeypatch):
+def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_use(gpus, monkeypatch):
+    for error in ("Found no NVIDIA driver on your system. Please", "No CUDA GPUs are available"):
+        gpus(0, error)
+        assert str(find_device()) == "cpu"
     gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
-    message = r"\(The NVIDIA driver on your system is too old \(found version 11040\).\): mend"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): mend"):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert str(find_device()) == "cpu"

@@ -1,33 +1,13 @@
-"""The roofline's counts against formulas written down here, at toy size."""
+"""The roofline's counts: what a step of ours must not launch, and its table."""
 
 import sys
 from pathlib import Path
-
-import pytest
 
 from minivlmrl.run.plan import Work
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import roofline
 from sizes import config_of
-
-CONFIG, WORK = config_of("toy"), Work(prompts=2, num_generations=3, text_tokens=7, image_tokens=9, completion_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def counts():
-    return roofline.phases(CONFIG, "h100", WORK)
-
-
-def test_flops_of_a_decode_step(counts):
-    """Two for each weight of layers and head and each row, and the products of a query with all keys and values."""
-    rows, D = 6, CONFIG.hidden_size
-    layer = 2 * D * D + 2 * D * CONFIG.num_key_value_heads * CONFIG.head_dim + 3 * D * CONFIG.intermediate_size
-    keys = WORK.text_tokens + WORK.image_tokens + WORK.completion_tokens // 2 + 1
-    expected = rows * (2 * (2 * layer + CONFIG.vocab_size * D) + 2 * 4 * keys * D)
-    assert counts["decode step, eager"].total()[2] == expected
-    unwritten = WORK.completion_tokens - (WORK.completion_tokens // 2 + 1)  # keys that a mask hides
-    assert counts["decode step"].total()[2] == expected + rows * 2 * 4 * unwritten * D
 
 
 def test_a_static_decode_step_is_the_eager_one_but_for_its_fused_attention():
@@ -39,19 +19,10 @@ def test_a_static_decode_step_is_the_eager_one_but_for_its_fused_attention():
     assert counts["decode step"].ops["decode attention"][0] == 2 * 36
 
 
-def test_a_backward_has_twice_the_products_of_its_forward(counts):
-    """Except for the patches, which need no gradient, and for the head, whose logits are computed again."""
-    ops = counts["train"].ops
-    assert ops["linear_log_softmax_backward"][2] == 3 * ops["linear_log_softmax"][2]
-    assert ops["linear_log_softmax"][2] == 2 * 3 * WORK.completion_tokens * CONFIG.vocab_size * CONFIG.hidden_size
-    assert ops["attention backward"][2] == 2.5 * ops["attention"][2]
-    launches, _, flops, seconds, element_wise = counts["train"].total()
-    assert launches > 0 and flops > 0 and 0 < element_wise < seconds
-
-
-def test_no_gradient_of_a_layer_adds_rows_up(counts):
+def test_no_gradient_of_a_layer_adds_rows_up():
     """An embedding's is slow and races; x[index]'s sorts: twice, for the embedded tokens and the states of the head."""
-    ops = counts["train"].ops
+    work = Work(prompts=2, num_generations=3, text_tokens=7, image_tokens=9, completion_tokens=8)
+    ops = roofline.phases(config_of("toy"), "h100", work)["train"].ops
     assert "embedding_dense_backward" not in ops and "index_add" not in ops
     assert ops["index_put"][0] == 2 * roofline.SORT
 

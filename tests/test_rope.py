@@ -2,7 +2,6 @@
 their formula."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,15 +43,6 @@ def test_positions_of_a_video():
     ids = torch.tensor([*[tiny.VIDEO] * 6, 7])
     positions = rope.get_rope_index(ids, torch.tensor([[3, 2, 4]]), tiny.config(), torch.tensor([0.75]))
     assert positions.tolist() == [[0, 0, 1, 1, 3, 3, 4], [0] * 6 + [4], [0, 1, 0, 1, 0, 1, 4]]
-
-
-def test_text_resumes_after_the_time_of_a_video_not_after_its_width():
-    """The example of Qwen's authors: 3 steps of 1 s, 25 positions a second: text goes on at 50 + 1 + 50."""
-    config = tiny.config()
-    config.vision_config = replace(config.vision_config, tokens_per_second=25)
-    ids = torch.tensor([*[tiny.VIDEO] * 12, 7])
-    positions = rope.get_rope_index(ids, torch.tensor([[3, 4, 4]]), config, torch.tensor([2.0]))
-    assert positions[0].tolist() == [0] * 4 + [50] * 4 + [100] * 4 + [101]
 
 
 def test_without_seconds_a_video_has_one_second_a_step():

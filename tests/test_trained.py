@@ -55,6 +55,7 @@ def test_the_table_of_parts():
 
 
 @pytest.mark.parametrize(("options", "says"), [
+    (["--adapter.quantize=nf4"], r"adapter\.quantize is 'nf4', it needs adapter\.r"),
     (["--adapter.dropout=0.1"], "adapter.dropout is 0.1, it needs adapter.r"),
     (["--adapter.path=adapter"], "adapter.path is 'adapter', it needs adapter.r"),
     (["--adapter.r=4", "--adapter.target=[]"], r"adapter.target is \[\], it must name layers"),

@@ -50,16 +50,13 @@ def run(installed, folder, *arguments):
 
 
 @pytest.mark.slow
-def test_the_default_recipe_trains_from_the_wheel_alone(installed, tmp_path):
+def test_recipes_train_from_the_wheel_alone(installed, tmp_path):
+    """The default one, and one whose task lies beside it."""
     short = ["--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--data.eval_rows=4"]
     assert "held-out" in run(installed, tmp_path, "train", *short)
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "checkpoint" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_recipe_of_the_wheel_finds_its_task_beside_it(installed, tmp_path):
     recipe = str(installed / "minivlmrl" / "recipes" / "localisation.yaml")
     small = ["--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4", "--data.demonstrations=4"]
     assert "constant box" in run(installed, tmp_path, "train", recipe, *small)
@@ -68,12 +65,9 @@ def test_a_recipe_of_the_wheel_finds_its_task_beside_it(installed, tmp_path):
 @pytest.mark.slow
 def test_the_wheel_has_every_module_recipe_and_kernel_and_the_console_script(installed):
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
-        for path in [
-            path
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".py", ".yaml", ".json", ".html", ".safetensors")
-        ]:
-            if path != ROOT / "minivlmrl" / "kernels" / "__init__.py":  # points to kernels/ in a source tree
+        for path in (ROOT / folder).rglob("*"):
+            wanted = path.suffix in (".py", ".yaml", ".json", ".html", ".safetensors")
+            if wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py":  # points to kernels/ in a source tree
                 assert (installed / "minivlmrl" / inside / path.relative_to(ROOT / folder)).is_file(), path
     [scripts] = installed.glob("*.dist-info/entry_points.txt")
     assert "minivlmrl = minivlmrl.__main__:main" in scripts.read_text()
@@ -109,9 +103,7 @@ def test_what_is_installed_is_pinned():
         with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
             found[name] = metadata.version(name)
             waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
-    if (
-        found["torch"].partition("+")[0] != pins["torch"]
-    ):  # installed without constraints.txt: other versions, no new names
+    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt: other versions, no new names
         found = {name: pins.get(name) for name in found}
     assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 
