@@ -69,7 +69,7 @@ TOWERS = {
 def equal_towers(ours, theirs, model_type):
     for name in TOWER + TOWERS[model_type]:
         found, expected = (getattr(config.vision_config, name) for config in (ours, theirs))
-        assert (list(found) if isinstance(found, tuple) else found) == expected, name
+        assert (list(found) == list(expected)) if isinstance(found, tuple) else found == expected, name
 
 
 def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
