@@ -96,6 +96,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
         backend_for(tensor)
 
 
+@pytest.mark.slow
 def test_the_model_computes_where_triton_is_not_installed():
     """sys.modules["triton"] = None makes its import fail, as if it were not there."""
     code = """

@@ -145,9 +145,9 @@ def test_sampler_and_trainer_agree_about_every_token(decode):
     """Rows end one after the other; whoever ends leaves, and the others keep their memory."""
     model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, _, _ = mixed_group()
-    found = drawn(model, rows, 24, decode=decode())
+    found = drawn(model, rows, 40, decode=decode())
     ids = [[completion.ids for completion in group] for group in found]
-    assert len({len(own) for group in ids for own in group}) > 5
+    assert len({len(own) for group in ids for own in group}) > 4
     with torch.no_grad():
         logps, _ = per_token_logps(model, pack(rows, ids, model.config))
     assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12

@@ -265,7 +265,9 @@ def their_processor(tmp_path_factory):
     shapes.tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
     tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
-    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil.from_dict(PUBLISHED)
+    images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
+        **{name: PUBLISHED[name] for name in ("patch_size", "size", "image_mean", "image_std")}
+    )
     template = default_template(FAMILIES["qwen3_vl"]).text
     return TinyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=Told(), chat_template=template)
 

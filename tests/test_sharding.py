@@ -8,11 +8,12 @@ import torch
 import yaml
 from on_ranks import ONE, launch
 from pretend_cuda import CUDA, PretendCuda, pretend
+from test_lora import adapted
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from minivlmrl.adapters.lora import LoRAConfig, adapter_parameters, draw_adapters
+from minivlmrl.adapters.lora import LoRAConfig
 from minivlmrl.batch import pack
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.run.config import load_config
@@ -186,12 +187,7 @@ def films(config):
 ])  # fmt: skip
 def test_a_tower_in_pieces_has_the_same_gradients(alone, how, model_type, tokens):
     def make(pieces):
-        model = tiny.model(dtype=torch.float64, model_type=model_type)
-        if how == "LoRA":
-            LoRAConfig(r=2, target=["vision", "merger", "language"]).place(model)
-            draw_adapters(model, 0)
-            for p in adapter_parameters(model):
-                torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+        model = (adapted if how == "LoRA" else tiny.model)(dtype=torch.float64, model_type=model_type)
         if how.startswith("sharded"):
             section = ShardingSection(enabled=True)
             Sharding(section, ONE, torch.float64, "recomputed" in how, tower_pieces=pieces).shard(model)
