@@ -14,7 +14,6 @@ from minivlmrl.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.batch import pack
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.generate import Decode, SamplingConfig, chooser, draw_by, generate, prefill
-from minivlmrl.hub import qwen3_5
 from minivlmrl.hub.family import FAMILIES
 from minivlmrl.hub.model_config import ModelConfig
 from minivlmrl.image import ImageProcessor
@@ -109,20 +108,6 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)).sum(1), x)  # (N, N, 64)
     assert torch.equal((moved != 0).any(2), visible(layout))
-
-
-def test_a_leak_between_the_rows_of_a_batch_shows(monkeypatch):
-    """What a trainer computes that runs a packed batch through a recurrent layer as one row: a group shows it."""
-    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
-    rows, completions, _ = mixed_group()
-    alone = pack(rows[:1], [completions[0][:1]], model.config)
-    group = pack(rows[:2], completions[:2], model.config)
-    with torch.no_grad():
-        expected = [per_token_logps(model, batch)[0] for batch in (alone, group)]
-        monkeypatch.setattr(qwen3_5, "go_on", lambda attention, index, x, scan: scan([y[None] for y in x], None)[0][0])
-        found = [per_token_logps(model, batch)[0] for batch in (alone, group)]
-    differences = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
-    assert differences[0] <= 1e-12 and differences[1] > 0.05
 
 
 # ---- decoding
