@@ -26,21 +26,18 @@ def test_token_bytes_of_a_text_are_its_utf8(tokenizer):
 
 
 def test_token_bytes_decode_to_what_the_tokenizer_decodes(tokenizer):
-    """Any ids at all: broken characters, control tokens, ids without a token."""
+    """Any ids at all: broken characters, control tokens, ids without a token, which have no bytes."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
+    for _ in range(50):
         ids = torch.randint(0, len(tokenizer) + 5, (12,), generator=generator).tolist()
         text = b"".join(token_bytes(tokenizer, i) or b"" for i in ids).decode(errors="replace")
         assert text == tokenizer.decode(ids)
-
-
-def test_ids_without_a_token_have_no_bytes(tokenizer):
     assert token_bytes(tokenizer, len(tokenizer)) is None
 
 
 @pytest.mark.parametrize(
-    "strings", [["e"], ["at"], ["</answer>"], ["t <", "é"], ["ca", "the cat"], ["<|im_end|>"], ["🐈", "好"],
-                [" t", "tt", "aa", "<<", "\n"]], ids=str)  # fmt: skip
+    "strings", [["e"], ["t <", "é"], ["ca", "the cat"], ["<|im_end|>"], [" t", "tt", "aa", "<<", "\n"]], ids=str
+)
 def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
     """Tokens that are pieces of the strings, in any order; the rule is asked after every token, to the last."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
@@ -82,38 +79,35 @@ def generate_with(tokenizer, model, rows, num_generations, sampling, stop, seed=
     return sample(model, rows, num_generations, sampling, stop, seeded(seed), wrap)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("minimum", [0, 6])
-def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, tokenizer_300, temperature, minimum):
+@pytest.mark.parametrize(("temperature", "minimum"), [(0.0, 6), (1.0, 0)])
+def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, oracle, tokenizer_300, temperature, minimum):
     """min_new_tokens holds back stop tokens, not stop strings, in theirs as in ours."""
-    import oracle
-
     theirs, model = pair
     reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
     strings = ["at", "e", " m", "\x0f", "é", "!"]
     settings = {"temperature": temperature, "stop_strings": strings, "min_new_tokens": minimum}
     sampling, ends = SamplingOptions(**settings, max_new_tokens=12), []
-    for seed, row in enumerate(prompts(20)):
+    for seed, row in enumerate(prompts(10)):
         expected = their_tokens(theirs, oracle.their_inputs(row), seed=seed, tokenizer=reader, **settings)
         [[completion]] = generate_with(tokenizer_300, model, [row], 1, sampling, STOP, seed)
         assert completion.ids.tolist() == expected[0].tolist()
         by_text = any(string in tokenizer_300.decode(completion.ids.tolist()) for string in strings)
         assert completion.stopped == (by_text or completion.ids[-1].item() in STOP)
         ends.append((by_text, len(completion.ids)))
-    assert 2 < sum(by_text for by_text, _ in ends) < 20 and len({length for _, length in ends}) > 3
+    assert 2 < sum(by_text for by_text, _ in ends) < 10 and len({length for _, length in ends}) > 3
 
 
 def test_each_row_of_a_batch_ends_by_its_own_text(tokenizer_300):
     """Strings that begin with a prompt's last letter, too; above, the rule is compared with transformers'."""
-    rows, first = prompts(10), torch.tensor([0])
+    rows, first = prompts(4), torch.tensor([0])
     letters = [chr(code) for code in range(33, 127)]
     strings = [tokenizer_300.decode(row.input_ids[-1:].tolist()) + letter for row in rows for letter in letters]
     sampling = SamplingOptions(max_new_tokens=30, stop_strings=strings)
-    out, lengths = generate_with(tokenizer_300, tiny.model(), rows, 6, sampling, ()), []
+    out, lengths = generate_with(tokenizer_300, tiny.model(), rows, 4, sampling, ()), []
     for row, group in zip(rows, out, strict=True):
         for completion in group:
             alone = StopStrings(strings, tokenizer_300, [row.input_ids])
             *before, last = [alone.completed(first, token[None]).item() for token in completion.ids]
             assert not any(before) and last == completion.stopped
             lengths.append((completion.stopped, len(completion.ids)))
-    assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 9
+    assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 4
