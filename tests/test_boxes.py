@@ -15,29 +15,22 @@ from minivlmrl.data.boxes import SPACES, Box, extent, giou, iou, match, parse_bo
 from minivlmrl.image import smart_resize
 
 IMAGE = (100.0, 80.0)
-ABSURD = [float("nan"), float("inf"), -float("inf"), 1e100, -1e308]
 
 
 def box(*numbers):
     return Box(*numbers, IMAGE)
 
 
-def random_pairs(count=10_000):
+def random_pairs(count=2000):
     """Pairs as numbers; every other one on a grid of 6 x 6, where sides touch and boxes are equal, empty or nested."""
     draw = random.Random(0)
-
-    def corners(number):
-        xs, ys = sorted([number(), number()]), sorted([number(), number()])
-        xs.sort(reverse=draw.random() < 0.1)  # corners are swapped
-        return [xs[0], ys[0], xs[1], ys[1]]
-
     for k in range(count):
         number = partial(draw.uniform, 0, 5) if k % 2 else lambda: float(draw.randrange(6))
-        yield corners(number), corners(number)
-
-
-def degenerate(b):
-    return b[2] <= b[0] or b[3] <= b[1]
+        pair = []
+        for _ in "ab":
+            (x1, x2), (y1, y2) = sorted([number(), number()]), sorted([number(), number()])
+            pair.append([x2, y1, x1, y2] if draw.random() < 0.1 else [x1, y1, x2, y2])  # corners are swapped
+        yield pair
 
 
 def torchvision_iou_giou(a, b):
@@ -52,35 +45,31 @@ def torchvision_iou_giou(a, b):
     return inter / union, inter / union - (areai - union) / areai
 
 
-def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
+def test_overlap_of_two_thousand_pairs_against_torchvisions_formulas():
     degenerates = equals = 0
     for a, b in random_pairs():
         got, got_giou = iou(box(*a), box(*b)), giou(box(*a), box(*b))
         assert (got, got_giou) == pytest.approx((iou(box(*b), box(*a)), giou(box(*b), box(*a))), abs=1e-14)
-        if degenerate(a) or degenerate(b):
+        if any(x2 <= x1 or y2 <= y1 for x1, y1, x2, y2 in (a, b)):
             degenerates += 1
             assert (got, got_giou) == (0, -1)
             continue
-        expected, expected_giou = torchvision_iou_giou(a, b)
-        assert got == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        assert got_giou == pytest.approx(expected_giou, rel=1e-12, abs=1e-13)
-        assert 0 <= got <= 1
-        assert -1 <= got_giou <= got
+        assert (got, got_giou) == pytest.approx(torchvision_iou_giou(a, b), rel=1e-12, abs=1e-13)
+        assert 0 <= got <= 1 and -1 <= got_giou <= got
         equals += a == b
         assert a != b or (got, got_giou) == (1, 1)
-    assert 1000 <= degenerates <= 5000 and equals > 5
+    assert 200 <= degenerates <= 1000 and equals
 
 
 @pytest.mark.parametrize("corner", range(4))
-@pytest.mark.parametrize("number", ABSURD)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e100, -1e308])
 def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
     numbers = [1.0, 2.0, 5.0, 6.0]
     numbers[corner] = number
     absurd = box(*numbers)
     assert not absurd.valid
     for other in (absurd, box(1, 2, 5, 6)):
-        assert (iou(absurd, other), iou(other, absurd)) == (0, 0)
-        assert (giou(absurd, other), giou(other, absurd)) == (-1, -1)
+        assert (iou(absurd, other), giou(absurd, other), giou(other, absurd)) == (0, -1, -1)
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-160, 1e-30, 1e30, 9e99])
@@ -119,48 +108,30 @@ def test_extent_of_each_space():
         extent("pixels", (640, 480), (308, 224))
 
 
-def exact(b, new):
-    """Box.to in fractions."""
-    scale = [Fraction(n) / Fraction(o) for n, o in zip(new, b.extent, strict=True)]
-    return [Fraction(c) * scale[i % 2] for i, c in enumerate((b.x1, b.y1, b.x2, b.y2))]
-
-
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
-def test_round_trip_of_a_thousand_sizes(space):
+def test_round_trip_of_300_sizes(space):
     """There: whole pixels get the float nearest to the exact fraction. And back: within 2^-51 of the exact number,
     relatively, and the whole pixels themselves after round(). Boxes between pixels: 2^-52 there, the same back."""
     draw = random.Random(1)
-    for k in range(1000):
-        original = (draw.randint(1, 5000), draw.randint(1, 5000))
-        if max(original) > 200 * min(original):
-            original = (original[0] + 50, original[1] + 50)
+    for k in range(300):
+        original = (draw.randint(100, 5000), draw.randint(100, 5000))
         height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
         there, back = extent(space, original, (width, height)), extent("original", original, (width, height))
         corners = [draw.uniform(0, side) for side in original * 2]
         start = Box(*([float(round(c)) for c in corners] if k % 2 else corners), back)
         moved = start.to(there)
         returned = moved.to(back)
-        got = (moved.x1, moved.y1, moved.x2, moved.y2)
-        for value, true in zip(got, exact(start, there), strict=True):
-            assert value == float(true) if k % 2 else abs(Fraction(value) - true) <= true / 2**52
-        for name in ("x1", "y1", "x2", "y2"):
+        assert (moved.extent, returned.extent) == (there, back)
+        for i, name in enumerate(("x1", "y1", "x2", "y2")):
             before, after = Fraction(getattr(start, name)), Fraction(getattr(returned, name))
+            value, true = getattr(moved, name), before * Fraction(there[i % 2]) / Fraction(back[i % 2])
+            assert value == float(true) if k % 2 else abs(Fraction(value) - true) <= true / 2**52
             assert abs(after - before) <= before / 2**51
             assert k % 2 == 0 or round(after) == before
-        assert moved.extent == there
-        assert returned.extent == back
-
-
-def brute_force(table):
-    """Largest sum over all one-to-one pairings of rows and columns."""
-    if len(table) > len(table[0]):
-        table = list(zip(*table, strict=True))
-    columns = itertools.permutations(range(len(table[0])), len(table))
-    return max(sum(row[j] for row, j in zip(table, order, strict=True)) for order in columns)
 
 
 @pytest.mark.parametrize("similarity", [iou, giou])
-@pytest.mark.parametrize(("n", "m"), itertools.product(range(1, 6), repeat=2))
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (4, 5), (5, 4)])
 def test_match_against_brute_force(n, m, similarity, scipy):
     draw = random.Random(10 * n + m)
 
@@ -173,11 +144,12 @@ def test_match_against_brute_force(n, m, similarity, scipy):
         if k == 11:  # ties: all the same
             predicted, truth = [predicted[0]] * n, [truth[0]] * m
         pairs = match(predicted, truth, similarity)
-        assert len(pairs) == min(n, m)
         assert pairs == sorted(pairs)
-        assert len({p for p, _ in pairs}) == len({t for _, t in pairs}) == min(n, m)
+        assert len({p for p, _ in pairs}) == len({t for _, t in pairs}) == len(pairs) == min(n, m)
         total = sum(similarity(predicted[p], truth[t]) for p, t in pairs)
-        assert total == pytest.approx(brute_force([[similarity(p, t) for t in truth] for p in predicted]), abs=1e-12)
+        few, many = sorted([predicted, truth], key=len)
+        best = max(sum(map(similarity, few, order)) for order in itertools.permutations(many, len(few)))
+        assert total == pytest.approx(best, abs=1e-12)
 
 
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
@@ -191,10 +163,9 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
 
 
 def test_match_of_nothing_and_of_boxes_that_are_none():
-    assert match([], [box(0, 0, 1, 1)]) == match([box(0, 0, 1, 1)], []) == match([], []) == []
     good, bad = box(1, 2, 5, 6), box(5, 6, 1, 2)
-    nan = replace(good, x1=math.nan)
-    assert (2, 0) in match([bad, nan, good], [good])
+    assert match([], [good]) == match([good], []) == match([], []) == []
+    assert (2, 0) in match([bad, replace(good, x1=math.nan), good], [good])
 
 
 BOX = (1.0, 2.0, 5.0, 6.0)
@@ -204,7 +175,6 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
 @pytest.mark.parametrize(("text", "expected"), [
     # as Qwen2.5-VL writes it
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
-    ('[{"bbox_2d": [1, 2, 5, 6], "label": "cat"}]', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
     ("```\n[1, 2, 5, 6]\n```\n", [BOX]),
     ('[{"bbox_2d": [1, 2, 5, 6]}, {"bbox_2d": [7, 7, 8, 9.5]}]', [BOX, SECOND]),
@@ -215,7 +185,6 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
     ('[{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]', [BOX, SECOND]),
     ('{"bbox": [1, 2, 5, 6]}', [BOX]),
-    ('[{"Position": [1, 2, 5, 6], "Confidence": 0.9}]', [BOX]),
     ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
     ("[1, 2, 5, 6], [7, 7, 8, 9.5]", [BOX, SECOND]),
     ("[1 2 5 6]\n[7 7 8 9.5]\n", [BOX, SECOND]),
@@ -226,14 +195,12 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     ("<|box_start|>(1,2),(5,6)<|box_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX, BOX]),
     ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
     # four numbers
-    ("1 2 5 6", [BOX]),
     (" 1,2,5,6\n", [BOX]),
     ("1 2 5 6.", [BOX]),
     ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
     ("-0 0 1e99 1e-99", [(0.0, 0.0, 1e99, 1e-99)]),
     # what is written is returned, sense or not
     ("5 6 1 2", [(5.0, 6.0, 1.0, 2.0)]),
-    ("1 2 1 2", [(1.0, 2.0, 1.0, 2.0)]),
     ("[1, 2, 5, 6], [1, 2, 5, 6]", [BOX, BOX]),
 ])  # fmt: skip
 def test_parse_boxes(text, expected):
@@ -242,29 +209,25 @@ def test_parse_boxes(text, expected):
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "true", "5", '"1 2 5 6"', "```", "```json\n```",
+    "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
     # another number of numbers
     "1 2 5", "1 2 5 6 7", "1 2 5 6 7 7 8 9", "[1, 2, 5]", "[1, 2, 5, 6, 7]", "[1, 2], [5, 6]", "[[1, 2], [5, 6]]",
     "(1, 2, 5, 6)", "(1, 2)", "(1, 2), (5, 6), (7, 7)", "(1, 2, 3), (5, 6)", "[[1, 2, 5, 6], [7, 7, 8]]",
-    '{"bbox_2d": [1, 2, 5]}', '{"bbox_2d": []}', '{"bbox_2d": [[1, 2, 5, 6]]}', '{"bbox_2d": [[1, 2], [5, 6]]}',
-    "[[[1, 2, 5, 6]]]", "[1, 2, [5, 6]]",
+    '{"bbox_2d": [1, 2, 5]}', '{"bbox_2d": [[1, 2, 5, 6]]}', "[[[1, 2, 5, 6]]]", "[1, 2, [5, 6]]",
     # no numbers, or none that are finite
-    "NaN NaN NaN NaN", "[NaN, 2, 5, 6]", "[1, 2, Infinity, 6]", "[-Infinity, 2, 5, 6]", "nan 2 5 6", "1 2 inf 6",
-    "[1, 2, 1e309, 6]", "1 2 -1e309 6", "1 2 1e999999999 6", '{"bbox_2d": [1, 2, 5, 1e400]}', "1 2 5 " + "9" * 400,
-    '["1", "2", "5", "6"]', "[true, 2, 5, 6]", "[null, 2, 5, 6]", '{"bbox_2d": "1 2 5 6"}', '{"bbox_2d": null}',
-    "0x1 2 5 6", "1_0 2 5 6", "1e 2 5 6", "1 2 5 six", "x1=1, y1=2, x2=5, y2=6", "1/2 2 5 6", "50% 2 5 6",
-    "１ ２ ５ ６", "[١, ٢, ٥, ٦]", "१ २ ५ ६", "² 2 5 6", "一 二 五 六", "1\u30002\u30005\u30006", "1，2，5，6",
-    "−1 2 5 6", "1–2–5–6", "1-2-5-6", "1;2;5;6", "1.2.5.6", "1,,2 5 6", "1 2 5 6,", ",1 2 5 6", "--1 2 5 6",
+    "NaN NaN NaN NaN", "[NaN, 2, 5, 6]", "[1, 2, Infinity, 6]", "1 2 inf 6", "[1, 2, 1e309, 6]", "1 2 -1e309 6",
+    "1 2 5 " + "9" * 400, '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": "1 2 5 6"}', '{"bbox_2d": null}',
+    "0x1 2 5 6", "1_0 2 5 6", "1e 2 5 6", "x1=1, y1=2, x2=5, y2=6", "1/2 2 5 6", "50% 2 5 6", "１ ２ ５ ６",
+    "[١, ٢, ٥, ٦]", "1\u30002\u30005\u30006", "1，2，5，6", "−1 2 5 6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
     # broken or doubtful
     '{"bbox_2d": [1, 2, 5, 6]', '{"bbox_2d": [1, 2, 5, 6], }', "{'bbox_2d': [1, 2, 5, 6], \"a\": 1}",
-    "[1, 2, 5, 6", "1, 2]", '{"point_2d": [1, 2]}', '{"box": [1, 2, 5, 6]}',
-    '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '{"BBOX_2D": [1, 2, 5, 6]}',
-    '{"label": "cat"}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]', '[{"bbox_2d": [1, 2, 5, 6]}, 5]',
-    '{"boxes": [{"bbox_2d": [1, 2, 5, 6]}]}', '{"bbox_2d": [1, 2, 5, 6]} {"bbox_2d": [7, 7, 8, 9]}',
-    "[1, 2, 5, 6] and [7, 7, 8, 9]", "[1, 2, 5, 6] [7, 7, 8]", "[1, 2, 5, 6] 7 7 8 9", "[1, 2, 5, 6] [7, 7, 8, a]",
-    "not [1, 2, 5, 6]", "The box is [1, 2, 5, 6].", "[1, 2, 5, 6] I think", "(1, 2) to (5, 6)", "<1 2 5 6>",
-    "```json\n[1, 2, 5, 6]", "[1, 2, 5, 6]\n```", "```json[1, 2, 5, 6]```", "```xml\n[1, 2, 5, 6]\n```",
-    "```json\n[1, 2, 5, 6]\n```\n```json\n[7, 7, 8, 9]\n```", "Here: ```json\n[1, 2, 5, 6]\n```", "1 2 5 6\x00",
+    "[1, 2, 5, 6", '{"point_2d": [1, 2]}', '{"box": [1, 2, 5, 6]}', '{"BBOX_2D": [1, 2, 5, 6]}',
+    '{"bbox_2d": [1, 2, 5, 6], "bbox_2d": [7, 7, 8, 9]}', '[{"bbox_2d": [1, 2, 5, 6]}, {"label": "cat"}]',
+    '[{"bbox_2d": [1, 2, 5, 6]}, 5]', '{"boxes": [{"bbox_2d": [1, 2, 5, 6]}]}',
+    '{"bbox_2d": [1, 2, 5, 6]} {"bbox_2d": [7, 7, 8, 9]}', "[1, 2, 5, 6] and [7, 7, 8, 9]", "[1, 2, 5, 6] 7 7 8 9",
+    "not [1, 2, 5, 6]", "The box is [1, 2, 5, 6].", "(1, 2) to (5, 6)", "<1 2 5 6>", "```json\n[1, 2, 5, 6]",
+    "[1, 2, 5, 6]\n```", "```json[1, 2, 5, 6]```", "```xml\n[1, 2, 5, 6]\n```", "1 2 5 6\x00",
+    "```json\n[1, 2, 5, 6]\n```\n```json\n[7, 7, 8, 9]\n```", "Here: ```json\n[1, 2, 5, 6]\n```",
 ])  # fmt: skip
 def test_no_box(text):
     assert parse_boxes(text) == []
@@ -286,9 +249,7 @@ def test_parse_points(text, expected):
     assert parse_points(text) == expected
 
 
-@pytest.mark.parametrize(
-    "unit", ["[", "(", "{", '{"bbox_2d":', "[1,", "9", "1 ", " ", "[1,2,3,4]", "(1,2)", "```json\n"]
-)
+@pytest.mark.parametrize("unit", ["[", "(", '{"bbox_2d":', "[1,", "9", "1 ", "[1,2,3,4]", "(1,2)", "```json\n"])
 def test_endless_repetition_is_parsed_quickly(unit):
     """40 thousand characters, and nothing is raised."""
     begin = time.process_time()

@@ -137,12 +137,17 @@ def prompt(
     return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
 
 
-def write_video(path, frames, rate: int, container: str | None = None, codec: str = "ffv1", pix_fmt: str = "bgr0"):
-    """Write (H, W, 3) uint8 frames, by default without loss."""
+def write_video(
+    path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
+):
+    """Write (H, W, 3) uint8 frames, by default without loss; rotation in degrees, options of the container."""
     av = pytest.importorskip("av", reason="extra missing: pip install av")
-    with av.open(str(path), "w", format=container) as container:
+    with av.open(str(path), "w", format=container, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], pix_fmt
+        stream.options = {"qp": "0"} if codec == "libx264rgb" else {}
+        if rotation:
+            stream.set_display_rotation(rotation)
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
