@@ -43,8 +43,7 @@ def approx(*values):
     return pytest.approx(values, abs=1e-6)
 
 
-TILES = [f"{x} {y} {x + 10} {y + 10}" for x in range(0, 100, 10) for y in range(0, 50, 10)]
-NOTHING, NOTHING_IN_FORM = (0, 0, -1, 0), (0, 0, -1, 1)
+NOTHING = (0, 0, -1, 0)
 ALL, ALL_BUT_FORM = (1, 1, 1, 1), (1, 1, 1, 0)
 BESIDE, BESIDE_BUT_FORM = (0, 0, -1 / 3, 1), (0, 0, -1 / 3, 0)
 
@@ -52,8 +51,6 @@ BESIDE, BESIDE_BUT_FORM = (0, 0, -1 / 3, 1), (0, 0, -1 / 3, 0)
 HACKS = {
     # what is asked for
     say(RIGHT): ALL,
-    say("[20, 10, 40, 30]"): ALL,
-    say(js(RIGHT)): ALL,
     say(f"\n```json\n{js(RIGHT)}\n```\n"): ALL,
     say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
     say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
@@ -71,14 +68,10 @@ HACKS = {
     say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
     say("-20 -10 40 30"): (1 / 6, 0, 1 / 6, 0),
-    say("-20 -10 -40 -30"): NOTHING,
     say("20 10 40 51"): (400 / 820, 0, 400 / 820, 0),
     # no numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("the cat"): NOTHING,
     say("[]"): (0, 0, -1, 1),  # there is no such object
-    # not four numbers, or not one reading of them
-    say("20 10 40"): NOTHING,
     say(f"The cat is at [{RIGHT}]"): NOTHING,
     # several guesses
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
@@ -86,14 +79,10 @@ HACKS = {
     say(f"[{RIGHT}], [0 0 0 0]"): (0.5, 0.5, 0, 0),
     say(f"[{RIGHT}], [90 40 110 60]"): (0.5, 0.5, 0, 0),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
-    say(js(*TILES)): (0.25 / 50, 0, (0.25 - 49) / 50, 1),
     # tags
-    "": NOTHING,
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
-    f"Sure! {say(RIGHT)}": ALL_BUT_FORM,
     f"{say(RIGHT)}{WRONG}": ALL_BUT_FORM,
-    f"{say(WRONG)}{RIGHT}": BESIDE_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
     f"<think>{RIGHT}</think>{RIGHT}": NOTHING,
     f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
@@ -101,7 +90,6 @@ HACKS = {
     f"<answer>{WRONG}<answer>{RIGHT}</answer>": NOTHING,
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
     f"<answer>{RIGHT}</answer><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
-    f"<answer>{RIGHT}</answer><answer></answer>": NOTHING,
     f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
     f"a</think><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # a prompt may end with <think>
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
@@ -122,7 +110,6 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 @pytest.mark.parametrize(("said", "expected"), [
     ([FIRST, OTHER], (1, 1, 1, 1)),
     ([OTHER, FIRST], (1, 1, 1, 1)),
-    ([FIRST], (0.5, 0.5, 0, 1)),
     ([OTHER], (0.5, 0.5, 0, 1)),
     ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
     ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
@@ -138,16 +125,14 @@ def test_several_true_boxes(said, expected, scipy):
 
 def test_giou_is_matched_by_giou(scipy):
     """Without any overlap a nearer pairing still earns more: crossed pairs would give less."""
-    true = [[0, 0, 10, 10], [80, 80, 90, 90]]
-    settings = {"solution": true, "size": (100, 100), "extent": (100, 100)}
+    settings = {"solution": [[0, 0, 10, 10], [80, 80, 90, 90]], "size": (100, 100), "extent": (100, 100)}
     near = rewards(say([[70, 80, 80, 90], [10, 0, 20, 10]]), **settings)
     assert near == approx(0, 0, 0, 1)  # touching along a side: nothing empty around
 
 
 @pytest.mark.parametrize("solution", [
-    [40, 20, 80, 60], [40.0, 20, 80, 60.0], (40, 20, 80, 60), [[40, 20, 80, 60]], "[40, 20, 80, 60]",
-    "[[40, 20, 80, 60]]", "40 20 80 60", '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}',
-    {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
+    [40, 20, 80, 60], (40.0, 20, 80, 60), [[40, 20, 80, 60]], "[[40, 20, 80, 60]]", "40 20 80 60",
+    '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}', {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
     "<think>a</think><answer>[40, 20, 80, 60]</answer>",
 ])  # fmt: skip
 def test_solutions_in_every_form(solution):
@@ -155,16 +140,16 @@ def test_solutions_in_every_form(solution):
 
 
 @pytest.mark.parametrize("solution", [
-    "cat", "40 20 80", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {},
-    [40, 20, 80], [40, 20, 80, 60, 1], [80, 20, 40, 60], [40, 60, 80, 20], [40, 20, 40, 60], [40, 20, 80, 20],
-    [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60], [40, 20, math.inf, 60], ["40", "20", "80", "60"],
-    [None, 20, 80, 60], [True, 20, 80, 60], 7, 1.5, True, {40, 20, 80, 60}, torch.tensor([40, 20, 80, 60]),
+    "cat", "[40, 20, 80, NaN]", "80 20 40 60", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {}, [40, 20, 80],
+    [80, 20, 40, 60], [40, 20, 40, 60], [[40, 20, 80, 60], [80, 20, 40, 60]], [math.nan, 20, 80, 60],
+    ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, True, torch.tensor([40, 20, 80, 60]),
 ], ids=repr)  # fmt: skip
-@pytest.mark.parametrize("name", ["iou", "acc_0_5", "giou"])
-def test_a_wrong_solution_is_named(name, solution):
-    with pytest.raises(ValueError) as raised:
-        earnings([name], [say(RIGHT)], columns(solution))
-    assert str(raised.value).startswith(f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]")
+def test_a_wrong_solution_is_named(solution):
+    for name in ("iou", "acc_0_5", "giou"):
+        with pytest.raises(ValueError) as raised:
+            earnings([name], [say(RIGHT)], columns(solution))
+        message = f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]"
+        assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize("solution", ["", "[]", [], "None", "<answer>no such object</answer>"])
@@ -176,13 +161,10 @@ def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
 
 
 def test_none_where_nothing_can_be_judged():
-    for reward in (iou, acc_0_5, giou):
-        assert reward([say(RIGHT)], **columns(solution=None)) == [None]
-        assert reward([say(RIGHT)], **columns(size=None, extent=None)) == [None]
+    for given in (columns(solution=None), columns(size=None, extent=None)):
+        assert [reward([say(RIGHT)], **given) for reward in (iou, acc_0_5, giou)] == [[None]] * 3
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
     assert box_format([say(RIGHT)], **columns(extent=None)) == [None]
-    values = earnings(NAMES, [say(RIGHT)], columns(solution=None))[0]
-    assert values.isnan().tolist() == [True, True, True, False]
 
 
 def test_each_completion_is_judged_by_its_own_row():
@@ -202,27 +184,23 @@ def test_the_edge_of_the_image_is_inside():
     assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("solution", "said", "inside", "near"),
-    [
-        (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
-        (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
-        (SOLUTION, "19.9 20", 0, 1 - 20.2 / 50),
-        (SOLUTION, "90 20", 0, 0),
-        (SOLUTION, RIGHT, 0, 0),  # a box is no point
-        (SOLUTION, "the cat", 0, 0),
-        (SOLUTION, "[]", 0, 0),
-        (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
-        ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
-        ([SOLUTION, [100, 20, 120, 60]], "[30, 20]", 0.5, 0.5),
-        ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
-        ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
-        ([[60, 40], [110, 40]], "(55, 20), (30, 20)", 1, 1),
-        ([], "[]", 1, 1),
-        ([], "[30, 20]", 0, 0),
-        (None, "[30, 20]", None, None),
-    ],
-)
+@pytest.mark.parametrize(("solution", "said", "inside", "near"), [
+    (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
+    (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
+    (SOLUTION, "19.9 20", 0, 1 - 20.2 / 50),
+    (SOLUTION, "90 20", 0, 0),
+    (SOLUTION, RIGHT, 0, 0),  # a box is no point
+    (SOLUTION, "[]", 0, 0),
+    (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
+    ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
+    ([SOLUTION, [100, 20, 120, 60]], "[30, 20]", 0.5, 0.5),
+    ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
+    ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
+    ([[60, 40], [110, 40]], "(55, 20), (30, 20)", 1, 1),
+    ([], "[]", 1, 1),
+    ([], "[30, 20]", 0, 0),
+    (None, "[30, 20]", None, None),
+])  # fmt: skip
 def test_points(solution, said, inside, near):
     """`within` is here 50 pixels of the file."""
     within = 50 / math.hypot(*SIZE)
@@ -250,11 +228,12 @@ def columns_of(rows, G=1, **options):
 
 
 def test_an_answer_counts_in_pixels_of_the_resized_image():
-    assert columns_of([row((90, 50))]) == {"image_sizes": [(90, 50)], "answer_extents": [(84.0, 56.0)]}
-    small = columns_of([row((90, 50))], patch_size=7, min_pixels=14 * 14)
-    assert small == {"image_sizes": [(90, 50)], "answer_extents": [(84.0, 56.0)]}
-    bounded = columns_of([row((90, 50))], min_pixels=28 * 28, max_pixels=28 * 28 * 2)
-    assert bounded == {"image_sizes": [(90, 50)], "answer_extents": [(28.0, 28.0)]}
+    for options, seen in (
+        ({}, (84.0, 56.0)),
+        ({"patch_size": 7, "min_pixels": 14 * 14}, (84.0, 56.0)),
+        ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
+    ):
+        assert columns_of([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
 
 
 @pytest.mark.parametrize(
@@ -267,19 +246,11 @@ def test_a_row_may_say_its_space(space, extent):
     assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
-def test_rows_without_images_have_neither():
-    """Not even with an extent of their own; each of a row's completions is told the same, in the order of groups."""
-    rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50)), row()]
-    assert columns_of(rows, 2) == {
-        "image_sizes": [None, None, (90, 50), (90, 50), None, None],
-        "answer_extents": [None, None, (84, 56), (84, 56), None, None],
-    }
-
-
 def test_the_first_image_counts_and_no_video_before_it():
-    rows = [row((56, 112), (90, 50)), row((90, 50), (56, 112))]
-    assert columns_of(rows) == {"image_sizes": [(56, 112), (90, 50)], "answer_extents": [(56, 112), (84, 56)]}
-    one = row((90, 50))
-    one.videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
-    one.messages[0]["content"].insert(0, {"type": "video"})
-    assert columns_of([one]) == {"image_sizes": [(90, 50)], "answer_extents": [(84, 56)]}
+    """Rows without images have neither; each of a row's completions is told the same, in the order of groups."""
+    rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
+    rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
+    rows[2].messages[0]["content"].insert(0, {"type": "video"})
+    assert columns_of(rows, 2) == {
+        "image_sizes": [None] * 2 + [(90, 50)] * 4, "answer_extents": [None] * 2 + [(84, 56)] * 4,
+    }  # fmt: skip

@@ -19,14 +19,13 @@ def js(*objects):
     return json.dumps([{"bbox_2d": box, "label": label} for box, label in objects])
 
 
-def earned(said, *true, size=(100, 100), extent=(100, 100)):
+def earned(said, *true, size=(100, 100), extent=(100, 100), names=NAMES):
     given = {"solution": [js(*true)], "image_sizes": [size], "answer_extents": [extent]}
-    return tuple(earnings(NAMES, [said], given, "whole")[0].tolist())
+    return tuple(earnings(names, [said], given, "whole")[0].tolist())
 
 
 ALL, NOTHING = (1, 1, 1), (0, 0, 0)
 ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
-    (js(CAT), [CAT], ALL),
     (f"```json\n{js(CAT)}\n```", [CAT], ALL),
     (js(DOG, OTHER_CAT, CAT), [CAT, OTHER_CAT, DOG], ALL),
     (js((CAT[0], " Cat ")), [CAT], ALL),
@@ -34,7 +33,6 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (js(CAT), [CAT, OTHER_CAT], (0.5, 51 / 101, 0.7 / 2 + 0.3 * 0.75)),
     (js(CAT, NOWHERE), [CAT], (0.5, 1, 0.7 + 0.3 * 0.75)),
     (js(NOWHERE, CAT), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),
-    (js(CAT, CAT), [CAT], (0.5, 1, 0.7 + 0.3 * 0.75)),
     (js(CAT, DOG), [CAT], (0.5, 0.5, 0.7 + 0.3 * 0.75)),  # no dog is there: its AP is 0
     (js((CAT[0], "dog")), [CAT], (0, 0, 0.3)),  # complete, for VLM-R1
     (js((CAT[0], "dog"), (DOG[0], "cat")), [CAT, DOG], (0, 0, 0.3)),
@@ -42,7 +40,6 @@ ROWS = [  # answer, truth, (detection, ap_50, weighted_sum)
     (js(*[CAT] * 50), [CAT], (1 / 50, 1, 0.7 + 0.3 * 0.51)),
     ("[]", [CAT], NOTHING),
     ("[]", [], ALL),
-    ("No such object", [], ALL),
     ("```json\n[]\n```", [], ALL),
     (js(CAT), [], NOTHING),
     ("", [], NOTHING),  # says nothing
@@ -67,7 +64,7 @@ def test_average_precision_equals_the_curve_of_scikit_learn():
     """One label, hits in a drawn order; precision at 101 levels of recall, each the best at that recall or more."""
     metrics = pytest.importorskip("sklearn.metrics", reason="oracle missing: pip install scikit-learn")
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(8):
         hits = rng.random(8) < 0.6
         hits[rng.integers(8)] = True
         true = [([10 * i, 0, 10 * i + 8, 8], "cat") for i in range(hits.sum())]
@@ -79,9 +76,7 @@ def test_average_precision_equals_the_curve_of_scikit_learn():
 
 
 def test_weights_of_the_sum():
-    given = {"solution": [js(CAT, DOG)], "image_sizes": [(100, 100)], "answer_extents": [(100, 100)]}
-    name = "weighted_sum(weights=(1, 1, 2))"
-    found = earnings([name], [js(HALF)], given, "whole").item()
+    [found] = earned(js(HALF), CAT, DOG, names=["weighted_sum(weights=(1, 1, 2))"])
     assert found == pytest.approx((0.5 / 2 + 1 / 2 + 2 * (1 - (1 / 2 + 0) / 2)) / 4)
 
 

