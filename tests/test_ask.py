@@ -20,7 +20,6 @@ from minivlmrl.image import load_image
 from minivlmrl.sampling import sample
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.sample import RunSampler
-from minivlmrl.sampling.stop_strings import token_bytes
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tools import ask as command
 
@@ -54,23 +53,16 @@ def ask(folder, capsys):
     return ask
 
 
-def said(folder, images=(), prompt="How many cats?", system=None, seed=0, min_pixels=None, max_pixels=None, **settings):
-    """What the sampler draws, as text, and whether it was cut."""
-    processor = load_processor(folder / "checkpoint", min_pixels, max_pixels)
-    messages = conversation(prompt, {"image": len(images)}, system_prompt=system)
-    question = processor(messages, [load_image(folder / name) for name in images])
-    completion = drawn(folder, processor, question, seed, **settings)
+def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings):
+    """What the sampler draws, as text, and whether it was cut; pixels: the least and the most."""
+    model, processor = load_model(folder / "checkpoint"), load_processor(folder / "checkpoint", *pixels)
+    messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
+    question = processor(messages, [load_image(folder / name) for name in images], list(videos))
+    [[completion]] = RunSampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
     return processor.decode(completion.ids), not completion.stopped
 
 
-def drawn(folder, processor, question, seed=0, **settings):
-    """What the sampler draws for a prompt."""
-    model = load_model(folder / "checkpoint")
-    [[completion]] = RunSampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
-    return completion
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_streamed_text_equals_the_whole(folder, ask, seed):
     text, cut = said(folder, ["a.png"], seed=seed, max_new_tokens=90)
     status, out, err = ask("--image", folder / "a.png", "--seed", seed, "--max_new_tokens", 90)
@@ -85,14 +77,14 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
         (dict(images=["a.png", "b.png"]), ["--image", a, "--image", b]),
         (dict(images=["b.png", "a.png"]), ["--image", b, "--image", a]),
         (dict(images=["a.png"], prompt="Is <image> a cat?"), ["--image", a]),
-        (dict(images=["a.png"], max_pixels=28 * 28), ["--image", a, "--max_pixels", 28 * 28]),
-        (dict(images=["a.png"], min_pixels=28 * 28 * 20), ["--image", a, "--min_pixels", 28 * 28 * 20]),
+        (dict(images=["a.png"], pixels=(None, 28 * 28)), ["--image", a, "--max_pixels", 28 * 28]),
+        (dict(images=["a.png"], pixels=(28 * 28 * 20, None)), ["--image", a, "--min_pixels", 28 * 28 * 20]),
     ]  # fmt: skip
     answers = []
     for expected, arguments in cases:
         prompt = expected.get("prompt", "How many cats?")
-        answers.append(ask(*arguments, "--max_new_tokens", 50, "--temperature", 0.3, prompt=prompt)[1])
-        assert answers[-1] == said(folder, max_new_tokens=50, temperature=0.3, **expected)[0] + "\n"
+        answers.append(ask(*arguments, "--max_new_tokens", 20, "--temperature", 0.3, prompt=prompt)[1])
+        assert answers[-1] == said(folder, max_new_tokens=20, temperature=0.3, **expected)[0] + "\n"
     assert len(set(answers)) == len(cases)
 
 
@@ -113,15 +105,11 @@ def test_videos_reach_the_model(folder, ask, monkeypatch):
     """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
     monkeypatch.setattr(command, "load_video", lambda source, **_: load_video(frames[:: int(source)]))
-    processor, image = load_processor(folder / "checkpoint"), load_image(folder / "a.png")
-    messages = conversation("Is <video> like <image>?", {"image": 1, "video": 1})
-    answers = []
+    answers, prompt = [], "Is <video> like <image>?"
     for step in (1, 2):
-        question = processor(messages, [image], [load_video(frames[::step])])
-        completion = drawn(folder, processor, question, max_new_tokens=12)
-        arguments = ["--image", folder / "a.png", "--video", step, "--max_new_tokens", 12]
-        answers.append(ask(*arguments, prompt="Is <video> like <image>?")[1])
-        assert answers[-1] == processor.decode(completion.ids) + "\n"
+        text, _ = said(folder, ["a.png"], prompt, videos=[load_video(frames[::step])], max_new_tokens=12)
+        answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
+        assert answers[-1] == text + "\n"
     assert answers[0] != answers[1]
 
 
@@ -165,7 +153,7 @@ def given(token_id, rows, step):
     return torch.tensor([token_id]), torch.zeros(1), torch.tensor([False])
 
 
-@pytest.mark.parametrize("text", ["é", "猫🐈x", "a\n\tb", "\ufffd"])
+@pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
     """With one token a byte; the sign for the unreadable is a character like others."""
     tokenizer = train_tokenizer([], vocab_size=270)
@@ -179,18 +167,17 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 
 def test_half_a_character_at_the_end_is_shown_as_unreadable_and_stop_tokens_are_not_shown(capsys):
     tokenizer = train_tokenizer([], vocab_size=270)
-    stream = command.Stream(given, tokenizer, [tokenizer.special_tokens["<|im_end|>"]])
-    for token_id in [*tokenizer.encode("a猫")[:-1], tokenizer.special_tokens["<|im_end|>"]]:
+    stop = tokenizer.special_tokens["<|im_end|>"]
+    stream = command.Stream(given, tokenizer, [stop])
+    for token_id in [*tokenizer.encode("a猫")[:-1], stop]:
         stream(token_id, None, 0)
     assert capsys.readouterr().out == "a"
     stream.end()
     assert capsys.readouterr().out == "\ufffd\n"
-    assert token_bytes(tokenizer, tokenizer.special_tokens["<|im_end|>"]) == b"<|im_end|>"
 
 
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
-    (["--image", __file__], "test_ask.py"),
     (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
     (["--device", "abacus"], "--device abacus cannot be used"),
     (["--model", "no such folder"], "no such folder"),
@@ -205,13 +192,16 @@ def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, messa
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments, dtype", [([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)])
-def test_weights_are_read_in_the_dtype_that_is_asked_for(ask, monkeypatch, arguments, dtype):
+def test_weights_are_read_in_the_dtype_that_is_asked_for_and_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
     dtypes = []
-    monkeypatch.setattr(sample, "generate", lambda model, *rest, **_: dtypes.append(model.lm_head.weight.dtype))
-    with pytest.raises(TypeError):  # nothing was generated
-        ask(*arguments)
-    assert dtypes == [dtype]
+
+    def interrupted(model, *rest, **_):
+        dtypes.append(model.lm_head.weight.dtype)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "generate", interrupted)
+    assert ask() == ask("--dtype", "bfloat16") == (130, "\n", "")
+    assert dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
@@ -225,14 +215,6 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
             return start(["ask", "--model", str(folder / "checkpoint"), "--prompt", "How many cats?"])
 
     assert exit_code(fork(work)) == 141 and (tmp_path / "errors").read_text() == ""
-
-
-def test_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
-    def interrupted(*arguments, **_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sample, "generate", interrupted)
-    assert ask() == (130, "\n", "")
 
 
 def test_a_tool_answers(ask, monkeypatch):

@@ -54,21 +54,17 @@ def test_rewards_written_for_trl(monkeypatch):
 def test_our_own_rewards_always_see_text():
     columns = {"prompt": [CHAT], "solution": ["two"], "answer_texts": ["two"]}
     assert file.call_reward("accuracy", ["<answer>two</answer>"], columns) == [1.0]
-    assert file.call_reward("minivlmrl.rewards:format", ["two"], columns) == [0.0]
-
-
-async def slow(completions, **columns):
-    await asyncio.sleep(0.001)
-    return [float(len(text)) for text in completions]
 
 
 def test_an_async_reward_also_where_an_event_loop_runs(monkeypatch):
-    assert ask(monkeypatch, slow, ["two"]) == [3.0]
+    async def slow(completions, **columns):
+        await asyncio.sleep(0.001)
+        return [float(len(text)) for text in completions]
 
     async def notebook():
         return ask(monkeypatch, slow, ["two"])
 
-    assert asyncio.run(notebook()) == [3.0]
+    assert ask(monkeypatch, slow, ["two"]) == asyncio.run(notebook()) == [3.0]
 
 
 def test_an_error_names_row_reward_and_text(monkeypatch):
@@ -91,12 +87,9 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, fickle, ["two", "five"])
 
 
-def test_a_value_that_is_no_number_names_its_row(monkeypatch):
+def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(monkeypatch):
     with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five'; it must be"):
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
-
-
-def test_what_our_own_rewards_refuse_begins_with_the_row():
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
     with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
@@ -155,11 +148,10 @@ def test_an_evaluation_of_lost_weights_saves_no_state(run, tmp_path, monkeypatch
 
 @pytest.mark.usefixtures("plain")
 def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
-    calls = []
+    values = iter([0.0])
 
     def own(completions, **columns):
-        calls.append(1)
-        return [0.0 if len(calls) == 1 else float("nan")] * len(completions)
+        return [next(values, math.nan)] * len(completions)
 
     monkeypatch.setitem(REWARDS, "own", own)
     with pytest.raises(ValueError, match=r"it must be a finite number, or None for 'cannot judge'$"):
@@ -214,14 +206,14 @@ def test_rewards_are_asked_by_name_with_their_weights(made):
 
 
 @pytest.mark.parametrize(
-    "values", [(1, 0.5), [True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])], ids=repr
+    "values", [[True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])], ids=repr
 )
 def test_numbers_of_any_kind(values):
     assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, 1e39, 10**400, "1.0", [1.0], 1j, np.float32("nan"), torch.ones(1)], ids=str
+    "value", [math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)], ids=str
 )
 def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value):
     message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
@@ -229,13 +221,10 @@ def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value)
         file.checked_values("own", [0.0, value], ["a", "what?"])
 
 
-@pytest.mark.parametrize("values", [None, 1.0])
-def test_one_number_or_nothing_is_no_list(values):
-    with pytest.raises(ValueError, match=rf"reward own returned {values}; it must be a list"):
-        file.checked_values("own", values, ["a"])
-
-
-@pytest.mark.parametrize("values", [[], [1.0], iter([1.0, 0.0, 1.0])])
-def test_another_number_of_values_is_refused(values):
-    with pytest.raises(ValueError, match=r"reward own returned \d values, not 2"):
+@pytest.mark.parametrize(("values", "says"), [
+    (None, "returned None; it must be a list"), ([1.0], "returned 1 values, not 2"),
+    (iter([1.0, 0.0, 1.0]), "returned 3 values, not 2"),
+])  # fmt: skip
+def test_another_number_of_values_is_refused(values, says):
+    with pytest.raises(ValueError, match=f"reward own {says}"):
         file.checked_values("own", values, ["a", "b"])

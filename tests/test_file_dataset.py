@@ -22,11 +22,9 @@ def test_rows_need_not_have_the_same_columns(write_rows):
 @pytest.mark.parametrize(("content", "says"), [
     (None, "no such file"),
     (b"\n  \n", "has no rows"),
-    (b'{"problem": "caf\xe9"}\n', ".*utf-8"),
     (b'{"problem": "a\\ud83d"}\n', r"1: not JSON \(.*surrogates not allowed"),  # JSON may spell half a character
     (b'{"problem": "a"}\n\n  \noops\n', "4: not JSON"),  # blank lines are skipped but counted
     (b"[1, 2]\n", "1: a row is .*, it must be an object"),
-    (b"null\n", "1: a row is .*, it must be an object"),
 ])  # fmt: skip
 def test_a_file_that_has_no_rows_is_named(tmp_path, content, says):
     if content is not None:
@@ -43,27 +41,24 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
         FileDataset(file, ("problem", "solution"))
 
 
-@pytest.mark.parametrize("name", ["completions", "prompts", "image_sizes"])
+@pytest.mark.parametrize("name", ["completions", "image_sizes"])
 def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
-    """`completions` was a TypeError inside the first reward, the others were replaced without a word."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
         FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
 
 
 @pytest.mark.parametrize(("row", "says"), [
-    ('{"problem": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}", "not JSON that can be read: it is nested too deep"),
+    ('{"problem": "a", "x": ' + "[" * 10**4 + "]" * 10**4 + "}", "not JSON that can be read: it is nested too deep"),
     ('{"problem": "a", "margin": 1e999}', "column 'margin' is inf, it must be a number"),
     ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is \[0, 0\], it must be \[width"),
-    ({"problem": "a", "answer_extent": "10 x 10"}, "column 'answer_extent' is '10 x 10'"),
     ({"problem": "a", "solution": "<answer>" * 10**6}, "column 'solution' is .*, it must be one answer"),
     ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
     ({"prompt": [{"role": "user", "content": [{"text": "<" * 10**6}] * 2}]}, "column 'prompt': message 0 has over"),
-    ({"problem": "a", "images": ["red.png"] * 10**5},
-     "column 'problem': 100000 images and videos are over 1000; split the row"),
+    ({"problem": "a", "images": ["red.png"] * 1001},
+     "column 'problem': 1001 images and videos are over 1000; split the row"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
-    """Was a RecursionError, nothing, ZeroDivisionError, minutes in a regular expression, a panic of tokenizers, ..."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels 178000000 is over 33554432'}"):
         FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
@@ -71,33 +66,30 @@ def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
 def test_rows_are_kept_as_lines(write_rows):
     """As dicts and lists each took 4.6 KB, for every stage and rank."""
     file = write_rows(*({"problem": f"{i}?", "image": "red.png", "solution": "a", "x": [1]} for i in range(300)))
-    gc.collect()
-    before = len(gc.get_objects())
+    gc.freeze()
     rows = FileDataset(file)
     gc.collect()
-    assert len(gc.get_objects()) - before < 300 and rows[299].columns["problem"] == "299?"
+    made = len(gc.get_objects())
+    gc.unfreeze()
+    assert made < 300 and rows[299].columns["problem"] == "299?"
 
 
-@pytest.mark.parametrize("label", ["yes", 1, 0.0, [True]])
+@pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
     """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
-    row = {"prompt": "a", "completion": "b", "label": label}
+    row, required = {"prompt": "a", "completion": "b", "label": label}, ("problem", "completion", "label")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be true or false"):
-        FileDataset(write_rows(row), ("problem", "completion", "label"))
+        FileDataset(write_rows(row), required)
     assert FileDataset(write_rows(row))[0].columns["label"] == label
-    for label in (True, False):
-        rows = FileDataset(write_rows(row | {"label": label}), ("problem", "completion", "label"))
-        assert rows[0].columns["label"] is label
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is missing"):
-        FileDataset(write_rows(row | {"label": None}), ("problem", "completion", "label"))
+    assert FileDataset(write_rows(row | {"label": False}), required)[0].columns["label"] is False
 
 
-@pytest.mark.parametrize("column", ["chosen", "rejected"])
-def test_preferences_can_be_required(write_rows, column):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert len(FileDataset(write_rows(row), ("problem", "chosen", "rejected"))) == 1
+@pytest.mark.parametrize("column", ["chosen", "rejected", "label"])
+def test_answers_can_be_required(write_rows, column):
+    row, required = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, ("problem", column)
+    assert len(FileDataset(write_rows(row), required)) == 1
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{column}' is missing; the row has \['"):
-        FileDataset(write_rows({**row, column: None}), ("problem", "chosen", "rejected"))
+        FileDataset(write_rows({**row, column: None}), required)
 
 
 def test_a_row_needs_a_prompt_whatever_is_required(write_rows):
@@ -128,15 +120,14 @@ def test_folders_of_classes_are_rows(tmp_path):
         FileDataset(tmp_path)
 
 
-def test_rows_of_file_and_label(write_rows, tmp_path):
+def test_rows_of_file_and_label(write_rows):
     """Renamed, and asked the same question; a row with a question of its own is refused then."""
-    PIL.Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
-    row = FileDataset(write_rows({"file": "1.png", "label": "cat"}), **options)[0]
+    row = FileDataset(write_rows({"file": "red.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
     message = r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
     with pytest.raises(ValueError, match=message):
-        FileDataset(write_rows({"problem": "a", "file": "1.png"}), **options)
+        FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
 
 
 LOOK, THERE = {"type": "image"}, {"type": "image", "image": "blue.png", "max_pixels": 5000}
@@ -164,14 +155,9 @@ def test_pictures_of_later_turns_are_in_the_answers_parts(write_rows, form):
 
 
 def test_each_answer_of_a_pair_shows_its_own_pictures(write_rows):
-    turns = [[assistant("a"), user([LOOK]), assistant(said)] for said in ("b", "c")]
-    pair = {
-        "prompt": [user([LOOK, text("?")])],
-        "chosen": turns[0],
-        "rejected": turns[1],
-        "images": ["red.png", "blue.png"],
-    }
-    row = FileDataset(write_rows(pair))[0]
+    pair = {name: [assistant("a"), user([LOOK]), assistant(name)] for name in ("chosen", "rejected")}
+    shown = {"prompt": [user([LOOK, text("?")])], "images": ["red.png", "blue.png"]}
+    row = FileDataset(write_rows(pair | shown))[0]
     assert len(row.images) == 1
     for answer in (row.chosen, row.rejected):
         assert answer[1]["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 
@@ -64,12 +65,9 @@ def test_every_format_gives_the_same_rows(files, name):
     assert [rows[i] for i in (2, 0, 1)] == [ROWS[2], ROWS[0], ROWS[1]]
 
 
-WHERE = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "cells.csv": ":5", "rows.parquet": ": row 2"}
-
-
-@pytest.mark.parametrize("name", WHERE)
-def test_a_row_is_named_by_its_line(files, name):
-    assert open_rows(files / name).where(2) == f"{files / name}{WHERE[name]}"
+def test_a_row_is_named_by_its_line(files):
+    lines = {"lines.jsonl": ":5", "list.json": ":1", "pretty.json": ":15", "cells.csv": ":5", "rows.parquet": ": row 2"}
+    assert {name: open_rows(files / name).where(2) for name in lines} == {n: f"{files / n}{lines[n]}" for n in lines}
 
 
 DEEP = "[" * 100_000
@@ -77,13 +75,10 @@ WRONG = {  # content: what its error says after the file's name
     '{"problem": "a"}\n{"problem": ': r":2: not JSON \(Expecting value",
     '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
-    '[{"problem": "a"}': r": not JSON \(the list has no end",
     '[{"problem": "a"}] {}': r": not JSON \(the list has no end, or something comes after it\)",
-    '{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
     '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
     '{"problem": ' + "9" * 5000 + "}": r":1: not JSON \(Exceeds the limit \(4300 digits\)",
     "[]": ": has no rows",
-    "": ": has no rows",
 }
 
 
@@ -138,37 +133,36 @@ def test_a_folder_that_is_no_dataset_is_named(files):
 
 
 def test_a_number_that_is_none_is_missing(tmp_path):
-    """pandas writes NaN where there is nothing: no model is asked to answer nan."""
-    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "solution": NaN, "objects": [Infinity]}\n')
-    with pytest.raises(ValueError, match=r"column 'solution' is missing; the row has .'objects', 'problem'.;"):
-        FileDataset(tmp_path / "rows.jsonl", required=("problem", "solution"))
-    assert FileDataset(tmp_path / "rows.jsonl")[0].columns["objects"] == [None]
-
-
-def test_nan_of_a_table_is_missing(tmp_path):
+    """pandas writes NaN where there is nothing, also into tables: no model is asked to answer nan."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
-    rows = [{"problem": "a", "solution": 1.5}, {"problem": "b", "solution": float("nan")}]
+    rows = [
+        {"problem": "a", "solution": 1.5, "more": [1.0]},
+        {"problem": "b", "solution": math.nan, "more": [math.inf]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert [row.columns["solution"] for row in FileDataset(tmp_path / "rows.parquet")] == [1.5, None]
-    with pytest.raises(ValueError, match="row 1: column 'solution' is missing"):
-        FileDataset(tmp_path / "rows.parquet", required=("problem", "solution"))
+    for name, where in (("rows.jsonl", ":2"), ("rows.parquet", ": row 1")):
+        read = FileDataset(tmp_path / name)
+        assert [row.columns["solution"] for row in read] == [1.5, None]
+        with pytest.raises(
+            ValueError, match=rf"{where}: column 'solution' is missing; the row has .'more', 'problem'.;"
+        ):
+            FileDataset(tmp_path / name, required=("problem", "solution"))
+    assert FileDataset(tmp_path / "rows.jsonl")[1].columns["more"] == [None]
 
 
 @pytest.mark.parametrize(("state", "message"), [
     ({"_data_files": [{"filename": "../rows.arrow"}]}, "filename is '../rows.arrow', it must be a file beside it"),
-    ({"_data_files": [{"filename": "/etc/passwd"}]}, "filename is '/etc/passwd', it must be a file beside it"),
-    ({"_data_files": [{}]}, "state.json: _data_files.filename is missing"),
     ({"_data_files": [7]}, "state.json: _data_files is 7, it must be an object"),
     ({}, "state.json: _data_files is missing"),
     ([], r"state.json: it must hold a JSON object, not \[\]"),
-    ("{", "state.json: not JSON"),
 ])  # fmt: skip
 def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
     folder = tmp_path / "saved"
     folder.mkdir()
-    (folder / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
+    (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match=message):
         open_rows(folder)
 

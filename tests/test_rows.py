@@ -67,13 +67,16 @@ def oracle(tmp_path_factory, transformers, published):
     return TinyProcessor(images, tokenizer, None, chat_template=published("qwen2_5_vl"))
 
 
+def theirs(oracle, messages, images, **options):
+    rendered = oracle.apply_chat_template(messages, tokenize=False, **options)
+    return oracle(text=[rendered], images=images or None, return_tensors="pt")
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_prompt_equals_transformers(oracle, name):
     messages, sizes = CONVERSATIONS[name]
     images = [picture(size, seed) for seed, size in enumerate(sizes)]
-    rendered = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = oracle(text=[rendered], images=images or None, return_tensors="pt")
-    prompt = PROCESSOR(messages, images)
+    prompt, expected = PROCESSOR(messages, images), theirs(oracle, messages, images, add_generation_prompt=True)
     assert torch.equal(prompt.input_ids, expected["input_ids"][0])
     if images:
         assert torch.equal(prompt.pixel_values, expected["pixel_values"])
@@ -82,16 +85,15 @@ def test_prompt_equals_transformers(oracle, name):
 
 def test_a_video_beside_an_image():
     """4 frames make 2 time steps of 12 x 12 merged tokens; at 2 frames a second they are 1 s apart."""
-    frames = [picture((336, 336), seed) for seed in range(4)]
     messages = asked(IMAGE_PART, {"type": "video"}, text("?"))
-    prompt = PROCESSOR(messages, [picture((56, 84))], [Video(frames, fps=2.0)])
+    prompt = PROCESSOR(messages, [picture((56, 84))], [Video([picture((336, 336))] * 4, fps=2.0)])
     assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [2, 24, 24]]
     assert prompt.second_per_grid_ts.tolist() == [0.0, 1.0]
     assert prompt.pixel_values.shape == (24 + 1152, 1176)
     assert prompt.input_ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]) == 288
 
 
-@pytest.mark.parametrize(("placeholders", "images"), [(0, 1), (1, 0), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("placeholders", "images"), [(1, 0), (1, 2)])
 def test_as_many_placeholders_as_images(placeholders, images):
     message = rf"{placeholders} image placeholder\(s\) but {images} image\(s\)"
     with pytest.raises(ValueError, match=message):
@@ -107,26 +109,10 @@ def test_an_image_token_in_a_users_text_is_plain_text():
 @pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
 def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
     said = encode_completion(PROCESSOR, [], words)
-    ids, trained = said.ids, said.written
-    assert ids[-1] == PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
-    assert (ids.dtype, trained.dtype) == (torch.int64, torch.bool)
-    assert ids.shape == trained.shape and trained.all()
-    assert PROCESSOR.decode(ids) == unicodedata.normalize("NFC", words)
-
-
-def test_ids_and_mask_of_several_turns():
-    """By hand: what is trained is encoded for itself, each control token is one id."""
-    turns = [assistant("red"), *asked(text("Is"), text(" it?")), assistant("no, blue")]
-    said = encode_completion(PROCESSOR, [], turns)
-    ids, trained = said.ids, said.written
-    end, start = PROCESSOR.tokenizer.special_tokens["<|im_end|>"], PROCESSOR.tokenizer.special_tokens["<|im_start|>"]
-    encode = PROCESSOR.tokenizer.encode
-    between = [*encode("\n"), start, *encode("user\nIs it?"), end, *encode("\n"), start, *encode("assistant\n")]
-    expected = [(*encode("red"), end), tuple(between), (*encode("no, blue"), end)]
-    assert ids.tolist() == [token for tokens in expected for token in tokens]
-    assert trained.tolist() == [i != 1 for i, tokens in enumerate(expected) for _ in tokens]
-    shown = "red<|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\nno, blue<|im_end|>"
-    assert PROCESSOR.tokenizer.decode(ids.tolist()) == shown
+    assert said.ids[-1] == PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
+    assert (said.ids.dtype, said.written.dtype) == (torch.int64, torch.bool)
+    assert said.ids.shape == said.written.shape and said.written.all()
+    assert PROCESSOR.decode(said.ids) == unicodedata.normalize("NFC", words)
 
 
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
@@ -138,15 +124,14 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
     prompt, said = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
     sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in said.pictures[1:]]
     shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
-    rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
-    expected = oracle(text=[rendered], images=shown, return_tensors="pt")
+    expected = theirs(oracle, messages + turns, shown)
     ids = torch.cat([prompt.input_ids, said.ids])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
     grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
     assert grids.tolist() == expected["image_grid_thw"].tolist()
     assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
-    written = [PROCESSOR.tokenizer.decode([i]) for i, own in zip(said.ids.tolist(), said.written, strict=True) if own]
-    assert "".join(written) == "red<|im_end|>lookblue<|im_end|>"
+    written = PROCESSOR.tokenizer.decode(said.ids[said.written].tolist())
+    assert written == "red<|im_end|>lookblue<|im_end|>"
     config = tiny.config()
     special = PROCESSOR.tokenizer.special_tokens
     config.image_token_id, config.video_token_id = special["<|image_pad|>"], special["<|video_pad|>"]
@@ -161,24 +146,23 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, nam
     """Prompt and completion are cut where the template's own tokenization has a boundary."""
     messages, sizes = CONVERSATIONS[name]
     turns = [assistant(answer), *asked(text("Sure?\n")), assistant("'s fine")]
-    images = [picture(size, seed) for seed, size in enumerate(sizes)]
-    rendered = oracle.apply_chat_template(messages + turns, tokenize=False)
-    expected = oracle(text=[rendered], images=images or None, return_tensors="pt")["input_ids"][0]
-    ids = torch.cat([PROCESSOR(messages, images).input_ids, encode_completion(PROCESSOR, [], turns).ids])
-    assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected.tolist()
+    images = [picture(size) for size in sizes]
+    prompt, said = PROCESSOR(messages, images), encode_completion(PROCESSOR, [], turns)
+    expected = theirs(oracle, messages + turns, images)["input_ids"][0].tolist()
+    assert [*prompt.input_ids.tolist(), *said.ids.tolist(), *PROCESSOR.tokenizer.encode("\n")] == expected
+    written = f"{answer}<|im_end|>'s fine<|im_end|>"
+    assert PROCESSOR.tokenizer.decode(said.ids[said.written].tolist()) == unicodedata.normalize("NFC", written)
 
 
 def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
     tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
     assert len(tokenizer.encode("\n\n")) == 1
-    processor = Processor(tokenizer, ImageProcessor())
+    last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
-        said = encode_completion(processor, [], turns)
-        ids, trained = said.ids, said.written
-        last = [*tokenizer.encode("\nred"), processor.tokenizer.special_tokens["<|im_end|>"]]
-        assert ids.tolist()[-len(last) :] == last
-        assert trained[-len(last) :].all() and not trained[: -len(last)][-1:].any()
+        said = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
+        assert said.ids.tolist()[-len(last) :] == last
+        assert said.written[-len(last) :].all() and not said.written[: -len(last)][-1:].any()
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
