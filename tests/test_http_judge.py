@@ -73,11 +73,15 @@ def url():
 
 
 def test_numbers_and_none(url):
-    """None where the server fails or says no number from 0 to 1; no answer is wrong without asking."""
-    answers = ["right", "wrong", "half", "words", "much", "nan", "failing", "odd", "garbage", None, ""]
-    expected = [1.0, 0.0, 0.5, None, None, None, None, None, None, 0.0, 0.0]
-    assert judge(answers, url=url, problem=["?"] * 11, solution=["cat"] * 11) == expected
-    assert len(Server.asked) == 9
+    """None where the server fails or says no number from 0 to 1; no answer is wrong without asking.
+
+    "0_1" and true are 1.0 to float(); a deep or long reply ends no run.
+    """
+    answers = ["right", "wrong", "half", "words", "much", "nan", "failing", "odd", "garbage"]
+    answers += ["underscore", "true", "nested", "huge", None, ""]
+    expected = [1.0, 0.0, 0.5, *[None] * 10, 0.0, 0.0]
+    assert judge(answers, url=url, problem=["?"] * 15, solution=["cat"] * 15) == expected
+    assert len(Server.asked) == 13
 
 
 def test_what_is_asked(url, monkeypatch):
@@ -96,13 +100,11 @@ def test_concurrency_is_bounded_and_the_order_kept(url):
     answers = ["right", "wrong", "half"] * 4
     assert judge(answers, url=url, concurrency=3) == [1.0, 0.0, 0.5] * 4
     assert 1 < Server.most <= 3
-    judge(answers, url=url, concurrency=1)
 
 
 def test_a_slow_server_and_none_at_all(url):
-    begin = time.monotonic()
-    assert judge(["slow", "right"], url=url, timeout=0.6) == [None, 1.0]
-    assert time.monotonic() - begin < 5
+    """One that drips, a byte each twentieth of a second for two, is slow too: no single read times out."""
+    assert judge(["slow", "right dripping", "right"], url=url, timeout=0.6) == [None, None, 1.0]
     assert judge(["right"], url="http://127.0.0.1:9/v1", timeout=1) == [None]
 
 
@@ -110,14 +112,3 @@ def test_the_key_follows_no_redirect(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     assert judge(["elsewhere"], url=url) == [None]
     assert [path for path, _, _ in Server.asked] == ["/v1/chat/completions"]
-
-
-def test_a_reply_that_is_no_plain_number_is_none(url):
-    """ "0_1" and true are 1.0 to float(); a deep or long one ends no run."""
-    answers = ["underscore", "true", "nested", "huge"]
-    assert judge(answers, url=url) == [None] * 4
-
-
-def test_a_server_that_drips_is_too_slow(url):
-    """A byte each twentieth of a second, for two: no single read times out."""
-    assert judge(["right dripping"], url=url, timeout=1) == [None]

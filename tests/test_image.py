@@ -1,6 +1,5 @@
 """Images: sizes and patches equal to transformers' processors to the bit."""
 
-import hashlib
 import random
 
 import numpy as np
@@ -12,12 +11,6 @@ from record_vision import attempt, noise, recorded, resize_cases
 
 from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
-
-
-def arithmetic(height, width):
-    """Pixels that a formula gives: (7 row + 13 column + 29 channel) mod 256."""
-    y, x, c = np.ogrid[:height, :width, :3]
-    return PIL.Image.fromarray(((7 * y + 13 * x + 29 * c) % 256).astype(np.uint8))
 
 
 def test_smart_resize_equals_transformers(transformers):
@@ -48,7 +41,7 @@ def test_aspect_ratio_200_is_the_last_that_passes():
         smart_resize(1, 201, 28, 3136, 12845056)
 
 
-@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 250), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 250), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "LA", "PA", "1", "CMYK"])
 def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -67,17 +60,9 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
         assert torch.equal(pixel_values, expected["pixel_values"]), (image.size, options)
 
 
-# normalised float32 patches of arithmetic(): sha256[:16] as transformers 4.49 to 5.23 make them
-@pytest.mark.parametrize(("size", "digest"), [((56, 56), "4fc5f11614075125"), ((112, 252), "dee6e18fd4d2f038")])
-def test_golden_patches(size, digest):
-    pixel_values, grid = ImageProcessor()(arithmetic(*size))
-    assert grid == (1, size[0] // 14, size[1] // 14)
-    assert hashlib.sha256(pixel_values.numpy().tobytes()).hexdigest()[:16] == digest
-
-
 def test_an_image_that_is_not_resized_has_the_same_patches_by_either_filter():
     """They round the normalised values differently, in the last digit of float32."""
-    (ours, grid), (theirs, same) = (ImageProcessor(resize=RESIZE[name])(arithmetic(56, 84)) for name in RESIZE)
+    (ours, grid), (theirs, same) = (ImageProcessor(resize=RESIZE[name])(noise("RGB", (84, 56))) for name in RESIZE)
     assert grid == same
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
 
@@ -103,25 +88,20 @@ def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path, orientation):
     """Whatever way the camera was held, the file shows the same upright picture."""
-    upright = PIL.Image.new("RGB", (3, 2))
-    for i in range(6):
-        upright.putpixel((i % 3, i // 3), (40 * i, 0, 0))
+    upright = stored = noise("RGB", (3, 2))
     turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
-    stored = upright
     if orientation > 1:
         stored = upright.transpose(PIL.Image.Transpose[turns[orientation - 2]])
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
     stored.save(tmp_path / "photo.png", exif=exif)
     loaded = load_image(tmp_path / "photo.png")
-    assert loaded.size == (3, 2)
-    assert loaded.tobytes() == upright.tobytes()
+    assert loaded.size == (3, 2) and loaded.tobytes() == upright.tobytes()
 
 
-@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
-def test_an_image_without_pixels_is_refused(size):
-    with pytest.raises(ValueError, match=f"image of {size[0]} x {size[1]} pixels has nothing to show"):
-        ImageProcessor()(PIL.Image.new("RGB", size))
+def test_an_image_without_pixels_is_refused():
+    with pytest.raises(ValueError, match="image of 5 x 0 pixels has nothing to show"):
+        ImageProcessor()(PIL.Image.new("RGB", (5, 0)))
 
 
 @pytest.mark.parametrize(("options", "grid"), [
@@ -141,11 +121,11 @@ def test_options_of_one_image(options, grid):
     assert processor.patch_dim == 1176
 
 
-@pytest.mark.parametrize("bounds", [(1, 783), (1000, 999)])
-def test_bounds_that_no_image_has_are_refused(bounds):
-    least, most = bounds
-    with pytest.raises(ValueError, match=f"max_pixels {most} must be at least min_pixels {least}, and one token of 28"):
-        smart_resize(56, 56, 28, least, most)
+def test_bounds_that_no_image_has_are_refused():
+    for least, most in ((1, 783), (1000, 999)):
+        says = f"max_pixels {most} must be at least min_pixels {least}, and one token of 28"
+        with pytest.raises(ValueError, match=says):
+            smart_resize(56, 56, 28, least, most)
 
 
 def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path, transformers):

@@ -42,13 +42,11 @@ def test_pixel_bounds_of_a_folder(config, bounds):
     assert (processor.min_pixels, processor.max_pixels) == bounds
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, HUB_CONFIG]
-)
+@pytest.mark.parametrize("config", [{}, HUB_CONFIG | {"max_pixels": 4000}])
 def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    image = noise("RGB", (1500, 900))
+    image = noise("RGB", (1200, 900))
     expected = Qwen2VLImageProcessorPil.from_dict(dict(config))(images=[image], return_tensors="pt")
     assert torch.equal(read(config)(image)[0], expected["pixel_values"])
 
@@ -66,16 +64,11 @@ CUSTOM = {
 
 
 @pytest.mark.parametrize("resize", ["pil", "torch"])
-@pytest.mark.parametrize("options", [{}, CUSTOM], ids=["hub", "custom"])
-def test_settings_come_back_as_they_were_written(options, resize):
-    processor = ImageProcessor(**options, resize=RESIZE[resize])
-    assert read(json.loads(json.dumps(write_image_processor(processor)))) == processor
-
-
-@pytest.mark.parametrize("resize", ["pil", "torch"])
-def test_transformers_reads_what_we_write(tmp_path, resize, transformers):
+def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp_path, resize, transformers):
     processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor)))
+    written = json.dumps(write_image_processor(processor))
+    assert read(json.loads(written)) == processor
+    (tmp_path / "preprocessor_config.json").write_text(written)
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     expected = theirs(images=[image], return_tensors="pt")
     assert torch.equal(ImageProcessor(**CUSTOM)(image)[0], expected["pixel_values"])
@@ -85,13 +78,12 @@ def test_transformers_reads_what_we_write(tmp_path, resize, transformers):
     *[(name, False) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")],
     *[(name, True) for name in ("do_center_crop", "do_pad")],
     ("do_resize", "no"), ("rescale_factor", 1.0), ("rescale_factor", "1/255"), ("resample", 2), ("resample", [3]),
-    ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]), ("image_processor_type", 3),
-    ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("size", "big"),
-    ("min_pixels", "3136"), ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", [1]), ("max_pixels", True),
-    ("patch_size", 0), ("patch_size", "14"), ("patch_size", 14.0), ("patch_size", 10**9), ("merge_size", {}),
-    ("temporal_patch_size", -2), ("image_mean", 0.5), ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]),
-    ("image_mean", [0.5, 0.5, float("nan")]), ("image_std", [0.5, 0, 0.5]), ("image_std", [-1, 1, 1]),
-    ("image_std", [True, 1, 1]), ("image_std", "abc"), ("image_std", [1, 1, 10**400]),
+    ("image_processor_type", "CLIPImageProcessor"), ("image_processor_type", ["a"]),
+    ("size", 224), ("size", {"height": 224, "width": 224}), ("size", [3136, 12845056]), ("min_pixels", "3136"),
+    ("min_pixels", 0), ("max_pixels", 1.5), ("max_pixels", True), ("patch_size", 0), ("patch_size", 14.0),
+    ("patch_size", 10**9), ("merge_size", {}), ("temporal_patch_size", -2), ("image_mean", 0.5),
+    ("image_mean", [0.5, 0.5]), ("image_mean", ["a", 1, 2]), ("image_mean", [0.5, 0.5, float("nan")]),
+    ("image_std", [0.5, 0, 0.5]), ("image_std", [True, 1, 1]), ("image_std", [1, 1, 10**400]),
     ("image_std", [1, 1, 1e-300]),
 ])  # fmt: skip
 def test_a_setting_that_is_not_supported_is_named(field, value):

@@ -15,36 +15,29 @@ from earnings import earnings
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
 
-@pytest.mark.parametrize("completion", [
-    GOOD,
-    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>",
-    "<think>a</think> \t <answer>b</answer>",
-    f"\n {GOOD} \n",  # white space around is not text
-    "<think>1 < 2 > 0 <b></think><answer><i></answer>",
-])  # fmt: skip
-def test_format_is_earned(completion):
-    assert format([completion]) == [1.0]
+FORMS = {
+    GOOD: 1.0,
+    "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>": 1.0,
+    f"\n {GOOD} \n": 1.0,  # white space around is not text
+    "<think>1 < 2 > 0 <b></think><answer><i></answer>": 1.0,
+    "": 0.0,
+    "<think>a<answer>b</answer></think>": 0.0,
+    f"Sure! {GOOD}": 0.0,
+    f"{GOOD} Done.": 0.0,
+    f"{GOOD}\x00": 0.0,
+    "<think>a</think><answer>b</answer><answer>c</answer>": 0.0,
+    "<think>a</think><answer><answer>b</answer></answer>": 0.0,
+    "<think> \n</think><answer>b</answer>": 0.0,
+    "<THINK>a</THINK><ANSWER>b</ANSWER>": 0.0,
+}
 
 
-@pytest.mark.parametrize("completion", [
-    "",
-    "<think>a<answer>b</answer></think>",
-    f"Sure! {GOOD}",
-    f"{GOOD} Done.",
-    f"{GOOD}\x00",
-    "<think>a</think><answer>b</answer><answer>c</answer>",
-    "<think>a</think><answer><answer>b</answer></answer>",
-    "<think></think><answer>b</answer>",
-    "<think> \n</think><answer>b</answer>",
-    "<THINK>a</THINK><ANSWER>b</ANSWER>",
-])  # fmt: skip
-def test_format_is_not_earned(completion):
-    assert format([completion]) == [0.0]
+def test_format():
+    assert dict(zip(FORMS, format(list(FORMS)), strict=True)) == FORMS
 
 
 @pytest.mark.parametrize(("completion", "solution"), [
     (GOOD, "green square"),
-    ("<answer>green square</answer>", "green square"),
     ("<answer> Green \n SQUARE. </answer>", "green square"),
     ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
     ("<answer>STRASSE</answer>", "straße"),
@@ -55,16 +48,14 @@ def test_accuracy_is_earned(completion, solution):
     assert earnings(["accuracy"], [completion], {"solution": [solution]}).item() == 1
 
 
-@pytest.mark.parametrize("solution", [None, "", "  ", ".", "<answer></answer>"])
-def test_accuracy_cannot_judge_without_a_solution(solution):
-    assert accuracy(["green square"], [solution]) == [None]
+def test_accuracy_cannot_judge_without_a_solution():
+    assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
 
 
 # what a policy might try instead of looking at the picture, for the solution "green square": (format, accuracy)
 HACKS = {
     "<think>a</think><answer>green</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
-    "<think>a</think><answer>green square!</answer>": (1.0, 0.0),
     "<think>a</think><answer>.*</answer>": (1.0, 0.0),
     "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # another letter that looks like g
     "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a space of no width
@@ -78,10 +69,9 @@ HACKS = {
 }
 
 
-@pytest.mark.parametrize("completion", HACKS)
-def test_red_team(completion):
-    columns = {"solution": ["green square"]}
-    assert tuple(earnings(["format", "accuracy"], [completion], columns)[0].tolist()) == HACKS[completion]
+def test_red_team():
+    earned = earnings(["format", "accuracy"], list(HACKS), {"solution": ["green square"] * len(HACKS)})
+    assert dict(zip(HACKS, map(tuple, earned.tolist()), strict=True)) == HACKS
 
 
 class Counted(str):
@@ -108,22 +98,20 @@ def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
 
 
 # where a completion says its answer: (tags, whole, last_line)
+BOTH = "<answer>dotted</answer> or\n<answer> frilly</answer>"
 ANSWERS = {
     "frilly": (None, "frilly", "frilly"),
     "It has frills.\n\nfrilly\n": (None, "It has frills.\n\nfrilly", "frilly"),
     "<think>dotted\n</think>\nfrilly": (None, "frilly", "frilly"),
     "<think>dotted</think><answer>frilly</answer>": ("frilly", *["<answer>frilly</answer>"] * 2),
-    "<think>frilly": (None, None, None),
     "<think>a</think>frilly<think>dotted": (None, None, None),
-    "<answer>dotted</answer> or\n<answer> frilly</answer>": (
-        " frilly", "<answer>dotted</answer> or\n<answer> frilly</answer>", "<answer> frilly</answer>"
-    ),
-}  # fmt: skip
+    BOTH: (" frilly", BOTH, "<answer> frilly</answer>"),
+}
 
 
-@pytest.mark.parametrize("completion", ANSWERS)
-def test_where_an_answer_is(completion):
-    assert tuple(find_answer(completion, where) for where in ("tags", "whole", "last_line")) == ANSWERS[completion]
+def test_where_an_answer_is():
+    places = ("tags", "whole", "last_line")
+    assert {said: tuple(find_answer(said, where) for where in places) for said in ANSWERS} == ANSWERS
 
 
 # rewards of one's own
@@ -136,16 +124,14 @@ def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
 def test_a_trl_reward_with_a_column_asks_for_it():
     name = f"{__file__}:right_level"
     assert required_columns([name, "accuracy", "format"]) == ["ground_truth", "solution"]
-    rewards = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
-    assert rewards[0].item() == 1
-    assert rewards[1].isnan().item()
+    first, second = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
+    assert first.item() == 1 and second.isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
         earnings([name], ["ab"], {"prompts": [[]]})
 
 
 @pytest.mark.parametrize("name, why", [
     ("nowhere.py:brevity", "FileNotFoundError"),
-    ("no_such_package.rewards:brevity", "ModuleNotFoundError"),
     ("minivlmrl.rewards:brevity", "AttributeError"),
     (f"{__file__}:brevity", "KeyError"),
 ])  # fmt: skip

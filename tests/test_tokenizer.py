@@ -26,12 +26,11 @@ ORDINARY = [
     "日本語とEnglish mixed — naïve café, e\u0301 → é, ﬁ, Ω",
     "emoji 👩‍👩‍👧 🇫🇷 and \x00 control \x7f characters",
     "def f(x):\n    return {x: [1, 2]}  # comment\n",
-    "   leading and trailing   ",
 ]
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_comes_back(text):
     """Up to NFC, Qwen2's normalisation: e + accent and é are one text to it."""
     assert TINY.decode(TINY.encode(text)) == unicodedata.normalize("NFC", text)
@@ -49,7 +48,6 @@ def test_no_text_becomes_a_control_token(parts):
 def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_ids_in_qwens_order():
     assert [TINY.special_tokens[token] for token in SPECIAL_TOKENS] == list(range(len(TINY) - 14, len(TINY)))
     assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270  # bytes and control tokens, no merge
-    assert len(train_tokenizer(shapes.LABELS, vocab_size=300)) == 300
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
@@ -58,11 +56,10 @@ def test_equals_transformers(tmp_path, kind, transformers):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     theirs = getattr(transformers, kind).from_pretrained(tmp_path)
     assert len(theirs) == len(TINY)
+    assert {token: theirs.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS} == TINY.special_tokens
     for text in ORDINARY:
         assert theirs(text)["input_ids"] == TINY.encode(text)
         assert theirs.decode(TINY.encode(text), clean_up_tokenization_spaces=False) == TINY.decode(TINY.encode(text))
-    for token in SPECIAL_TOKENS:
-        assert theirs.convert_tokens_to_ids(token) == TINY.special_tokens[token]
 
 
 def test_training_is_deterministic_over_processes():
@@ -72,13 +69,12 @@ def test_training_is_deterministic_over_processes():
         "words = [f'{a}{b} {b}{a}' for a in 'abcdefgh' for b in 'ijklmnop']\n"  # all pairs equally frequent
         "print(train_tokenizer(words, vocab_size=400).backend.to_str())"
     )
-
-    def train(seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
-        run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
-        return run.stdout
-
-    assert train("1") == train("2")
+    root = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    made = [
+        subprocess.check_output([sys.executable, "-c", script], env=os.environ | root | {"PYTHONHASHSEED": seed})
+        for seed in "12"
+    ]
+    assert made[0] == made[1]
 
 
 def test_missing_control_token_is_named(tmp_path):
@@ -103,21 +99,20 @@ def load(folder, content):
     return load_tokenizer(folder / "tokenizer.json")
 
 
-def test_the_length_that_a_training_run_saved_is_not_kept(tmp_path):
+def test_what_a_file_adds_to_every_text_is_not_kept(tmp_path):
+    """The length of a training run that saved it, and tokens put around each text."""
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
-    loaded = load(tmp_path, SAVED | {"truncation": cut, "padding": fill | {"pad_token": "<|endoftext|>"}})
-    for text in ("", "a", "more than four tokens, and than nine"):
-        assert loaded.encode(text) == TINY.encode(text)
-
-
-def test_a_file_that_puts_tokens_around_text_puts_none(tmp_path):
     piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
     template = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, piece], "pair": []}
     token = {"id": "<|im_end|>", "ids": [TINY.special_tokens["<|im_end|>"]], "tokens": ["<|im_end|>"]}
     template |= {"pair": [*template["single"], {"Sequence": {"id": "B", "type_id": 1}}]}
-    loaded = load(tmp_path, SAVED | {"post_processor": template | {"special_tokens": {"<|im_end|>": token}}})
-    assert loaded.encode("hi") == TINY.encode("hi")
+    for added in (
+        {"truncation": cut, "padding": fill | {"pad_token": "<|endoftext|>"}},
+        {"post_processor": template | {"special_tokens": {"<|im_end|>": token}}},
+    ):
+        for text in ("", "a", "more than four tokens, and than nine"):
+            assert load(tmp_path, SAVED | added).encode(text) == TINY.encode(text)
 
 
 def test_qwens_control_tokens_are_control_tokens_whatever_the_file_calls_them(tmp_path):
@@ -137,37 +132,27 @@ def test_added_tokens_are_words_unless_they_are_special(tmp_path):
     assert list(TINY.special_tokens) == list(SPECIAL_TOKENS)
 
 
-def without_a_byte():
-    vocabulary = {token: i for token, i in SAVED["model"]["vocab"].items() if token != "z"}
-    merges = [pair for pair in SAVED["model"]["merges"] if "z" not in "".join(pair)]
-    return SAVED | {"model": SAVED["model"] | {"vocab": vocabulary, "merges": merges}}
+MODEL = SAVED["model"]
+VOCABULARY = {token: i for token, i in MODEL["vocab"].items() if token != "z"}
+MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
 
 
-def with_one_id_twice():
-    vocabulary = SAVED["model"]["vocab"] | {"z": SAVED["model"]["vocab"]["a"]}
-    return SAVED | {"model": SAVED["model"] | {"vocab": vocabulary}}
-
-
-@pytest.mark.parametrize("content, reason", [
-    (with_one_id_twice(), "two of its tokens have the same id"),
-    (without_a_byte(), "1 of the 256 bytes are no tokens of it"),
-    (SAVED | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "255 of the 256 bytes"),
-    (SAVED | {"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
-    (SAVED | {"pre_tokenizer": {"type": "WhitespaceSplit"}}, "it turns .Hello world"),
-    (SAVED | {"decoder": None}, "it turns .Hello world"),
-], ids=["one id twice", "byte missing", "words", "lower case", "no bytes", "no decoder"])  # fmt: skip
-def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, content, reason):
+@pytest.mark.parametrize("changed, reason", [
+    ({"model": MODEL | {"vocab": VOCABULARY | {"z": VOCABULARY["a"]}}}, "two of its tokens have the same id"),
+    ({"model": MODEL | {"vocab": VOCABULARY, "merges": MERGES}}, "1 of the 256 bytes are no tokens of it"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "255 of the 256 bytes"),
+    ({"normalizer": {"type": "Lowercase"}}, "it turns .Hello .* into .hello "),
+    ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, "it turns .Hello world"),
+    ({"decoder": None}, "it turns .Hello world"),
+    # its Rust code takes the prefix's length from that of a merged token: an exception that is no Exception
+    ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
+], ids=["one id twice", "byte missing", "words", "lower case", "no bytes", "no decoder", "panic"])  # fmt: skip
+def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
     with pytest.raises(ValueError, match=rf"tokenizer\.json: not a readable .*{reason}"):
-        load(tmp_path, content)
+        load(tmp_path, SAVED | changed)
 
 
-def test_a_panic_of_the_library_is_an_error_too(tmp_path):
-    """Its Rust code subtracts the length of the prefix from that of a merged token: an exception beside Exception."""
-    with pytest.raises(ValueError, match=r"tokenizer\.json: not a readable"):
-        load(tmp_path, SAVED | {"model": SAVED["model"] | {"continuing_subword_prefix": "a long prefix"}})
-
-
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
 def test_half_a_surrogate_pair_is_no_text(text):
     """JSON can spell it and Python can hold it; UTF-8 has none."""
     with pytest.raises(ValueError, match=r"is no Unicode text: half of a surrogate"):
