@@ -76,7 +76,8 @@ def test_the_pin_changes_with_prompt_pixels_decoding_and_weights_alone(evaluate,
     for name, arguments, options in (
         ("prompt", ["--data.prompt_template=Look. {problem}"], {}), ("pixels", ["--data.max_pixels=3136"], {}),
         ("decoding", ["--sampling.top_k=3"], {}), ("copied", [], copy),
-        ("seed, rewards and rows", ["--seed=1", "--data.eval_rewards=[format]"], {"data": rows.parent / "other.jsonl"}),
+        ("seed and rewards", ["--seed=1", "--data.eval_rewards=[format, accuracy]"], {}),
+        ("rows", [], {"data": rows.parent / "other.jsonl"}),
     ):  # fmt: skip
         pin = evaluate("--rows=2", *arguments, **options)[1]["pin"]
         assert {key for key in pin if pin[key] != base[key]} == ({name, "all"} if name in base else set())

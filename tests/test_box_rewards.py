@@ -79,19 +79,13 @@ HACKS = {
     say(f"[{RIGHT}], [0 0 0 0]"): (0.5, 0.5, 0, 0),
     say(f"[{RIGHT}], [90 40 110 60]"): (0.5, 0.5, 0, 0),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
-    # tags
+    # tags; test_rewards.py has more
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
-    f"{say(RIGHT)}{WRONG}": ALL_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
-    f"<think>{RIGHT}</think>{RIGHT}": NOTHING,
     f"<think>{RIGHT}</think><answer>{WRONG}</answer>": BESIDE,
-    f"<think><answer>{RIGHT}</answer></think>": ALL_BUT_FORM,
-    f"<answer>{WRONG}<answer>{RIGHT}</answer>": NOTHING,
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
-    f"<answer>{RIGHT}</answer><answer>{WRONG}</answer>": BESIDE_BUT_FORM,
     f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
-    f"a</think><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # a prompt may end with <think>
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
     say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
 }
@@ -178,10 +172,6 @@ def test_each_completion_is_judged_by_its_own_row():
     assert values[0].tolist() == [1, 1, 1, 1]
     assert values[1, 3] == 1
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
-
-
-def test_the_edge_of_the_image_is_inside():
-    assert box_format([say("0 0 100 50"), say("0 0 100.00001 50"), say("0 0 100.001 50")], [EXTENT] * 3) == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("solution", "said", "inside", "near"), [

@@ -53,17 +53,14 @@ VIDEOS = [
     ("webm", "libvpx", "yuv420p"), ("webm", "libvpx-vp9", "yuv420p"), ("mpegts", "mpeg2video", "yuv420p"),
     ("gif", "gif", "rgb8"),
 ]  # fmt: skip
+NAMED = [{"name": "default", "template": CHATML}]
 TEMPLATES = {
     "chat_template.json": json.dumps({"chat_template": CHATML}),
     "chat_template.jinja": CHATML,
-    "tokenizer_config.json": json.dumps(
-        {"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": CHATML}]}
-    ),
+    "tokenizer_config.json": json.dumps({"eos_token": {"content": "<|im_end|>"}, "chat_template": NAMED}),
 }
-SHARD, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
-CHECKPOINT = ["config.json", "preprocessor_config.json", INDEX, SHARD]
-
-
+CHECKPOINT = ["config.json", "preprocessor_config.json"]
+CHECKPOINT += ["model.safetensors.index.json", "model-00002-of-00002.safetensors"]
 MORE = int(os.environ.get("FUZZ", 1))  # times as many damaged files: FUZZ=20 pytest tests/test_fuzz.py
 READING, TOUCHED = [], []  # the subject that is read; files that were opened, and what was started or reached
 OURS = sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "/dev", "/proc", "/usr"
@@ -79,40 +76,38 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 
 
-# a subject: whole files, how a damaged one is read and what must hold of it then, and how an error begins
+# a subject: (folder, name) -> where a damaged file is put, whole files, how it is read and what must hold of it then
 
 
-def images(folder):
-    def read(content):
-        image = fetch_image(content)
+def images(folder, name):
+    def read():
+        image = fetch_image(folder / name)
         assert image.mode == "RGB" and min(image.size) > 0
 
-    files = [encoded(noise("RGB", (16, 16)), kind) for kind in IMAGES]
-    return files, read, "{size} bytes: cannot be read as an image ("
+    return folder / name, [encoded(noise("RGB", (16, 16)), kind) for kind in IMAGES], read
 
 
-def videos(folder):
+def videos(folder, name):
     t, y, x, c = np.ogrid[:12, :16, :16, :3]
     frames, files = ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8), []
     for kind in VIDEOS:
         tiny.write_video(folder / "video", frames, 30, *kind)
         files.append((folder / "video").read_bytes())
 
-    def read(content):
-        video = load_video(content)
+    def read():
+        video = load_video(folder / name)
         assert len(video.frames) % 2 == 0 and 0 < video.fps < float("inf")
 
-    return files, read, "{size} bytes: "
+    return folder / name, files, read
 
 
-def tokenizers(folder):
+def tokenizers(folder, name):
     texts = ["Hello world", "  a  b\n\n", "naïve café 猫 🐈", "<|im_", "x = y[0] + 3.14"]
-    path = folder / "tokenizer.json"
+    path = folder / name
     train_tokenizer(texts * 2, vocab_size=300).backend.save(str(path))
 
-    def read(content):
+    def read():
         """A file that is read loses no text, finds no control token in it, and is written as it was read."""
-        path.write_bytes(content)
         loaded = load_tokenizer(path)
         for text in texts:
             ids = loaded.encode(text)
@@ -121,119 +116,87 @@ def tokenizers(folder):
         loaded.backend.save(str(path))
         assert load_tokenizer(path).encode(texts[0]) == loaded.encode(texts[0])
 
-    return [path.read_bytes()], read, f"{path}: "
+    return path, [path.read_bytes()], read
 
 
-def templates(name):
+def templates(folder, name):
     image_and_text = [{"type": "image"}, {"text": " im_end "}]
     talk = [{"role": "user", "content": image_and_text}, {"role": "assistant", "content": "two"}]
 
-    def subject(folder):
-        def read(content):
-            (folder / name).write_bytes(content)
-            template = ChatTemplate.from_folder(folder)
-            if template is not None:
-                assert all(isinstance(piece, str) for piece in template.render(talk))
-                template.render_completion(talk[:1], talk[1:])
+    def read():
+        template = ChatTemplate.from_folder(folder)
+        if template is not None:
+            assert all(isinstance(piece, str) for piece in template.render(talk))
+            template.render_completion(talk[:1], talk[1:])
 
-        return [TEMPLATES[name].encode()], read, str(folder / name)
-
-    return subject
+    return folder / name, [TEMPLATES[name].encode()], read
 
 
-def generation_config(folder):
-    path = folder / "generation_config.json"
-
-    def read(content):
-        path.write_bytes(content)
-        assert from_generation_config(read_json(path)).temperature >= 0
-
+def generation_config(folder, name):
     values = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
     values |= {"eos_token_id": [151645, 151643], "max_new_tokens": 61, "num_beams": 1, "stop_strings": ["a"]}
-    return [json.dumps(values).encode()], read, "generation_config"
+
+    def read():
+        assert from_generation_config(read_json(folder / name)).temperature >= 0
+
+    return folder / name, [json.dumps(values).encode()], read
 
 
-def checkpoints(name):
-    def subject(folder):
-        """A tiny model in two files, with everything that a folder has."""
-        (folder / "tiny.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": True}))
-        model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
-        most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
-        save_model(folder / "model", model, processor, max_shard_size=most)
-        load_model(folder / "model"), load_processor(folder / "model")
-        shutil.copytree(folder / "model", folder / "damaged")
-
-        def read(content):
-            (folder / "damaged" / name).write_bytes(content)
-            (load_processor if name.startswith("pre") else load_model)(folder / "damaged")
-
-        return [(folder / "model" / name).read_bytes()], read, str(folder / "damaged")
-
-    return subject
+def checkpoints(folder, name):
+    """A tiny model in two files, with everything that a folder has."""
+    (folder / "tiny.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": True}))
+    model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
+    most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
+    save_model(folder / "model", model, processor, max_shard_size=most)
+    load_model(folder / "model"), load_processor(folder / "model")
+    shutil.copytree(folder / "model", folder / "damaged")
+    read = load_processor if name.startswith("pre") else load_model
+    return folder / "damaged" / name, [(folder / "model" / name).read_bytes()], lambda: read(folder / "damaged")
 
 
-def steps(name):
+def steps(folder, name):
     """A step that a trainer dumped, all that needs no model: what explains a difference is not searched."""
+    ids, prompt = torch.arange(24).view(4, 6), torch.tensor([[1, 1, 0, 0, 0, 0]] * 4)
+    optimizer = {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "no_decay": ["w"]}
+    about = {
+        "kind": "grpo", "loss": {"loss_type": "dapo", "beta": 0.1}, "num_generations": 2, "scale_rewards": "group",
+        "reward_weights": [1.0], "stop_token_ids": [23], "pad_token_id": 0, "mean_over": "micro_batch",
+        "rollout_tokens": 16, "steps_per_rollout": 1, "world_size": 1, "step_rows": 4, "temperature": 1.0,
+        "optimizer": optimizer | {"weight_decay": 0.1, "max_grad_norm": 1.0, "step": 1},
+        "schedule": {"type": "linear", "learning_rate": 1e-3, "warmup_steps": 0, "max_steps": 9, "step": 0},
+    }  # fmt: skip
+    tensors = {
+        "input_ids": ids, "prompt_mask": prompt, "completion_mask": 1 - prompt, "attention_mask": torch.ones_like(ids),
+        "per_token_logps": -torch.rand(4, 6), "ref_per_token_logps": -torch.rand(4, 6), "rewards": torch.eye(4)[:, :1],
+        "advantages": torch.ones(4), "rollout_advantages": torch.ones(4), "row": torch.arange(4),
+        "group": torch.tensor([0, 0, 1, 1]), "micro_batch": torch.tensor([0, 0, 1, 1]), "loss": torch.ones(2),
+        "logps_gradient": torch.rand(4, 6), "grad_norm": torch.ones(1),
+    }  # fmt: skip
+    kinds = ("grad", "clipped", "before", "after", "exp_avg", "exp_avg_sq")
+    dump.write(folder / "step", about, tensors | {f"{kind}.w": torch.ones(2, 3) for kind in kinds})
 
-    def subject(folder):
-        ids, prompt = torch.arange(24).view(4, 6), torch.tensor([[1, 1, 0, 0, 0, 0]] * 4)
-        rewards, real, w = torch.tensor([[0.0], [1.0], [1.0], [0.0]]), 1 - prompt, torch.ones(2, 3)
-        optimizer = {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "no_decay": ["w"]}
-        about = {
-            "kind": "grpo", "loss": {"loss_type": "dapo", "beta": 0.1}, "num_generations": 2, "scale_rewards": "group",
-            "reward_weights": [1.0], "stop_token_ids": [23], "pad_token_id": 0, "mean_over": "micro_batch",
-            "rollout_tokens": 16, "steps_per_rollout": 1, "world_size": 1, "step_rows": 4, "temperature": 1.0,
-            "optimizer": optimizer | {"weight_decay": 0.1, "max_grad_norm": 1.0, "step": 1},
-            "schedule": {"type": "linear", "learning_rate": 1e-3, "warmup_steps": 0, "max_steps": 9, "step": 0},
-        }  # fmt: skip
-        tensors = {
-            "input_ids": ids, "prompt_mask": prompt, "completion_mask": real, "attention_mask": torch.ones(4, 6).long(),
-            "per_token_logps": -torch.rand(4, 6), "ref_per_token_logps": -torch.rand(4, 6), "rewards": rewards,
-            "advantages": torch.ones(4), "rollout_advantages": torch.ones(4), "row": torch.arange(4),
-            "group": torch.tensor([0, 0, 1, 1]), "micro_batch": torch.tensor([0, 0, 1, 1]), "loss": torch.ones(2),
-            "logps_gradient": torch.rand(4, 6), "grad_norm": torch.ones(1),
-        }  # fmt: skip
-        kinds = ("grad", "clipped", "before", "after", "exp_avg", "exp_avg_sq")
-        dump.write(folder / "step", about, tensors | {f"{kind}.w": w for kind in kinds})
+    def read():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(audit, "explain", lambda *_: [])
+            assert audit.main([str(folder / "step")]) in (0, 1)
 
-        def read(content):
-            (folder / "step" / name).write_bytes(content)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(audit, "explain", lambda *_: [])
-                assert audit.main([str(folder / "step")]) in (0, 1)
-
-        return [(folder / "step" / name).read_bytes()], read, str(folder / "step")
-
-    return subject
+    return folder / "step" / name, [(folder / "step" / name).read_bytes()], read
 
 
-def adapters(name):
-    def subject(folder):
-        gather_adapter(adapted(["language"], dtype=torch.float32))(folder / "adapter")
-
-        def read(content):
-            (folder / "adapter" / name).write_bytes(content)
-            load_adapter(tiny.model(), folder / "adapter")
-
-        return [(folder / "adapter" / name).read_bytes()], read, str(folder / "adapter")
-
-    return subject
+def adapters(folder, name):
+    gather_adapter(adapted(["language"], dtype=torch.float32))(folder)
+    return folder / name, [(folder / name).read_bytes()], lambda: load_adapter(tiny.model(), folder)
 
 
-def recipes(folder):
+def recipes(folder, name):
     """A recipe names code, which is not to be executed when it is read."""
-
-    def read(content):
-        (folder / "recipe.json").write_bytes(content)
-        load_config(folder / "recipe.json")
-
     values = {"seed": 1, "stages": ["sft", "grpo"], "model": {"config": "model.json"}, "output_dir": "runs/x"}
     values |= {"data": {"task": "evil.py:f", "columns": {"a": "b"}}, "rewards": {"evil.py:f": 1.0, "accuracy": 0.5}}
     values |= {"grpo": {"learning_rate": "1e-4", "max_steps": 3, "loss_type": "dapo"}, "adapter": {"r": 4, "alpha": 8}}
-    return [json.dumps(values).encode()], read, ""
+    return folder / name, [json.dumps(values).encode()], lambda: load_config(folder / name)
 
 
-def rows(folder):
+def rows(folder, name):
     """Rows of several forms, read with their pictures."""
     PIL.Image.new("RGB", (4, 4)).save(folder / "a.png")
     talk = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
@@ -244,65 +207,53 @@ def rows(folder):
         {"question": "Which?", "A": "cat", "B": "dog", "answer": "A", "image": "a.png"},
     ]  # fmt: skip
 
-    def read(content):
-        (folder / "rows.jsonl").write_bytes(content)
-        found = FileDataset(folder / "rows.jsonl", ("problem",))
-        assert all(found[i].messages for i in range(len(found)))
+    def read():
+        assert all(row.messages for row in FileDataset(folder / name, ("problem",)))
 
-    return [json.dumps(line).encode() for line in lines], read, f"{folder}/"
+    return folder / name, [json.dumps(line).encode() for line in lines], read
 
 
-def runs(name):
+def runs(folder, name):
     """The folder of a run that somebody sent: its page shows nothing else of this machine."""
-
-    def subject(folder):
-        run, at = folder / "run", {"stage": "grpo", "step": 0}
-        (run / "images").mkdir(parents=True)
-        PIL.Image.new("RGB", (4, 4)).save(run / "images" / "grpo-0-0.webp")
-        said = {"text": "a", "rewards": {"accuracy": 1.0}, "reward": 1.0, "advantage": 0.0, "boxes": [[0, 0, 1, 1]]}
-        said |= {"stopped": True, "tokens": [["a", -0.5]]}
-        line = at | {"row": 0, "where": "x:1", "prompt": "?", "solution": "a", "truth": [], "completions": [said]}
-        files = {
-            "completions.jsonl": line | {"images": ["images/grpo-0-0.webp"]}, "metrics.jsonl": at | {"reward": 1.0},
-            "timings.jsonl": at | {"seconds": 1.0, "peak_memory_gib": 0.5}, "warnings.jsonl": at | {"warning": "all"},
-            "evaluations.jsonl": at | {"sampled": 0.5}, "summary.json": {"chance": None, "start": {"sampled": 0.5}},
-        }  # fmt: skip
-        for file, values in files.items():
-            (run / file).write_text(json.dumps(values) + "\n")
-        (run / "config.yaml").write_text(to_yaml(RunConfig()))
-
-        def read(content):
-            (run / name).write_bytes(content)
-            page.write_page([run], folder / "page.html")
-
-        return [(run / name).read_bytes()], read, str(run)
-
-    return subject
+    run, at = folder / "run", {"stage": "grpo", "step": 0}
+    (run / "images").mkdir(parents=True)
+    PIL.Image.new("RGB", (4, 4)).save(run / "images" / "grpo-0-0.webp")
+    said = {"text": "a", "rewards": {"accuracy": 1.0}, "reward": 1.0, "advantage": 0.0, "boxes": [[0, 0, 1, 1]]}
+    said |= {"stopped": True, "tokens": [["a", -0.5]]}
+    line = at | {"row": 0, "where": "x:1", "prompt": "?", "solution": "a", "truth": [], "completions": [said]}
+    files = {
+        "completions.jsonl": line | {"images": ["images/grpo-0-0.webp"]}, "metrics.jsonl": at | {"reward": 1.0},
+        "timings.jsonl": at | {"seconds": 1.0, "peak_memory_gib": 0.5}, "warnings.jsonl": at | {"warning": "all"},
+        "evaluations.jsonl": at | {"sampled": 0.5}, "summary.json": {"chance": None, "start": {"sampled": 0.5}},
+    }  # fmt: skip
+    for file, values in files.items():
+        (run / file).write_text(json.dumps(values) + "\n")
+    (run / "config.yaml").write_text(to_yaml(RunConfig()))
+    return run / name, [(run / name).read_bytes()], lambda: page.write_page([run], folder / "page.html")
 
 
-def states(folder):
+def states(folder, name):
     """The progress of a state whose checksums are right: read, or reported and not used."""
     state = folder / "states" / "000003"
     state.mkdir(parents=True)
     progress = Progress(0, ["sft", "grpo"], "", stage=1, step=2, steps=3, logs={"metrics.jsonl": "{}\n"})
 
-    def read(content):
-        (state / "run.json").write_bytes(content)
-        sums = {"run.json": hashlib.blake2b(content).hexdigest()}
+    def read():
+        sums = {name: hashlib.blake2b((state / name).read_bytes()).hexdigest()}
         (state / "complete.json").write_text(json.dumps(sums))
         States(RunConfig(output_dir=str(folder)), ONE, None).read(state)
 
-    return [json.dumps(asdict(progress)).encode()], read, ""
+    return state / name, [json.dumps(asdict(progress)).encode()], read
 
 
-SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
-SUBJECTS |= {name: templates(name) for name in TEMPLATES} | {name: checkpoints(name) for name in CHECKPOINT}
 LOGS = ["completions.jsonl", "metrics.jsonl", "timings.jsonl", "warnings.jsonl", "evaluations.jsonl"]
-SENT = {name: runs(name) for name in (*LOGS, "summary.json", "config.yaml")}  # what somebody may send
-SENT |= {name: steps(name) for name in ("step.json", "step.safetensors")}
-SENT |= {name: adapters(name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+SENT = dict.fromkeys((*LOGS, "summary.json", "config.yaml"), runs)  # what somebody may send
+SENT |= dict.fromkeys(("step.json", "step.safetensors"), steps)
+SENT |= dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), adapters)
 SENT |= {"recipe.json": recipes, "rows.jsonl": rows, "run.json": states}
-SUBJECTS |= SENT
+SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
+SUBJECTS |= dict.fromkeys(TEMPLATES, templates) | dict.fromkeys(CHECKPOINT, checkpoints) | SENT
+NAMELESS = ("generation_config.json", "recipe.json", "run.json")  # their errors name a key
 
 
 # the damage
@@ -376,22 +327,23 @@ def random(draw, content):
 @pytest.mark.filterwarnings("ignore:::PIL")
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_damaged_file_is_read_or_named(name, tmp_path):
-    wholes, read, says = SUBJECTS[name](tmp_path)
+    path, wholes, read = SUBJECTS[name](tmp_path, name)
     of_json = name.endswith((".json", ".jsonl", ".safetensors"))
     damages = [flipped, cut, grown, random] + [wrong_value] * 4 * of_json
-    examples = {"image": 300} | dict.fromkeys(CHECKPOINT, 60) | dict.fromkeys(SENT, 20)
+    examples = {"image": 200} | dict.fromkeys(CHECKPOINT, 40) | dict.fromkeys(SENT, 15)
 
-    @settings(max_examples=MORE * examples.get(name, 100), deadline=None, database=None)
+    @settings(max_examples=MORE * examples.get(name, 60), deadline=None, database=None)
     @given(data=st.data())
     def fuzz(data):
         damage, whole = data.draw(st.sampled_from(damages)), data.draw(st.sampled_from(wholes))
-        content = damage(data.draw, whole)
+        path.write_bytes(damage(data.draw, whole))
         TOUCHED.clear()
         READING.append(name)
         try:
-            read(content)
+            read()
         except ValueError as error:
-            assert says.format(size=len(content)) in str(error) and len(str(error)) < 3000, error
+            assert name in NAMELESS or str(path.parent) in str(error), error
+            assert len(str(error)) < 3000
         finally:
             READING.clear()
         # rows may name any picture of this machine
@@ -399,19 +351,6 @@ def test_a_damaged_file_is_read_or_named(name, tmp_path):
         assert name == "rows.jsonl" or not others, others
 
     for whole in wholes:
-        read(whole)
-    fuzz()
-
-
-@pytest.mark.parametrize("name", ["image", "video"])
-def test_random_bytes_are_refused(name, tmp_path):
-    _, read, says = SUBJECTS[name](tmp_path)
-
-    @settings(max_examples=80, deadline=None, database=None)
-    @given(content=st.binary(max_size=300))
-    def fuzz(content):
-        with pytest.raises(ValueError) as raised:
-            read(content)
-        assert str(raised.value).startswith(says.format(size=len(content)))
-
+        path.write_bytes(whole)
+        read()
     fuzz()

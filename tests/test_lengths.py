@@ -25,18 +25,12 @@ def test_cosine_equals_trl():
 
 
 def test_cosine_by_hand():
-    """Half of the length is half of the way; values can be one's own."""
-    given = {"solution": ["a"] * 4, "answer_texts": ["a", "b", "a", "a"]}
-    ids = [[0] * 50, [0] * 50, [], [0] * 500]
-    assert cosine([""] * 4, ids, max_length=100, **given) == pytest.approx([0.75, -0.75, 1.0, 0.5])
-    assert cosine([""] * 4, ids, max_length=100, right=(2.0, 0.0), wrong=(0.0, 0.0), **given) == [1.0, 0.0, 2.0, 0.0]
-
-
-def test_defaults_of_cosine():
-    """The scale ends at 1,024 tokens, and `accuracy` says what is right."""
-    solution, ids = ["a dog"] * 4, [[0] * 512, [0] * 1024, [0] * 512, [0] * 1024]
-    given = {"solution": solution, "answer_texts": ["a dog", "A dog", "a", "a cat"]}
-    assert cosine([""] * 4, ids, **given) == pytest.approx([0.75, 0.5, -0.75, -0.5])
+    """Half of the length is half of the way; values can be one's own. By default `accuracy` says what is right, and
+    the scale ends at 1,024 tokens."""
+    given = {"solution": ["a dog"] * 4, "answer_texts": ["a dog", "a cat", "A dog", "a dog"]}
+    ids = [[0] * 512, [0] * 512, [], [0] * 5000]
+    assert cosine([""] * 4, ids, **given) == pytest.approx([0.75, -0.75, 1.0, 0.5])
+    assert cosine([""] * 4, ids, right=(2.0, 0.0), wrong=(0.0, 0.0), **given) == [1.0, 0.0, 2.0, 0.0]
 
 
 def test_repetition_equals_trl():

@@ -25,7 +25,7 @@ def test_in_a_thread_too(math_verify):
 
 
 HUGE = ["9^9^9^9", "9^{9^{9^{9}}}", "9**9**9**9", "1000000!", "2^{9999999}"]
-LONG = ["((1000)!)!", "{" * 290, "\\sqrt" * 60, "1+" * 149]
+LONG = ["((1000)!)!", "{" * 290]
 
 
 def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
@@ -37,7 +37,7 @@ def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
         return parse(text, *rest, parsing_timeout=parsing_timeout, **options)
 
     monkeypatch.setattr(math_verify, "parse", spy)
-    assert not any(math(HUGE + LONG, ["2"] * 9))
+    assert not any(math(HUGE + LONG, ["2"] * 7))
     assert not [text for text in asked for bomb in HUGE if bomb in text]
     assert len(asked) == 1 + len(LONG) and set(asked.values()) == {SECONDS}
 

@@ -7,6 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from talk import assistant, user
 
 from minivlmrl.data import media
 from minivlmrl.data.file_dataset import FileDataset
@@ -167,9 +168,13 @@ def test_one_size_for_all_images_but_those_that_say_their_own(folder):
 
 
 def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
+    """Also those of later turns."""
     shown = [{"image": name} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
-    shown += [{"video": ["frame0.png", "3.png"]}, {"images": ["4.png", "5.png", "6.png"]}]
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row | {"problem": "a"}) for row in shown))
+    shown += [{"video": ["frame0.png", "3.png"]}, {}]
+    lines = [row | {"problem": "a"} for row in shown]
+    later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
+    lines[-1] = {"messages": [user("?"), assistant("a"), later, assistant("b")]}
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\), \.\.\.$"
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .*: {listed}"):
         FileDataset(folder / "rows.jsonl")

@@ -95,8 +95,8 @@ def test_stages_may_have_files_of_their_own(files):
     options = {"train_file": str(files / "a.jsonl"), "image_root": str(files / "elsewhere")}
     rows = load(stages, own, **options)
     assert (problems(rows["sft"]), problems(rows["grpo"])) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
-    rows = load(stages, own | {"grpo": files / "b.jsonl"}, image_root=options["image_root"])
-    assert problems(rows["grpo"]) == ["b0", "b1"]
+    rows = load(stages, own | {"grpo": files / "a.jsonl"}, image_root=options["image_root"])
+    assert problems(rows["grpo"]) == ["a0", "a1", "a2", "a3"]
     for wrong in ({"task": "shapes"}, {}):
         with pytest.raises(ValueError, match=r"data: set either data\.task"):
             load(stages, own, **wrong)

@@ -29,9 +29,7 @@ def test_options_are_named_parameters(own, name):
 
 @pytest.mark.parametrize("name, error", [
     ("near(0.5)", r"^reward near\(0.5\): its options must have the form name=value, name=value$"),
-    ("near(tolerance=)", "its options must have the form"),
     ("near(tolerance=open('x'))", "its options must have the form"),
-    ("near(tolerance=1)(units=2)", "its options must have the form"),
     ("near(tolerence=0.5)", r"there is no option 'tolerence'; there are: tolerance, units$"),
     ("near(solution=['b'])", "there is no option 'solution'"),
     ("format(strict=True)", "there is no option 'strict'; there are: none$"),

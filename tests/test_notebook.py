@@ -58,16 +58,16 @@ def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
     """So a finished run's rows are not overwritten, and a resumed run finds its own."""
     monkeypatch.chdir(tmp_path)
     PIL.Image.new("L", (4, 4)).save("a.png")
-    turn = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
-    forms = [{"image": "a.png"}, {"images": ["a.png"]}, {"image": {"image": "a.png", "max_pixels": 3136}}]
-    forms += [{"prompt": [turn]}, {"image": "data:image/png"}]
-    path = write_rows(forms, tmp_path / "rows")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    there = str(tmp_path / "a.png")
-    assert lines[0] == {"image": there} and lines[1] == {"images": [there]} and lines[4] == forms[4]
-    assert lines[2]["image"] == {"image": there, "max_pixels": 3136}
-    assert lines[3]["prompt"][0] == {"role": "user", "content": [{"type": "image", "image": there}]}
-    assert write_rows(forms, tmp_path / "rows") == path and write_rows(forms[:1], tmp_path / "rows") != path
+
+    def forms(name):
+        turn = {"role": "user", "content": [{"type": "image", "image": name}]}
+        shown = [{"image": name}, {"images": [name]}, {"image": {"image": name, "max_pixels": 3136}}]
+        return [*shown, {"prompt": [turn]}, {"image": "data:image/png"}]
+
+    path = write_rows(forms("a.png"), tmp_path / "rows")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == forms(str(tmp_path / "a.png"))
+    assert write_rows(forms("a.png"), tmp_path / "rows") == path
+    assert write_rows(forms("a.png")[:1], tmp_path / "rows") != path
 
 
 def test_a_reward_of_our_name_is_refused(own):

@@ -18,12 +18,11 @@ def test_read_number(text, value, unit):
 
 
 @pytest.mark.parametrize("unit, spellings", [
-    ("mm", "mm millimeter millimeters millimetre millimetres"),
-    ("cm", "cm centimeter centimeters centimetre centimetres"), ("m", "m meter meters metre metres"),
-    ("km", "km kilometer kilometers kilometre kilometres"), ("in", "in inch inches"), ("ft", "ft foot feet"),
-    ("mg", "mg milligram milligrams"), ("g", "g gram grams"), ("kg", "kg kilogram kilograms"),
-    ("s", "s sec secs second seconds"), ("min", "min minute minutes"), ("h", "h hr hrs hour hours"),
-    ("%", "% percent"),
+    *[(f"{short}m", f"{short}m {long}meter {long}meters {long}metre {long}metres")
+      for short, long in (("m", "milli"), ("c", "centi"), ("", ""), ("k", "kilo"))],
+    *[(f"{short}g", f"{short}g {long}gram {long}grams") for short, long in (("m", "milli"), ("", ""), ("k", "kilo"))],
+    ("in", "in inch inches"), ("ft", "ft foot feet"), ("s", "s sec secs second seconds"), ("min", "min minute minutes"),
+    ("h", "h hr hrs hour hours"), ("%", "% percent"),
 ])  # fmt: skip
 def test_spellings_of_units(unit, spellings):
     assert {word: read_number(f"3 {word}") for word in spellings.split()} == dict.fromkeys(spellings.split(), (3, unit))
@@ -48,7 +47,7 @@ def test_tolerance(answer, solution, tolerance, earned):
     assert number([answer], [solution], tolerance=tolerance) == [earned]
 
 
-@pytest.mark.parametrize("solution", ["a cat", "nan", "1e9999", "3 or 4", float("inf"), True])
+@pytest.mark.parametrize("solution", ["a cat", "nan", "1e9999", float("inf"), True])
 def test_a_solution_that_is_no_number_is_named(solution):
     with pytest.raises(ValueError, match=r"^reward number: solution .* is no number$"):
         number(["3"], [solution])

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import importlib.metadata
 import itertools
-import json
 import random
 
 import PIL.Image
@@ -12,7 +11,6 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from minivlmrl.chat import Control, render
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.hub.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, load_tokenizer
 from minivlmrl.image import ImageProcessor
@@ -54,8 +52,8 @@ def parts_of(token, rank):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """vocab.json, merges.txt and, put together here, tokenizer.json as on the hub."""
+def vocabulary():
+    """{token: id} and merges, as in vocab.json and merges.txt."""
     tokens = ranks()
     rank = {token: i for i, token in enumerate(tokens)}
     # GPT-2's letters for bytes: those that can be seen are themselves, the others U+0100 and on, in order
@@ -64,13 +62,14 @@ def folder(tmp_path_factory):
     letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)}
     spelled = [token.decode("latin-1").translate(letters) for token in tokens]
     merges = [tuple(spelled[rank[part]] for part in parts_of(token, rank)) for token in tokens if len(token) > 1]
-    vocabulary = {text: i for i, text in enumerate(spelled)}
     assert len(merges) == 151387
+    return {text: i for i, text in enumerate(spelled)}, merges
 
-    folder = tmp_path_factory.mktemp("qwen")
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    (folder / "merges.txt").write_text("\n".join(map(" ".join, merges)), encoding="utf-8")
-    backend = Backend(models.BPE(vocabulary, merges))
+
+@pytest.fixture(scope="session")
+def qwen(vocabulary, tmp_path_factory):
+    """From a tokenizer.json as on the hub, put together here."""
+    backend = Backend(models.BPE(*vocabulary))
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,21 +77,15 @@ def folder(tmp_path_factory):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     backend.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
+    path = tmp_path_factory.mktemp("qwen") / "tokenizer.json"
+    backend.save(str(path))
+    return load_tokenizer(path)
 
 
 @pytest.fixture(scope="session")
-def qwen(folder):
-    return load_tokenizer(folder / "tokenizer.json")
-
-
-@pytest.fixture(scope="session")
-def theirs(folder, transformers):
+def theirs(vocabulary, transformers):
     """Put together by transformers from vocabulary and merges, with its own split, normalizer and decoder."""
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    merges = [tuple(line.split(" ")) for line in (folder / "merges.txt").read_text(encoding="utf-8").split("\n")]
-    tokenizer = transformers.Qwen2Tokenizer(vocabulary, merges)
+    tokenizer = transformers.Qwen2Tokenizer(*vocabulary)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS[1:]])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
     return tokenizer
@@ -103,19 +96,6 @@ def test_the_ids_of_added_tokens(qwen, theirs):
     assert [qwen.backend.token_to_id(token) for token in (*SPECIAL_TOKENS, *WORDS)] == list(range(151643, 151665))
     assert theirs.convert_tokens_to_ids([*SPECIAL_TOKENS, *WORDS]) == list(range(151643, 151665))
     assert qwen.special_tokens == {token: 151643 + i for i, token in enumerate(SPECIAL_TOKENS)}
-
-
-def prompt_ids(tokenizer, pieces):
-    """As the processor does it, with one token for each image."""
-    ids = [[tokenizer.backend.token_to_id(p)] if isinstance(p, Control) else tokenizer.encode(p) for p in pieces]
-    return [i for piece in ids for i in piece]
-
-
-def test_the_default_prompt_begins_as_in_transformers_integration_test(qwen):
-    pieces = render([{"role": "user", "content": [{"type": "image"}, {"text": "What kind of dog is this?"}]}])
-    assert prompt_ids(qwen, pieces)[:17] == [
-        151644, 8948, 198, 2610, 525, 264, 10950, 17847, 13, 151645, 198, 151644, 872, 198, 151652, 151655, 151653,
-    ]  # fmt: skip
 
 
 SPACES = [" ", "  ", "\n", "\r\n", "\t", "   \n \n", "\u00a0", "\u3000", "\u2028", "\x00", "\ufeff"]
@@ -149,16 +129,16 @@ def test_2000_drawn_texts_have_transformers_ids_and_come_back(qwen, theirs):
         assert qwen.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False), repr(text)
 
 
-def test_500_texts_that_spell_control_tokens_are_text(qwen, theirs):
+def test_300_texts_that_spell_control_tokens_are_text(qwen, theirs):
     """transformers agrees when it is told to split them; as it comes, it would take each for the control token."""
     differ = 0
-    for seed in range(500):
+    for seed in range(300):
         text = drawn_text(seed, spelled=True)
         ids = qwen.encode(text)
         assert ids == theirs(text, split_special_tokens=True)["input_ids"], repr(text)
         assert not set(ids) & set(qwen.special_tokens.values())
         differ += ids != theirs(text)["input_ids"]
-    assert differ > 200
+    assert differ > 120
 
 
 ORDINARY = [{"role": "user", "content": "It's 42 日本 <think>\n\n"}, {"role": "assistant", "content": " No.  "}]
@@ -173,11 +153,10 @@ def chat_ids(theirs, template, messages, **options):
     return theirs.apply_chat_template(messages, **options)
 
 
-@pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
-def test_a_folder_with_qwens_published_template_goes_through_chat_render(qwen, theirs, published, tmp_path, file):
+def test_a_folder_with_qwens_published_template_goes_through_chat_render(qwen, theirs, published, tmp_path):
     """Where text spells a control token its ids are those of sanitize_control_tokens: each begins a new word."""
     text = published("qwen2_5_vl")
-    (tmp_path / file).write_text(json.dumps({"chat_template": text}) if file.endswith(".json") else text)
+    (tmp_path / "chat_template.jinja").write_text(text)
     template = ChatTemplate.from_folder(tmp_path, qwen.special_tokens)
     assert template is None
     processor = Processor(qwen, ImageProcessor(), template)
@@ -189,19 +168,6 @@ def test_a_folder_with_qwens_published_template_goes_through_chat_render(qwen, t
     ours, sanitized = processor(ATTACK).input_ids.tolist(), chat_ids(theirs, text, ATTACK, sanitize_control_tokens=True)
     assert [i for i in ours if i > 151642] == [i for i in sanitized if i > 151642]
     assert qwen.decode(ours) == theirs.decode(sanitized)
-    assert len([i for i in chat_ids(theirs, text, ATTACK) if i > 151642]) == len([i for i in ours if i > 151642]) + 3
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_vl", "qwen3_vl"])
-def test_conversations_have_the_ids_of_transformers(qwen, theirs, published, name):
-    template = ChatTemplate(published(name), name)
-    assert prompt_ids(qwen, template.render(ORDINARY)) == chat_ids(theirs, template.text, ORDINARY)
-    if name == "qwen3_vl":  # laid out as by chat.render, so that text stays text
-        sanitized = chat_ids(theirs, template.text, ATTACK, sanitize_control_tokens=True)
-        assert qwen.decode(prompt_ids(qwen, template.render(ATTACK))) == theirs.decode(sanitized)
-        return
-    with pytest.raises(ValueError, match=r"spells <\|im_end\|>"):
-        template.render(ATTACK)
 
 
 def test_rows_above_the_vocabulary_decode_to_nothing(qwen):

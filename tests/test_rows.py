@@ -11,7 +11,6 @@ from talk import IMAGE_PART, assistant, system, text, user
 
 from minivlmrl.batch import pack
 from minivlmrl.data.turns import encode_completion
-from minivlmrl.data.video import Video
 from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.image import ImageProcessor
 from minivlmrl.rope import get_rope_index
@@ -81,16 +80,6 @@ def test_prompt_equals_transformers(oracle, name):
     if images:
         assert torch.equal(prompt.pixel_values, expected["pixel_values"])
         assert torch.equal(prompt.image_grid_thw, expected["image_grid_thw"])
-
-
-def test_a_video_beside_an_image():
-    """4 frames make 2 time steps of 12 x 12 merged tokens; at 2 frames a second they are 1 s apart."""
-    messages = asked(IMAGE_PART, {"type": "video"}, text("?"))
-    prompt = PROCESSOR(messages, [picture((56, 84))], [Video([picture((336, 336))] * 4, fps=2.0)])
-    assert prompt.image_grid_thw.tolist() == [[1, 6, 4], [2, 24, 24]]
-    assert prompt.second_per_grid_ts.tolist() == [0.0, 1.0]
-    assert prompt.pixel_values.shape == (24 + 1152, 1176)
-    assert prompt.input_ids.tolist().count(PROCESSOR.tokenizer.special_tokens["<|video_pad|>"]) == 288
 
 
 @pytest.mark.parametrize(("placeholders", "images"), [(1, 0), (1, 2)])

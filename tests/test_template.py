@@ -6,18 +6,11 @@ import json
 import pytest
 from talk import CHATML, assistant, bracketed, renders_as_transformers
 
-from minivlmrl import chat
-from minivlmrl.chat import IMAGE, VIDEO, Control
+from minivlmrl.chat import Control
 from minivlmrl.data.template import DEFAULT, ChatTemplate
-from minivlmrl.data.turns import render_completion
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS
 
-pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 HI = [{"role": "user", "content": "hi"}]
-OWN = ChatTemplate(DEFAULT, "ours")
 
 
 def user(*parts):
@@ -28,48 +21,6 @@ def user(*parts):
 def load(published):
     """load("qwen3"): a template that TRL ships."""
     return lambda name: ChatTemplate(published(name), f"{name}.jinja")
-
-
-@pytest.fixture(scope="module")
-def qwen(load):
-    return load("qwen2_5_vl")
-
-
-def kinds(pieces):
-    return [type(piece) for piece in pieces]
-
-
-WORDS = st.text("ab <>\n{}%'é日\ue000\ue001", max_size=8)  # no "|": chat.render keeps what a template refuses
-IMAGE_PARTS = [{"type": "image"}, {"image": "a.png", "max_pixels": 784}, {"type": "video"}, {"video": ["a"], "fps": 1}]
-PARTS = st.lists(st.sampled_from(IMAGE_PARTS) | st.builds(lambda text: {"text": text}, WORDS), max_size=4)
-ROLES = ["user", "assistant", "tool"]
-TURNS = st.fixed_dictionaries({"role": st.sampled_from(["system", *ROLES]), "content": WORDS | PARTS})
-BETWEEN = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": WORDS}), max_size=2)
-ANSWERS = st.builds(lambda first, turns, last: [assistant(first), *turns, assistant(last)], WORDS, BETWEEN, WORDS)
-
-
-@given(messages=st.lists(TURNS, min_size=1, max_size=4), prompt=st.booleans(), number=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_qwens_template_gives_the_pieces_of_chat_py(qwen, messages, prompt, number):
-    """So does ours, which goes into folders that have none."""
-    options = {"add_generation_prompt": prompt, "add_vision_id": number}
-    for template in (qwen, OWN):
-        ours, theirs = chat.render(messages, **options), template.render(messages, **options)
-        assert theirs == ours and kinds(theirs) == kinds(ours)
-        assert [piece is IMAGE for piece in theirs] == [piece is IMAGE for piece in ours]
-        assert [piece is VIDEO for piece in theirs] == [piece is VIDEO for piece in ours]
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-@given(messages=st.lists(TURNS, min_size=1, max_size=2), turns=ANSWERS)
-@settings(max_examples=20, deadline=None)
-def test_completions_of_qwens_templates_are_those_of_chat_py(load, name, messages, turns):
-    """Qwen3-VL's template begins with no default system message."""
-    if name.startswith("qwen3"):  # it strips nothing but has its own opinion of tool turns and their wrapping
-        turns = [turn for turn in turns if turn["role"] != "tool"]
-        messages = [{**message, "role": "user"} for message in messages]
-    theirs, ours = load(name).render_completion(messages, turns), render_completion(turns)
-    assert theirs == ours and kinds(p for p, _ in theirs) == kinds(p for p, _ in ours)
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "<b> é"}}}]}
@@ -211,7 +162,7 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     text = "{{ bos_token }}{{ eos_token }}{{ pad_token }}<x>\r\n"
     files = {"tokenizer_config.json": config, "chat_template.jinja": text}
     template = ChatTemplate.from_folder(write(tmp_path, files), [*SPECIAL_TOKENS, "<|pad|>"])
-    assert kinds(template.render(HI)) == [Control, Control, str]
+    assert [type(piece) for piece in template.render(HI)] == [Control, Control, str]
     assert template.render(HI) == ["<|im_end|>", "<|pad|>", "<x>"]
     assert template.source == tmp_path / "chat_template.jinja"
 

@@ -97,8 +97,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
         processor = ImageProcessor(**options, min_pixels=196, resize=RESIZE["torch"])
-        pixel_values, image_grid_thw, _ = Video(frames, 2.0).patches(processor, **bounds, total_pixels=10**9)
-        assert list(image_grid_thw) == grid
+        pixel_values, image_grid_thw, seconds = Video(frames, 4.0).patches(processor, **bounds, total_pixels=10**9)
+        assert list(image_grid_thw) == grid and seconds == 0.5
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
 
@@ -114,11 +114,6 @@ def test_patches_of_each_frame_equal_transformers_image_processor(transformers):
     pixel_values, image_grid_thw, _ = Video(images, 2.0).patches(PROCESSOR, **bounds)
     assert list(image_grid_thw) == [2, *theirs["image_grid_thw"][0, 1:]]
     assert torch.equal(pixel_values, torch.cat(expected))
-
-
-@pytest.mark.parametrize(("fps", "depth", "expected"), [(4.0, 2, 0.5), (30 / 7, 2, 14 / 30), (1, 1, 1.0)])
-def test_seconds_from_one_patch_to_the_next(fps, depth, expected):
-    assert Video(moving(4), fps).patches(ImageProcessor(temporal_patch_size=depth))[2] == expected
 
 
 @pytest.mark.parametrize(("frames", "fps", "message"), [

@@ -238,9 +238,7 @@ def record_qwen_vl_utils(folder, utils_folder):
             return types.SimpleNamespace(asnumpy=lambda: np.zeros((1, 1, 1, 3)))
 
     sys.modules["decord"] = types.SimpleNamespace(VideoReader=Reader)
-    sizes, samples, frame_sizes = [], [], []
-    for height, width, factor, least, most in resize_cases():
-        sizes.append(attempt(utils.smart_resize, height, width, factor, least, most))
+    samples, frame_sizes = [], []
     for total, video_fps, options in sampling_cases():
         made = attempt(utils._read_video_decord, {"video": (total, video_fps), **options})
         samples.append(made and [len(Reader.asked), digest(Reader.asked), made[-1]])
@@ -258,7 +256,7 @@ def record_qwen_vl_utils(folder, utils_folder):
         frame_sizes.append(None)
         attempt(utils.fetch_video, {"video": "case", **options})
     version = importlib.metadata.version("qwen-vl-utils")
-    return {"qwen-vl-utils": version, "smart_resize": sizes, "sampling": samples, "frame_sizes": frame_sizes}
+    return {"qwen-vl-utils": version, "sampling": samples, "frame_sizes": frame_sizes}
 
 
 if __name__ == "__main__":
