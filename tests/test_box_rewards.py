@@ -91,9 +91,10 @@ HACKS = {
 }
 
 
-@pytest.mark.parametrize("completion", HACKS)
-def test_red_team(completion):
-    assert rewards(completion) == approx(*HACKS[completion])
+def test_red_team():
+    found = earnings(NAMES, list(HACKS), columns(count=len(HACKS)))
+    for said, earned in zip(HACKS, found.tolist(), strict=True):
+        assert tuple(earned) == approx(*HACKS[said]), said
 
 
 # two true boxes 40 x 40 and 20 x 20, in pixels of the file
@@ -226,14 +227,12 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
         assert columns_of([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
 
 
-@pytest.mark.parametrize(
-    ("space", "extent"),
-    [("original", (90, 50)), ("resized", (84, 56)), ("thousandths", (1000, 1000)), ("unit", (1, 1)), (None, (84, 56))],
-)
-def test_a_row_may_say_its_space(space, extent):
+def test_a_row_may_say_its_space():
     """And its extent, which comes before the space."""
-    assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
-    assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
+    spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
+    for space, extent in spaces.items():
+        assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
+        assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
 def test_the_first_image_counts_and_no_video_before_it():

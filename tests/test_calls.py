@@ -23,7 +23,6 @@ from minivlmrl.tasks import shapes
 from earnings import earnings
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
-SAID = [[{"role": "assistant", "content": "two"}], "three"]
 
 
 def ask(monkeypatch, function, completions, **columns):
@@ -31,15 +30,8 @@ def ask(monkeypatch, function, completions, **columns):
     return file.call_reward("own", completions, columns)
 
 
-def test_completions_and_prompts_have_the_form_of_their_row():
-    """TRL: messages if the prompt is a conversation, text if it is text."""
-    columns = {"prompt": [CHAT, "How many?"], "prompts": [CHAT, CHAT]}
-    assert file.trl_columns(["two", "three"], columns) == {"completions": SAID, "prompts": [CHAT, "How many?"]}
-    assert file.trl_columns(["three"], {"problem": ["?"]}) == {"completions": ["three"], "prompts": [""]}
-
-
 def test_rewards_written_for_trl(monkeypatch):
-    """Its two signatures, from its documentation."""
+    """Its two signatures, from its documentation: messages if the prompt is a conversation, text if it is text."""
 
     def of_chats(completions, **kwargs):
         return [len(completion[0]["content"]) for completion in completions]
@@ -47,7 +39,8 @@ def test_rewards_written_for_trl(monkeypatch):
     def of_texts(prompts, completions, completion_ids, **kwargs):
         return [len(p) + len(c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
 
-    assert ask(monkeypatch, of_chats, ["two"], messages=[CHAT]) == [3]
+    for column in ("prompt", "messages"):
+        assert ask(monkeypatch, of_chats, ["two"], **{column: [CHAT]}) == [3]
     assert ask(monkeypatch, of_texts, ["two"], problem=["?"], prompts=[CHAT], completion_ids=[[1, 2]]) == [9 + 3 + 2]
 
 
@@ -167,58 +160,42 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
 
 
-@pytest.fixture
-def made():
-    """Two rows, their prompts, two completions of each, and the processor; the second row has no image."""
-    processor = Processor(shapes.tokenizer(), ImageProcessor())
-    ask = {"type": "text", "text": "What is it?"}
-    image = PIL.Image.new("RGB", (90, 60))
+def test_a_recipes_rewards_are_asked_by_name_and_also_know_sizes_of_images():
+    """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
+    processor, question = Processor(shapes.tokenizer(), ImageProcessor()), {"type": "text", "text": "What is it?"}
+    shown, asked = [{"role": "user", "content": [*more, question]} for more in ([{"type": "image"}], [])]
     rows = [
-        Row([{"role": "user", "content": [{"type": "image"}, ask]}], [image], {"solution": "red square"}),
-        Row([{"role": "user", "content": [ask]}], [], {"solution": None}, where="rows.jsonl:2"),
+        Row([shown], [PIL.Image.new("RGB", (90, 60))], {"solution": "red square"}),
+        Row([asked], [], {"solution": None}, where="rows.jsonl:2"),
     ]
     texts = [["<answer>red square</answer>", "red"], ["<answer>no</answer>", "no"]]
     ids = [[torch.tensor(processor.tokenizer.encode(text)) for text in group] for group in texts]
     completions = [[Completion(own, torch.zeros(len(own)), True) for own in group] for group in ids]
-    return rows, [row.prompt(processor) for row in rows], completions, processor
-
-
-def test_a_recipes_rewards_also_know_sizes_of_images(made):
-    """Each row's first image and what the model saw of it, in pixels; everything else is the book's."""
-    rows, prompts, completions, processor = made
-    columns, book = file.recipe_columns(*made), reward_columns(rows, completions, processor)
-    grid = prompts[0].image_grid_thw[0].tolist()
-    seen = (14 * grid[2], 14 * grid[1])
-    assert columns == book | {
+    prompts = [row.prompt(processor) for row in rows]
+    columns = file.recipe_columns(rows, prompts, completions, processor)
+    seen = tuple(14 * side for side in prompts[0].image_grid_thw[0].tolist()[:0:-1])
+    assert columns == reward_columns(rows, completions, processor) | {
         "image_sizes": [(90, 60)] * 2 + [None] * 2, "answer_extents": [seen] * 2 + [None] * 2,
         "environments": [None] * 4,
     }  # fmt: skip
-
-
-def test_rewards_are_asked_by_name_with_their_weights(made):
-    columns, weights = file.recipe_columns(*made), {"format": 0.5, "accuracy": 2.0}
+    weights = {"format": 0.5, "accuracy": 2.0}
     rewards = file.recipe_rewards(weights, ONE)
     assert list(rewards.values()) == [0.5, 2.0]
-    found = ask_rewards(list(rewards), columns)
     expected = torch.tensor([[0, 1], [0, 0], [0, math.nan], [0, math.nan]])
-    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
-    assert torch.equal(file.ask_by_name(list(weights), columns).nan_to_num(9), found.nan_to_num(9))
+    for found in (ask_rewards(list(rewards), columns), file.ask_by_name(list(weights), columns)):
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "values", [[True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])], ids=repr
-)
-def test_numbers_of_any_kind(values):
-    assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
+def test_numbers_of_any_kind():
+    for values in ([True, 0.5], [1.0, Fraction(1, 2)], np.array([1, 0.5]), torch.tensor([1, 0.5])):
+        assert file.checked_values("own", values, ["a", "b"]) == [1.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)], ids=str
-)
-def test_what_is_no_finite_number_is_named_with_its_reward_and_completion(value):
+def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
     message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
-    with pytest.raises(ValueError, match=message):
-        file.checked_values("own", [0.0, value], ["a", "what?"])
+    for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
+        with pytest.raises(ValueError, match=message):
+            file.checked_values("own", [0.0, value], ["a", "what?"])
 
 
 @pytest.mark.parametrize(("values", "says"), [

@@ -123,10 +123,12 @@ def test_always_one():
 
 
 def test_which_kl():
-    """Which KL estimator?
+    """Which KL estimator, and why is it negative?
 
-    `k3` with the correction, the default: it is never negative, and its gradient is that of each token's KL. `k1` in
-    the loss has no gradient on average. [Bias](bias.md#kl-to-the-reference) has all of them.
+    `k3` with the correction, the default: it is never negative, and its gradient is that of each token's KL. `k1` is
+    negative wherever the policy made a token less likely; in the loss it has no gradient on average. If its mean over
+    thousands of tokens is negative, they were not drawn by what scores them. [Bias](bias.md#kl-to-the-reference) has
+    all of them.
     """
     logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     logps, ref = logits.log_softmax(-1), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
@@ -137,24 +139,10 @@ def test_which_kl():
 
     true = torch.autograd.grad((logps.exp() * (logps - ref)).sum(), logits, retain_graph=True)[0]
     k1, k2, k3 = (kl_term(logps, ref, name) for name in ("k1", "k2", "k3"))
+    assert k1.min() < 0 < k3.min() and torch.allclose((logps.exp() * k1).sum(), (logps.exp() * k3).sum())  # the KL
     assert gradient(k1).abs().max() < 1e-15 and torch.allclose(gradient(k2), true)
     assert torch.allclose(gradient(correct_kl(k3, ratio, PolicyLoss())), true)
     assert (gradient(k3) - true).abs().max() > 0.2
-
-
-def test_negative_kl():
-    """Why is the KL negative?
-
-    A KL is not, but its estimate `k1` from one drawn token is: wherever the policy made that token less likely. `k3`
-    has the same mean and is never negative. If the mean of `k1` over thousands of tokens is negative, they were not
-    drawn by what scores them.
-    """
-    policy, ref = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
-    k1, k3 = (kl_term(policy.log(), ref.log(), name) for name in ("k1", "k3"))
-    assert k1.tolist() == pytest.approx([0.3365, -0.5108], abs=1e-4)
-    assert k3.tolist() == pytest.approx([0.0508, 0.1558], abs=1e-4)
-    assert (policy * k1).sum() == pytest.approx(0.0823, abs=1e-4)  # the KL
-    assert (policy * k3).sum() == pytest.approx(0.0823, abs=1e-4)
 
 
 def test_zero_std():
@@ -313,18 +301,6 @@ def test_cut_completions():
     rewards = earnings(["format", "accuracy"], [*cut, answer], {"solution": ["red square"] * 5})
     assert rewards.tolist() == [[0, 0]] * 4 + [[1, 1]]
     assert group_advantages(rewards[:4].sum(1), 4).tolist() == [0, 0, 0, 0]
-
-
-def test_two_seeds():
-    """Why do two seeds differ so?
-
-    In part they do not: an accuracy from 256 pictures has a standard error of .03. In part they do: what a small model
-    finds first is luck ([three objects](experiments.md)), and GRPO only strengthens what it samples. Give three seeds,
-    never the best.
-    """
-    measured = random_numbers("two seeds").binomial(256, 0.4, size=(10000, 2)) / 256  # two models, both right at .4
-    assert measured.std() == pytest.approx(math.sqrt(0.4 * 0.6 / 256), rel=0.02) == pytest.approx(0.0306, abs=1e-4)
-    assert (abs(measured[:, 0] - measured[:, 1]) > 0.06).mean() == pytest.approx(1 / 6, abs=0.02)
 
 
 def test_what_trl_lacks():

@@ -16,30 +16,19 @@ from minivlmrl.data.file_dataset import FileDataset
 PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 SHOWN = dict(re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|$", PAGE.split("## Rows of other projects")[1], re.MULTILINE))
 HOW_MANY, ONE_SOLUTION = [user("How many?")], {"solution": "2"}
-PAIR = {"chosen": "2", "rejected": "3"}
-EXPECTED = {  # form: its prompt if it is another, then what a row must have
-    "VLM-R1, `.jsonl`": {"solution": "2", "completion": "2"},
-    "VLM-R1, several images": {"solution": "2", "completion": "2"},
+ANSWERED, PAIR = {"solution": "2", "completion": "2"}, {"chosen": "2", "rejected": "3"}
+EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {  # form: its prompt if it is another, then what a row must have
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
-    "LLaMA-Factory, sharegpt": {"turns": [system("Be brief."), *HOW_MANY], "solution": "2", "completion": "2"},
-    "LLaMA-Factory, pairs": PAIR,
+    "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
     "LLaMA-Factory, kto": {"completion": "2", "label": True},
-    "Alpaca": {"turns": [user("Hi"), assistant("Hello"), *HOW_MANY], "solution": "2", "completion": "2"},
+    "Alpaca": ANSWERED | {"turns": [user("Hi"), assistant("Hello"), *HOW_MANY]},
     "ms-swift, without answer": {"solution": "2", "completion": None},
-    "ms-swift, with answer": {"solution": "2", "completion": "2"},
-    "ms-swift, pairs": PAIR,
     "ms-swift, grounding": {"turns": [user("Find the cat")], "completion": "[1, 2, 3, 4]"},
-    "ms-swift, older": {"solution": "2", "completion": "2"},
-    "PaliGemma": {"solution": "2", "completion": "2"},
     "RLAIF-V": PAIR | {"solution": None, "completion": None},
-    "question, answer": {"solution": "2", "completion": "2"},
-    "EasyR1": ONE_SOLUTION,
-    "verl": ONE_SOLUTION,
     "R1-V": {"solution": "<answer> 2 </answer>"},
-    "TRL": ONE_SOLUTION,
     "TRL, text": {"completion": "2"},
-    "TRL, pairs": PAIR,
-    "imagefolder": {"solution": "2", "completion": "2"},
+    **dict.fromkeys(("LLaMA-Factory, pairs", "ms-swift, pairs", "TRL, pairs"), PAIR),
+    **dict.fromkeys(("EasyR1", "verl", "TRL"), ONE_SOLUTION),
 }
 
 
@@ -60,8 +49,8 @@ def words(turns):
     return turns and "\n".join("".join(part.get("text", "") for part in content_parts(turn)) for turn in turns)
 
 
-def test_every_form_of_the_page_is_expected():
-    assert SHOWN.keys() == EXPECTED.keys()
+def test_every_form_of_the_page_is_found():
+    assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 22
 
 
 @pytest.mark.parametrize("form", EXPECTED)

@@ -24,12 +24,10 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.template import ChatTemplate
 from minivlmrl.data.video import load_video
-from minivlmrl.hub.folder import read_json
 from minivlmrl.hub.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 from minivlmrl.run import page
 from minivlmrl.run.config import RunConfig, load_config, to_yaml
 from minivlmrl.run.resume import Progress, States
-from minivlmrl.sampling.generation_config import from_generation_config
 from minivlmrl.scale.checkpoint import load_model, load_processor, random_model, save_model
 from minivlmrl.tasks import shapes
 
@@ -130,16 +128,6 @@ def templates(folder, name):
             template.render_completion(talk[:1], talk[1:])
 
     return folder / name, [TEMPLATES[name].encode()], read
-
-
-def generation_config(folder, name):
-    values = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
-    values |= {"eos_token_id": [151645, 151643], "max_new_tokens": 61, "num_beams": 1, "stop_strings": ["a"]}
-
-    def read():
-        assert from_generation_config(read_json(folder / name)).temperature >= 0
-
-    return folder / name, [json.dumps(values).encode()], read
 
 
 def checkpoints(folder, name):
@@ -251,9 +239,9 @@ SENT = dict.fromkeys((*LOGS, "summary.json", "config.yaml"), runs)  # what someb
 SENT |= dict.fromkeys(("step.json", "step.safetensors"), steps)
 SENT |= dict.fromkeys(("adapter_config.json", "adapter_model.safetensors"), adapters)
 SENT |= {"recipe.json": recipes, "rows.jsonl": rows, "run.json": states}
-SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers, "generation_config.json": generation_config}
+SUBJECTS = {"image": images, "video": videos, "tokenizer.json": tokenizers}
 SUBJECTS |= dict.fromkeys(TEMPLATES, templates) | dict.fromkeys(CHECKPOINT, checkpoints) | SENT
-NAMELESS = ("generation_config.json", "recipe.json", "run.json")  # their errors name a key
+NAMELESS = ("recipe.json", "run.json")  # their errors name a key
 
 
 # the damage

@@ -12,44 +12,43 @@ from minivlmrl.reward_functions.http_judge import judge
 
 from earnings import earnings
 
+
+def says(number):
+    return json.dumps({"choices": [{"message": {"content": number}}]}).encode()
+
+
 REPLIES = {
-    "right": "1", "wrong": "0", "half": " 0.5\n", "words": "It is right.", "much": "7", "nan": "nan",
-    "underscore": "0_1", "true": True,
+    "right": says("1"), "wrong": says("0"), "half": says(" 0.5\n"), "words": says("It is right."), "much": says("7"),
+    "nan": says("nan"), "underscore": says("0_1"), "true": says(True), "odd": b'{"error": "x"}', "garbage": b"<html>",
+    "nested": b"[" * 100_000, "huge": b"1" * 100_000,
 }  # fmt: skip
 
 
 class Server(BaseHTTPRequestHandler):
-    """Replies to an answer by REPLIES; `failing` and `slow` do as they say."""
+    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow` and `dripping` do as they say."""
 
     asked, running, most, lock = [], 0, 0, threading.Lock()
 
     def do_POST(self):
         cls = type(self)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
         with cls.lock:
             cls.running += 1
             cls.most = max(cls.most, cls.running)
             cls.asked.append((self.path, self.headers["Authorization"], body))
-        time.sleep(0.02)
-        text = body["messages"][0]["content"]
-        if "slow" in text:
-            time.sleep(1)
+        time.sleep(1 if "slow" in text else 0.02)
         with cls.lock:
             cls.running -= 1
-        word = next((word for word in REPLIES if f"to you: {word}" in text), "wrong")
-        reply = {"choices": [{"message": {"content": REPLIES[word]}}]} if "odd" not in text else {"error": "x"}
         self.send_response(500 if "failing" in text else 302 if "elsewhere" in text else 200)
         if "elsewhere" in text:
             self.send_header("Location", f"http://localhost:{self.server.server_port}/v1/other")
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # whoever asked did not wait
             for _ in range(40 if "dripping" in text else 0):
                 self.wfile.write(b" ")
                 time.sleep(0.05)
-            if "nested" in text or "huge" in text:
-                return self.wfile.write(b"[" * 100_000 if "nested" in text else b"1" * 100_000) and None
-        with contextlib.suppress(BrokenPipeError):  # whoever asked did not wait
-            self.wfile.write(json.dumps(reply).encode() if "garbage" not in text else b"<html>")
+            self.wfile.write(next((REPLIES[word] for word in REPLIES if f"to you: {word}" in text), says("0")))
 
     def do_GET(self):
         type(self).asked.append((self.path, self.headers["Authorization"], None))

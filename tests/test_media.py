@@ -84,12 +84,13 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_two_sources_of_one_image_are_refused(folder, kind):
-    both = {kind: "red.png", f"{kind}_url": "blue.png"}
-    says = f"it has '{kind}' and '{kind}_url'; give one"
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{kind}': {says}"):
-        read(folder, {kind: both, "problem": "a"})
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column 'prompt': message 0: {says}"):
-        read(folder, {"prompt": [{"role": "user", "content": [{"type": kind, **both}]}]})
+    both, says = {kind: "red.png", f"{kind}_url": "blue.png"}, f"it has '{kind}' and '{kind}_url'; give one"
+    for row, where in (
+        ({kind: both, "problem": "a"}, f"column '{kind}'"),
+        ({"prompt": [user([{"type": kind, **both}])]}, "column 'prompt': message 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {where}: {says}"):
+            read(folder, row)
 
 
 @pytest.mark.parametrize("name", ["image", "image_url", "video", "video_url"])
@@ -111,31 +112,20 @@ def test_parts_with_and_without_a_source_go_together(folder):
 def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
     """And wins over what the column says of it; what each says alone holds."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
-    parts = [{"type": "image", "max_pixels": 784}, {"type": "image", "max_pixels": 1568}]
-    parts.append({"type": "image", "max_pixels": 784 * 16})
-    row = read(folder, {"prompt": [{"role": "user", "content": parts}], "images": listed})
-    assert row.messages[0]["content"][1:] == [
-        {"type": "image", "max_pixels": 1568}, {"type": "image", "min_pixels": 6272, "max_pixels": 12544},
-    ]  # fmt: skip
+    parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
+    row = read(folder, {"prompt": [user(parts)], "images": listed})
+    assert row.messages[0]["content"] == [*parts[:2], {"type": "image", "min_pixels": 6272, "max_pixels": 12544}]
     assert prompt(row).image_grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
-
-
-IN_A_PART = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]}
 
 
 @pytest.mark.parametrize("row, name", [
     ({"image": "red.png", "problem": "a"}, "min_pixels"), ({"image": "red.png", "problem": "a"}, "resized_width"),
     ({"video": FRAMES, "problem": "a"}, "nframes"), ({"video": FRAMES, "problem": "a"}, "total_pixels"),
-    (IN_A_PART, "max_pixels"),
+    ({"prompt": [user([{"type": "image", "image": "red.png"}])]}, "max_pixels"),
 ])  # fmt: skip
 def test_an_option_beside_the_image_is_refused(folder, row, name):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be beside its source"):
         read(folder, row | {name: 7840})
-
-
-def test_a_column_that_is_no_option_here_is_a_column(folder):
-    assert read(folder, {"video": FRAMES, "problem": "a", "fps": 3}).columns["fps"] == 3
-    assert read(folder, {"image": "red.png", "problem": "a", "max_pixels": None}).images
 
 
 @pytest.mark.parametrize("columns, says", [
@@ -169,11 +159,10 @@ def test_one_size_for_all_images_but_those_that_say_their_own(folder):
 
 def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     """Also those of later turns."""
-    shown = [{"image": name} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
-    shown += [{"video": ["frame0.png", "3.png"]}, {}]
-    lines = [row | {"problem": "a"} for row in shown]
+    lines = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
     later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
-    lines[-1] = {"messages": [user("?"), assistant("a"), later, assistant("b")]}
+    lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
+    lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\), \.\.\.$"
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .*: {listed}"):
@@ -217,6 +206,8 @@ def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch)
     assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9
 
 
-def test_a_question_without_an_image_may_have_other_columns(folder):
+def test_what_looks_like_an_image_or_option_and_is_none_is_a_column(folder):
     columns = {"solution": "red.png", "images": [], "image_id": 3, "img": None, "file_name": "", "hint": "It is a.png."}
     assert read(folder, {"problem": "Which file?", **columns}).images == []
+    assert read(folder, {"video": FRAMES, "problem": "a", "fps": 3}).columns["fps"] == 3
+    assert read(folder, {"image": "red.png", "problem": "a", "max_pixels": None}).images

@@ -22,9 +22,8 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("text", WRITTEN)
-def test_boxes_of_a_text_are_rewritten(text):
-    assert rescale(text, (100, 50), (1000.0, 1000.0)) == WRITTEN[text]
+def test_boxes_of_a_text_are_rewritten():
+    assert {text: rescale(text, (100, 50), (1000.0, 1000.0)) for text in WRITTEN} == WRITTEN
 
 
 @pytest.mark.parametrize(

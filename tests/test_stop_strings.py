@@ -7,7 +7,6 @@ from minivlmrl.hub.tokenizer import train_tokenizer
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.stop_strings import StopStrings, token_bytes
 
-import tiny
 from draws import STOP, prompts, sample, seeded, their_tokens
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
@@ -73,41 +72,23 @@ def test_a_text_may_begin_in_the_prompt_but_not_end_there(tokenizer):
 # in generate
 
 
-def generate_with(tokenizer, model, rows, num_generations, sampling, stop, seed=0):
-    ids = [row.input_ids for row in rows for _ in range(num_generations)]
-    wrap = StopStrings(sampling.stop_strings, tokenizer, ids).ending
-    return sample(model, rows, num_generations, sampling, stop, seeded(seed), wrap)
-
-
-@pytest.mark.parametrize(("temperature", "minimum"), [(0.0, 6), (1.0, 0)])
-def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, oracle, tokenizer_300, temperature, minimum):
-    """min_new_tokens holds back stop tokens, not stop strings, in theirs as in ours."""
+@pytest.mark.parametrize(("temperature", "minimum", "rows"), [(0.0, 6, 10), (1.0, 0, 1)])
+def test_stop_strings_end_a_completion_where_transformers_ends_it(
+    pair, oracle, tokenizer_300, temperature, minimum, rows
+):
+    """min_new_tokens holds back stop tokens, not stop strings, in theirs as in ours; ten rows of a batch, or one."""
     theirs, model = pair
     reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
     strings = ["at", "e", " m", "\x0f", "é", "!"]
     settings = {"temperature": temperature, "stop_strings": strings, "min_new_tokens": minimum}
     sampling, ends = SamplingOptions(**settings, max_new_tokens=12), []
-    for seed, row in enumerate(prompts(10)):
-        expected = their_tokens(theirs, oracle.their_inputs(row), seed=seed, tokenizer=reader, **settings)
-        [[completion]] = generate_with(tokenizer_300, model, [row], 1, sampling, STOP, seed)
-        assert completion.ids.tolist() == expected[0].tolist()
-        by_text = any(string in tokenizer_300.decode(completion.ids.tolist()) for string in strings)
-        assert completion.stopped == (by_text or completion.ids[-1].item() in STOP)
-        ends.append((by_text, len(completion.ids)))
+    for first in range(0, 10, rows):
+        batch = prompts(10)[first : first + rows]
+        wrap = StopStrings(strings, tokenizer_300, [row.input_ids for row in batch]).ending
+        for row, [completion] in zip(batch, sample(model, batch, 1, sampling, STOP, seeded(first), wrap), strict=True):
+            expected = their_tokens(theirs, oracle.their_inputs(row), seed=first, tokenizer=reader, **settings)
+            assert completion.ids.tolist() == expected[0].tolist()
+            by_text = any(string in tokenizer_300.decode(completion.ids.tolist()) for string in strings)
+            assert completion.stopped == (by_text or completion.ids[-1].item() in STOP)
+            ends.append((by_text, len(completion.ids)))
     assert 2 < sum(by_text for by_text, _ in ends) < 10 and len({length for _, length in ends}) > 3
-
-
-def test_each_row_of_a_batch_ends_by_its_own_text(tokenizer_300):
-    """Strings that begin with a prompt's last letter, too; above, the rule is compared with transformers'."""
-    rows, first = prompts(4), torch.tensor([0])
-    letters = [chr(code) for code in range(33, 127)]
-    strings = [tokenizer_300.decode(row.input_ids[-1:].tolist()) + letter for row in rows for letter in letters]
-    sampling = SamplingOptions(max_new_tokens=30, stop_strings=strings)
-    out, lengths = generate_with(tokenizer_300, tiny.model(), rows, 4, sampling, ()), []
-    for row, group in zip(rows, out, strict=True):
-        for completion in group:
-            alone = StopStrings(strings, tokenizer_300, [row.input_ids])
-            *before, last = [alone.completed(first, token[None]).item() for token in completion.ids]
-            assert not any(before) and last == completion.stopped
-            lengths.append((completion.stopped, len(completion.ids)))
-    assert (True, 1) in lengths and (False, 30) in lengths and len(set(lengths)) > 4

@@ -9,14 +9,12 @@ Neither is installed by the tests, so test_image.py and test_video.py hold ours 
         tests/recorded/vision_qwen_vl_utils_0.0.14.json
     python tests/record/record_vision.py qwen3_vl /tmp/oracles tests/recorded/vision_qwen3_vl_5.23.0.json
 
-(requests and packaging have to be there; transformers brings them). qwen-vl-utils 0.0.11 gives the same as 0.0.14 but
-for 199 videos whose max_pixels is under their min_pixels, which it accepts. The cases are drawn here from a seed, and
-the tests draw the same ones. On torch for the CPU torchvision only imports once its compiled operators are declared,
-which is done below; resizing and normalising use none of them.
+(requests and packaging have to be there; transformers brings them). The cases are drawn here from a seed, and the
+tests draw the same ones. On torch for the CPU torchvision only imports once its compiled operators are declared, which
+is done below; resizing and normalising use none of them.
 """
 
 import hashlib
-import importlib.metadata
 import io
 import json
 import random
@@ -24,6 +22,7 @@ import sys
 import types
 from itertools import islice
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import PIL.Image
@@ -155,19 +154,19 @@ def film_size_cases():
 
 
 def import_torchvision(folder):
+    """Import it and transformers; returns their versions."""
     sys.path.insert(0, folder)
     library = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     import torchvision
+    import transformers
 
     torchvision.library_of_the_operators = library  # they vanish with it
-    return torchvision
+    return {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
 
 
-def record_torchvision(folder):
-    torchvision = import_torchvision(folder)
-    import transformers
+def record_torchvision():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
@@ -179,24 +178,22 @@ def record_torchvision(folder):
         processor = Qwen2VLVideoProcessor(**settings, **bounds, cap_pixels_per_frame=False)
         made = processor(videos=[frames], return_tensors="pt")
         videos.append([made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
-    versions = {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
-    return {**versions, "images": images, "videos": videos}
+    return {"images": images, "videos": videos}
 
 
-def record_qwen3_vl(folder):
-    torchvision = import_torchvision(folder)
-    import transformers
+def record_qwen3_vl():
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
     from transformers.video_utils import VideoMetadata
 
-    stock, samples, sizes, films = Qwen3VLVideoProcessor(), [], [], []
+    stock, samples, films = Qwen3VLVideoProcessor(), [], []
     for total, video_fps, options in islice(sampling_cases(), 500):
-        fps = options.get("fps")
         metadata = VideoMetadata(total_num_frames=total, fps=video_fps)
-        indices = attempt(stock.sample_frames, metadata, fps=fps).tolist()
+        indices = stock.sample_frames(metadata, fps=options.get("fps")).tolist()
         samples.append([len(indices), digest(indices)])
-    for nframes, height, width, least, most in film_size_cases():
-        sizes.append(attempt(smart_resize, nframes, height, width, 2, 32, least, most))
+    sizes = [
+        attempt(smart_resize, nframes, height, width, 2, 32, least, most)
+        for nframes, height, width, least, most in film_size_cases()
+    ]
     for frames, rate, size in film_cases():
         metadata = [{"total_num_frames": len(frames), "fps": float(rate), "duration": len(frames) / rate}]
         made = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)(
@@ -204,8 +201,7 @@ def record_qwen3_vl(folder):
         )
         indices = [int(index) for index in made["video_metadata"][0].frames_indices]
         films.append([indices, made["video_grid_thw"][0].tolist(), digest(made["pixel_values_videos"])])
-    versions = {"transformers": transformers.__version__, "torchvision": torchvision.__version__}
-    return {**versions, "sampling": samples, "sizes": sizes, "films": films}
+    return {"sampling": samples, "sizes": sizes, "films": films}
 
 
 def attempt(function, *arguments, **options):
@@ -215,33 +211,20 @@ def attempt(function, *arguments, **options):
         return None
 
 
-def record_qwen_vl_utils(folder, utils_folder):
-    import_torchvision(folder)
+def record_qwen_vl_utils(utils_folder):
     sys.path.insert(0, utils_folder)
     sys.modules.setdefault("requests", types.ModuleType("requests"))  # only for URLs
     from qwen_vl_utils import vision_process as utils
 
-    class Reader:
-        """A decord.VideoReader of any length that only notes which frames it is asked for."""
-
-        def __init__(self, case):
-            self.total, self.fps = case
-
-        def __len__(self):
-            return self.total
-
-        def get_avg_fps(self):
-            return self.fps
-
-        def get_batch(self, indices):
-            self.__class__.asked = indices
-            return types.SimpleNamespace(asnumpy=lambda: np.zeros((1, 1, 1, 3)))
-
-    sys.modules["decord"] = types.SimpleNamespace(VideoReader=Reader)
+    decord = sys.modules["decord"] = MagicMock()
+    reader = decord.VideoReader.return_value  # of any length; it only notes which frames it is asked for
+    reader.get_batch.return_value.asnumpy.return_value = np.zeros((1, 1, 1, 3))
     samples, frame_sizes = [], []
     for total, video_fps, options in sampling_cases():
-        made = attempt(utils._read_video_decord, {"video": (total, video_fps), **options})
-        samples.append(made and [len(Reader.asked), digest(Reader.asked), made[-1]])
+        reader.__len__.return_value, reader.get_avg_fps.return_value = total, video_fps
+        made = attempt(utils._read_video_decord, {"video": "", **options})
+        [asked] = reader.get_batch.call_args.args if made else [None]
+        samples.append(made and [len(asked), digest(asked), made[-1]])
 
     def note_size(video, size, **_):
         frame_sizes[-1] = size
@@ -250,19 +233,20 @@ def record_qwen_vl_utils(folder, utils_folder):
     utils.transforms.functional.resize = note_size
     for nframes, height, width, options in frame_size_cases():
         video = torch.zeros(1, 1, 1, 1).expand(nframes, 3, height, width)
-        read = (video, {}, 1.0) if "return_video_metadata" in utils.fetch_video.__code__.co_varnames else (video, 1.0)
         utils.get_video_reader_backend = lambda: "case"
-        utils.VIDEO_READER_BACKENDS["case"] = lambda ele, read=read: read
+        utils.VIDEO_READER_BACKENDS["case"] = lambda ele, read=(video, {}, 1.0): read
         frame_sizes.append(None)
         attempt(utils.fetch_video, {"video": "case", **options})
-    version = importlib.metadata.version("qwen-vl-utils")
-    return {"qwen-vl-utils": version, "sampling": samples, "frame_sizes": frame_sizes}
+    return {"sampling": samples, "frame_sizes": frame_sizes}
 
 
 if __name__ == "__main__":
-    recorders = {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils, "qwen3_vl": record_qwen3_vl}
+    name, folder, *folders, path = sys.argv[1:]
     recorded = {"command": f"python tests/record/record_vision.py {' '.join(sys.argv[1:])}"}
-    recorded |= recorders[sys.argv[1]](*sys.argv[2:-1])
-    with open(sys.argv[-1], "w", encoding="utf-8") as file:
+    recorded |= import_torchvision(folder)
+    recorded |= {"torchvision": record_torchvision, "qwen_vl_utils": record_qwen_vl_utils, "qwen3_vl": record_qwen3_vl}[
+        name
+    ](*folders)
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(recorded, file, separators=(",", ":"))
         file.write("\n")
