@@ -1,6 +1,5 @@
 """The chat template: byte for byte what the published Qwen2.5-VL template renders."""
 
-import hashlib
 import itertools
 
 import pytest
@@ -43,10 +42,7 @@ def template(published):
     """The template file that TRL ships, compiled as transformers' apply_chat_template compiles it."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    text = published("qwen2_5_vl")
-    # the chat_template of Qwen/Qwen2.5-VL-7B-Instruct/chat_template.json
-    assert hashlib.sha256(text.encode()).hexdigest().startswith("a0bc6f6fc7a29a80") and len(text) == 1017
-    return _compile_jinja_template(text)
+    return _compile_jinja_template(published("qwen2_5_vl"))
 
 
 OPTIONS = [{"add_generation_prompt": prompt, "add_vision_id": number} for prompt in (0, 1) for number in (0, 1)]

@@ -53,7 +53,7 @@ def test_a_system_prompt_stands_before_turns_without_one(write_rows, own):
     assert [turn["role"] for turn in FileDataset(file)[0].messages] == ["system"] * len(own) + ["user"]
 
 
-@pytest.mark.parametrize("answer", ["two", [assistant("two")], [assistant([text("two")]), user("?"), assistant("2")]])
+@pytest.mark.parametrize("answer", ["two", [assistant([text("two")]), user("?"), assistant("2")]])
 def test_answers_are_text_or_turns(write_rows, answer):
     file = write_rows({"prompt": "?", "completion": answer, "chosen": answer, "rejected": "one"})
     row = FileDataset(file, ("problem", "completion", "chosen", "rejected"))[0]

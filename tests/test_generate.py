@@ -1,7 +1,5 @@
 """Generation against transformers' generate, against our own scorer, and against itself; draws by numbers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -120,11 +118,8 @@ def test_logits_that_are_not_finite_end_the_generation():
     with torch.no_grad():
         model.model.embed_tokens.weight[3:] = float("nan")
         model.model.embed_tokens.weight[290:294] = 0
-    row = prompts(1)[0]
+    row = prompts(3)[2]  # without an image
     row.input_ids.clamp_(max=2)
-    row = replace(
-        row, pixel_values=row.pixel_values[:0], image_grid_thw=row.image_grid_thw[:0], second_per_grid_ts=None
-    )
     with pytest.raises(FloatingPointError, match="not finite"):
         sample(model, [row], 2, sampling, (), draw_by(uniform_numbers(["a"], 2, 4)))
 

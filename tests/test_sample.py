@@ -84,16 +84,13 @@ def decodes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("graph", "kind"), [("auto", Decode), ("never", Decode), ("always", CapturedDecode)])
-def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, kind):
+@pytest.mark.parametrize(("graph", "kind", "on_a_gpu"), [
+    ("auto", Decode, True), ("never", Decode, False), ("always", CapturedDecode, True),
+])  # fmt: skip
+def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, kind, on_a_gpu):
     drawn(sampler(graph=graph))
     assert set(decodes) == {(kind, False)}
-
-
-@pytest.mark.parametrize(("graph", "captured"), [("auto", True), ("never", False), ("always", True)])
-def test_on_a_gpu_a_graph_is_the_default(sampler, graph, captured):
-    world = SimpleNamespace(device=torch.device("cuda"))
-    assert sampler(world=world, graph=graph).captured == captured
+    assert sampler(world=SimpleNamespace(device=torch.device("cuda")), graph=graph).captured == on_a_gpu
 
 
 @pytest.mark.usefixtures("alone")
