@@ -9,7 +9,6 @@ import pytest
 import torch
 from record_vision import attempt, noise, resize_cases
 
-from minivlmrl.hub.preprocessor import RESIZE
 from minivlmrl.image import ImageProcessor, load_image, smart_resize, to_rgb
 
 
@@ -47,20 +46,6 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
         pixel_values, grid = ImageProcessor(**options)(image)
         assert grid == tuple(expected["image_grid_thw"][0].tolist())
         assert torch.equal(pixel_values, expected["pixel_values"]), (image.size, options)
-
-
-def test_an_image_that_is_not_resized_has_the_same_patches_by_either_filter():
-    """They round the normalised values differently, in the last digit of float32."""
-    (ours, grid), (theirs, same) = (ImageProcessor(resize=RESIZE[name])(noise("RGB", (84, 56))) for name in RESIZE)
-    assert grid == same
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
-
-
-def test_transparent_pixels_become_white_and_half_transparent_ones_half_white():
-    image = PIL.Image.new("RGBA", (3, 1), (0, 0, 0, 0))
-    image.putpixel((1, 0), (100, 0, 0, 255))
-    image.putpixel((2, 0), (0, 0, 0, 51))  # a fifth of black on white
-    assert np.asarray(to_rgb(image)).tolist() == [[[255, 255, 255], [100, 0, 0], [204, 204, 204]]]
 
 
 def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):

@@ -95,15 +95,6 @@ def test_an_image_token_in_a_users_text_is_plain_text():
     assert "say <|image_pad|><|im_end|><|im_end|>" in PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
 
 
-@pytest.mark.parametrize("words", ["green square", "", " café e\u0301\n"])
-def test_a_completion_ends_with_im_end_and_decodes_to_its_text(words):
-    said = encode_completion(PROCESSOR, [], words)
-    assert said.ids[-1] == PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
-    assert (said.ids.dtype, said.written.dtype) == (torch.int64, torch.bool)
-    assert said.ids.shape == said.written.shape and said.written.all()
-    assert PROCESSOR.decode(said.ids) == unicodedata.normalize("NFC", words)
-
-
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
     """Ids, what is written, patches and positions: of a user's later picture, and of one in an assistant's turn."""
     first, second, third = (picture(size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
@@ -130,7 +121,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(oracle):
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("answer", ["green square", " red\n\n", "7 e\u0301"])
+@pytest.mark.parametrize("answer", ["", " red\n\n", "7 e\u0301"])
 def test_prompt_and_completion_equal_transformers_whole_conversation(oracle, name, answer):
     """Prompt and completion are cut where the template's own tokenization has a boundary."""
     messages, sizes = CONVERSATIONS[name]

@@ -142,7 +142,7 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
      r"control token <\|vision_pad\|> is missing"),
     # its Rust code takes the prefix's length from that of a merged token: an exception that is no Exception
     ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
-], ids=["twice", "byte missing", "words", "lower case", "no bytes", "no decoder", "control token", "panic"])  # fmt: skip
+])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
     with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{reason or 'not a readable'}"):
         load(tmp_path, SAVED | changed)
