@@ -15,14 +15,6 @@ def test_prompt_template_and_system_prompt(write_rows):
         assert row.messages == [system("Be brief."), asked]
 
 
-def test_a_prompt_of_turns_is_taken_as_it_is(write_rows):
-    turns = [user("one"), assistant("two"), user([text("th"), text("ree")]), {"role": "tool", "content": "4"}]
-    row = FileDataset(write_rows({"prompt": turns, "level": 1}))[0]
-    assert as_parts(row.messages) == as_parts(turns)
-    assert row.columns == {"prompt": turns, "level": 1}
-    assert (row.completion, row.chosen, row.rejected) == (None, None, None)
-
-
 def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user([IMAGE_PART, text("three")])]
     written = {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}

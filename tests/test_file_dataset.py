@@ -35,7 +35,7 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
         FileDataset(write_rows({"problem": "a", "solution": "b"}, row), ("problem", "solution"))
 
 
-@pytest.mark.parametrize("name", ["completions", "image_sizes"])
+@pytest.mark.parametrize("name", ["completions", "image_sizes", "row_rewards"])
 def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
         FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))

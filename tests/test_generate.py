@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from minivlmrl.batch import pack
-from minivlmrl.generate import Sampler, SamplingConfig, chooser, draw_by, inverse_cdf
+from minivlmrl.generate import SamplingConfig, chooser, draw_by, inverse_cdf
 from minivlmrl.logprobs import per_token_logps
-from minivlmrl.rows import Processor, uniform_numbers
+from minivlmrl.rows import uniform_numbers
 from minivlmrl.sampling.filters import Filters, SamplingOptions, filter_logits
 
 import tiny
@@ -175,17 +175,3 @@ def test_no_number_draws_a_dropped_token():
     assert (probs[0, ids] > 0).all()
     exact = probs[0].double().cumsum(0) / probs[0].double().sum()
     assert ((exact[ids] >= numbers - 1e-10) & (exact[ids] - probs[0, ids] <= numbers + 1e-10)).all()
-
-
-def test_a_sampler_depends_on_the_keys_of_its_prompts_alone(tokenizer_300):
-    """In another order, and alone; a key of its own draws something else for the same prompt."""
-    model, rows = tiny.model(dtype=torch.float64), prompts(4)
-    draw = Sampler(model, Processor(tokenizer_300, None), SamplingConfig(max_new_tokens=12))
-
-    def drawn(indices, keys="abcd"):
-        groups = draw([rows[i] for i in indices], 3, [keys[i] for i in indices])
-        return [ids_of([group]) for group in groups]
-
-    together = drawn([0, 1, 2, 3])
-    assert drawn([3, 1]) == [together[3], together[1]] and drawn([2]) == [together[2]]
-    assert drawn([0], "z") != [together[0]]

@@ -165,9 +165,3 @@ def test_a_saved_dataset_names_files_beside_it_alone(tmp_path, state, message):
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match=message):
         open_rows(folder)
-
-
-def test_a_column_cannot_say_which_rewards_ask_a_row(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "row_rewards": ["format"]}\n')
-    with pytest.raises(ValueError, match=r"column 'row_rewards' is .*: this is the name of something else"):
-        FileDataset(tmp_path / "rows.jsonl")
