@@ -4,7 +4,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-from runs import summary
 
 ROOT = Path(__file__).parents[1]
 ARROWS = runpy.run_path(str(ROOT / "recipes" / "arrows.py"))
@@ -63,10 +62,3 @@ def test_rewards_by_moves():
     assert ARROWS["correct"](answers, **columns, k=1) == [1.0, None, None]
     assert ARROWS["correct"](answers, **columns, k=2) == [None, 0.0, 0.0]
     assert ARROWS["thought"](texts, moves=columns["moves"], k=2) == [None, 2.0, 0.0]
-
-
-def test_the_recipe_runs(run, plain, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
-    table = summary(run("--num_threads=1", "--data.eval_rows=8", *small, recipe=ROOT / "recipes" / "arrows.yaml"))
-    assert {"sampled", "unseen sampled", "recipes/arrows.py:correct(k=4) greedy"} <= set(table["after_grpo"])

@@ -10,16 +10,19 @@ from minivlmrl.audit.dump import Dump
 GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
 
 
-def step(lengths=(5, 3, 4, 2, 5, 1), order=None, gradient=lambda x: x):
-    """Six completions of two groups in two micro-batches; the loss takes advantages[order]."""
+def step(lengths=(5, 3, 4, 2, 5, 1), name="", change=None, gradient=lambda x: x):
+    """Six completions of two groups in two micro-batches; of what has this name the loss takes change(it)."""
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).double()
     logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
     given = torch.randn(6, generator=g, dtype=torch.float64)
-    a = (given if order is None else given[order])[:, None]
-    ratio = (logps - old).exp()
-    loss = -(torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask).view(2, 3, 5).sum((1, 2)) / mask.sum()
+    own = {"advantages": given, "old": old, "mask": mask, "logps": logps}
+    own |= {name: change(own[name])} if name else {}
+    a, ratio = own["advantages"][:, None], (own["logps"] - own["old"]).exp()
+    loss = (
+        -(torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * own["mask"]).view(2, 3, 5).sum((1, 2)) / own["mask"].sum()
+    )
     slope = gradient(torch.autograd.grad(loss.sum(), logps)[0])
     tensors = {"per_token_logps": logps.detach(), "old_per_token_logps": old, "completion_mask": mask}
     tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long(), "advantages": given}
@@ -36,16 +39,25 @@ def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     assert "mistakes of averages, which need completions of several lengths" in report(audit(d), d)
 
 
-@pytest.mark.parametrize("order, says", [
-    pytest.param(torch.tensor([1, 2, 0, 4, 5, 3]), "the next row in its micro-batch", marks=pytest.mark.slow),
-    (torch.tensor([2, 3, 4, 5, 0, 1]), "the next row in its group"),  # by the rollout: rows 1, 3, 5 and 0, 2, 4
-    pytest.param(ROW.argsort(), "what had its place before the shuffle", marks=pytest.mark.slow),
-    pytest.param(torch.tensor([3, 4, 5, 0, 1, 2]), "the next micro-batch", marks=pytest.mark.slow),
-    (torch.zeros(6).long(), "the first row in the step"),
+ORDERS = [
+    # by the rollout: rows 1, 3, 5 and 0, 2, 4
+    ("advantages", lambda x: x[[2, 3, 4, 5, 0, 1]], "a row has the advantage of the next row in its group"),
+    ("old", lambda x: x[[2, 0, 1, 5, 3, 4]], "an old log-probability is that of the row before in its micro-batch"),
+    ("mask", lambda x: x.roll(1, 1), "the mask is that of the token before in its row"),
+    ("logps", lambda x: x.roll(1, 1), "a log-probability is that of the token before in its row"),
+    ("advantages", lambda x: x[[1, 2, 0, 4, 5, 3]], "a row has the advantage of the next row in its micro-batch"),
+    ("advantages", lambda x: x[ROW.argsort()], "a row has the advantage of what had its place before the shuffle"),
+    ("advantages", lambda x: x[[3, 4, 5, 0, 1, 2]], "a row has the advantage of the next micro-batch"),
+    ("advantages", lambda x: x[:1].expand_as(x), "a row has the advantage of the first row in the step"),
+]
+
+
+@pytest.mark.parametrize("name, change, says", [
+    pytest.param(*case, marks=[pytest.mark.slow] * (number > 2)) for number, case in enumerate(ORDERS)
 ])  # fmt: skip
-def test_a_cause_is_a_unit_and_a_change(order, says):
-    [(found, left), *_] = explain("loss", step(order=order))
-    assert [cause.says for cause in found] == [f"a row has the advantage of {says}"] and left < 1e-12
+def test_a_cause_is_a_unit_and_a_change(name, change, says):
+    [(found, left), *_] = explain("loss", step(name=name, change=change))
+    assert [cause.says for cause in found] == [says] and left < 1e-12
 
 
 def test_units_that_come_to_the_same_are_one_cause():

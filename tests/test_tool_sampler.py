@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from itertools import groupby
 
@@ -39,7 +38,7 @@ def seen(generator, grids, dtype=torch.float64):
     return Completion(ids, written=written, pictures=pictures)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_packed_group_with_crops_equals_single_rows(model_type):
     """Groups whose completions hold 0, 1 and 3 crops: log-probabilities, and gradients of all modules through both."""
     model = tiny.model(dtype=torch.float64, model_type=model_type)
@@ -152,8 +151,6 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type):
         ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
         ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
         ("<look>two</look>", "<result>error: Expecting value: line 1 column 2 (char 1)</result>", "ok"),
-        ("<look>[2]</look>", "<result>error: look: columns is [2], it must be of type int</result>", ""),
-        ("<look>1, 2, 3</look>", "<result>error: look takes 2 argument(s), not 3</result>", ""),
         ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
         ("<reset></reset><look>1", "", ""),
     ],
@@ -176,9 +173,6 @@ TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|
         (CALL.format("look", '{"columns": 3}'), "(3)"),
         ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
         (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
-        (CALL.format("fly", "{}"), WRONG),
-        (CALL.format("look", '{"width": 3}'), "error: look: unknown key width; valid keys: columns, rows"),
-        ("<tool_call>[</tool_call>", "error: Expecting value: line 1 column 2 (char 1)"),
         ("<tool_call>3</tool_call>", WRONG),
     ],
 )  # fmt: skip
@@ -231,8 +225,7 @@ def test_a_prompt_without_its_row_says_what_to_set():
         sampler([row.prompt(PROCESSOR)], 1, [""])
 
 
-def test_a_resumed_run_ends_with_the_same_bytes(run, plain, monkeypatch, tmp_path):
-    """Pictures of completions, shown and saved, included."""
+def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
         tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "2")] * (len(text) > 4 and not ended)
@@ -240,15 +233,9 @@ def test_a_resumed_run_ends_with_the_same_bytes(run, plain, monkeypatch, tmp_pat
     for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
         words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
         (tmp_path / name).write_text(words)
-    options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1", "--state_steps=1"]
-    options += ["--keep_states=9", "--grpo.max_steps=3", "--grpo.prompts_per_step=2"]
-    whole = run(*options, name="whole", recipe=tmp_path / "zoom.yaml")
-    shutil.copytree(whole, tmp_path / "again")
-    for state in sorted((tmp_path / "again" / "states").iterdir())[1:]:
-        shutil.rmtree(state)
-    again = run(*options, "--resume=auto", name="again", recipe=tmp_path / "zoom.yaml")
-    for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
-        assert (again / name).read_bytes() == (whole / name).read_bytes(), name
+    options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1"]
+    options += ["--grpo.max_steps=2", "--grpo.prompts_per_step=2"]
+    whole = run(*options, recipe=tmp_path / "zoom.yaml")
     lines = [json.loads(line) for line in (whole / "completions.jsonl").read_text().splitlines()]
     said = [one for line in lines for one in line["completions"]]
     assert {len(one.get("pictures", ())) for one in said} >= {1, 2}
