@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -84,16 +85,13 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 
 
 def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, tmp_path):
-    asked = folder / "checkpoint" / "minivlmrl.yaml"
-    try:
-        asked.write_text("data: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}")
-        text, _ = said(folder, prompt="Look. How many cats? Now.", system="Be brief.", max_new_tokens=12)
-        status, out, err = ask("--max_new_tokens", 12)
-        assert (status, out) == (0, text + "\n") and f"asked as {asked} says: 'Look. {{problem}} Now.'" in err
-        text, _ = said(folder, prompt="Look. How many cats? Now.", system="Go.", max_new_tokens=12)
-        assert ask("--max_new_tokens", 12, "--system", "Go.")[1] == text + "\n"
-    finally:
-        asked.unlink()
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
+    (copy / "minivlmrl.yaml").write_text("data: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}")
+    for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
+        text, _ = said(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
+        status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
+        assert (status, out) == (0, text + "\n")
+        assert f"asked as {copy / 'minivlmrl.yaml'} says: 'Look. {{problem}} Now.'" in err
 
 
 def test_videos_reach_the_model(folder, ask, monkeypatch):
@@ -123,24 +121,20 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does():
     assert "ties with the k-th stay" in " ".join(command.parser().format_help().split())
 
 
-def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask):
-    file = folder / "checkpoint" / "generation_config.json"
-    before = file.read_text()
+def test_generation_config_is_read_when_asked_for_and_options_win(folder, ask, tmp_path):
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     hub = {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05, "max_new_tokens": 7}
-    file.write_text(json.dumps(hub))
-    try:
-        as_hub = said(folder, temperature=1e-6, repetition_penalty=1.05, max_new_tokens=7)
-        warm = said(folder, temperature=0.8, repetition_penalty=1.05, max_new_tokens=7, top_k=50)
-        plain = said(folder, max_new_tokens=9)
-        assert ask("--generation_config")[1] == as_hub[0] + "\n"
-        assert ask("--generation_config", "--temperature", 0.8)[1] == warm[0] + "\n"
-        assert ask("--max_new_tokens", 9)[1] == plain[0] + "\n"
-        assert len({as_hub, warm, plain}) == 3
-        file.write_text(json.dumps(hub | {"num_beams": 4}))
-        status, _, err = ask("--generation_config")
-        assert status == 2 and "num_beams = 4 changes what is drawn" in err
-    finally:
-        file.write_text(before)
+    (copy / "generation_config.json").write_text(json.dumps(hub))
+    as_hub = said(folder, temperature=1e-6, repetition_penalty=1.05, max_new_tokens=7)
+    warm = said(folder, temperature=0.8, repetition_penalty=1.05, max_new_tokens=7, top_k=50)
+    plain = said(folder, max_new_tokens=9)
+    assert ask("--model", copy, "--generation_config")[1] == as_hub[0] + "\n"
+    assert ask("--model", copy, "--generation_config", "--temperature", 0.8)[1] == warm[0] + "\n"
+    assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n"
+    assert len({as_hub, warm, plain}) == 3
+    (copy / "generation_config.json").write_text(json.dumps(hub | {"num_beams": 4}))
+    status, _, err = ask("--model", copy, "--generation_config")
+    assert status == 2 and "num_beams = 4 changes what is drawn" in err
 
 
 def given(token_id, rows, step):

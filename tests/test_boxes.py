@@ -20,7 +20,7 @@ def box(*numbers):
     return Box(*numbers, IMAGE)
 
 
-def random_pairs(count=2000):
+def random_pairs(count=10_000):
     """Pairs as numbers; every other one on a grid of 6 x 6, where sides touch and boxes are equal, empty or nested."""
     draw = random.Random(0)
     for k in range(count):
@@ -44,7 +44,7 @@ def torchvision_iou_giou(a, b):
     return inter / union, inter / union - (areai - union) / areai
 
 
-def test_overlap_of_two_thousand_pairs_against_torchvisions_formulas():
+def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
     degenerates = equals = 0
     for a, b in random_pairs():
         got, got_giou = iou(box(*a), box(*b)), giou(box(*a), box(*b))
@@ -57,7 +57,7 @@ def test_overlap_of_two_thousand_pairs_against_torchvisions_formulas():
         assert 0 <= got <= 1 and -1 <= got_giou <= got
         equals += a == b
         assert a != b or (got, got_giou) == (1, 1)
-    assert 200 <= degenerates <= 1000 and equals
+    assert 1000 <= degenerates <= 5000 and equals > 5
 
 
 @pytest.mark.parametrize("corner", range(4))
@@ -100,11 +100,11 @@ def test_extent_of_each_space():
 
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
-def test_round_trip_of_300_sizes(space):
+def test_round_trip_of_a_thousand_sizes(space):
     """There: whole pixels get the float nearest to the exact fraction. And back: within 2^-51 of the exact number,
     relatively, and the whole pixels themselves after round(). Boxes between pixels: 2^-52 there, the same back."""
     draw = random.Random(1)
-    for k in range(300):
+    for k in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
         height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
         there, back = extent(space, original, (width, height)), extent("original", original, (width, height))

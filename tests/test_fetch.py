@@ -89,7 +89,6 @@ def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
 
 
 PICTURE = noise("RGB", (6, 5), seed=3)
-
 PNG = encoded(PICTURE, "PNG")
 
 

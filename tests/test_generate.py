@@ -20,15 +20,15 @@ MORE_SETTINGS = [
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
-    """15 prompts in one batch of ours, one by one in theirs; two in five have two images or none."""
+    """50 prompts in one batch of ours, one by one in theirs; two in five have two images or none."""
     theirs, model = pair
-    rows = prompts(15)
+    rows = prompts(50)
     ours = sample(model, rows, 1, options(temperature=0, repetition_penalty=penalty), STOP)
     for row, [completion] in zip(rows, ours, strict=True):
         expected = their_tokens(theirs, oracle.their_inputs(row), temperature=0, repetition_penalty=penalty)
         assert completion.ids.tolist() == expected[0].tolist()
         assert completion.stopped == (completion.ids[-1].item() in STOP)
-    assert len({len(ids) for ids in ids_of(ours)}) > 2  # some stopped early: rows did leave the batch
+    assert len({len(ids) for ids in ids_of(ours)}) > 3  # some stopped early: rows did leave the batch
 
 
 @pytest.mark.parametrize("number, setting", enumerate(SETTINGS + MORE_SETTINGS), ids=str)

@@ -97,6 +97,15 @@ def test_several_objects_have_different_colours_and_do_not_overlap():
     assert set(counts) == {1, 2, 3} and min(counts.values()) > 20
 
 
+def test_noise_changes_demonstrations_only():
+    noises = {}, {"jitter": 1, "wrong_boxes": 0.3}
+    clean, noisy = (rows_of(Localisation(40, 0, objects=(1, 3), **noise)) for noise in noises)
+    assert [(row.images[0].tobytes(), row.columns) for row in clean] == [
+        (row.images[0].tobytes(), row.columns) for row in noisy
+    ]
+    assert sum(a.completion != b.completion for a, b in zip(clean, noisy, strict=True)) > 35
+
+
 def test_training_never_shows_an_unseen_box():
     rows = columns(Localisation(2000, "0/sft"))
     assert not any(c["unseen"] for c in rows)
