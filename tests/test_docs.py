@@ -84,16 +84,6 @@ def test_links_lead_somewhere(page):
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
 
 
-def test_each_bug_of_others_has_its_thread_and_a_test_that_is_there():
-    """That a named test is in its file is seen with the other links."""
-    lines = [line for line in PAGES["docs/others.md"].splitlines() if line.startswith("|")][2:]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    assert len(rows) == 21
-    assert all(re.fullmatch(r"[\w-]+ (#|PR )\d+", thread) for _, thread, _ in rows)
-    named = {name for name, _ in links(ROOT / "docs" / "others.md")}
-    assert all(set(re.findall(r"`(test_\w+)`", tests)) & named for *_, tests in rows)
-
-
 def test_every_page_is_in_the_index():
     index = PAGES["docs/README.md"]
     pages = {path.name for pattern in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)} - {"README.md"}

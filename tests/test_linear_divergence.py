@@ -6,8 +6,6 @@ import torch
 from minivlmrl.kernels import linear_divergence as file
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 
-GKDTrainer = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl").GKDTrainer
-
 
 def states(rows, width, vocab, scale=0.5):
     return scale * torch.randn(rows, width).double(), torch.randn(vocab, width).double()
@@ -17,13 +15,14 @@ def states(rows, width, vocab, scale=0.5):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_equals_trl(beta, temperature, monkeypatch):
     """37 rows in pieces of 8; teacher and student have other sizes."""
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl")
     monkeypatch.setattr(file, "_rows", lambda *_: 8)
     torch.manual_seed(0)
     (h, w), teacher = states(37, 5, 301), states(37, 7, 301)
     h, w = h.requires_grad_(), w.requires_grad_()
     mask = torch.rand(37) < 0.7
     labels = torch.where(mask, 1, -100)[None]
-    theirs = GKDTrainer.generalized_jsd_loss(
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(
         (h @ w.T)[None], (teacher[0] @ teacher[1].T)[None], labels, beta=beta, temperature=temperature
     )
     wanted = theirs, *torch.autograd.grad(theirs, (h, w))
