@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import museum
 
 STAGE = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 4, "learning_rate": 1e-2}
-QUICK = ("gradient_of_zero", "no_picture_in_training", "labels_shifted_twice", "dropped_gradients")
+QUICK = ("gradient_of_zero", "labels_shifted_twice")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,6 @@ def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
     assert bug.source.startswith("https://")
 
 
-def test_the_museum_has_thirty_bugs():
-    assert len(museum.BUGS) >= 30
-
-
 def test_a_run_gets_its_seed_and_options(monkeypatch):
     """--seed is train.py's, no abbreviation of --seeds."""
     given = []
@@ -74,11 +70,3 @@ def test_a_run_gets_its_seed_and_options(monkeypatch):
     monkeypatch.setattr(museum, "setattr", monkeypatch.setattr, raising=False)
     museum.main(["--bug", "old_ignored", "--seed=3", "--output_dir=x"])
     assert given == ["--grpo.num_iterations=2", museum.OPEN, "--seed=3", "--output_dir=x"]
-
-
-def test_the_table_has_a_row_for_each_bug_and_what_it_costs():
-    rows = [{"name": "healthy", "seed": 0, "sampled": 0.9}, {"name": "std_with_n", "seed": 0, "sampled": 0.8}]
-    table = museum.table(rows)
-    assert len(table.splitlines()) == 2 + len(museum.HEALTHY) + len(museum.BUGS)
-    assert "| 0.800 | +0.100 |" in table
-    assert "| healthy | 0.900 |  |  |" in table

@@ -24,9 +24,6 @@ def one(completions, **columns):
 def words(completions, solution, **columns):
     return [float(len(c.split()) > 50) for c in completions]
 
-def same(completions, solution, **columns):
-    return [float(c == s) for c, s in zip(completions, solution)]
-
 def length(completions, **columns):
     return [float(len(c)) for c in completions]
 """

@@ -194,20 +194,19 @@ def dpo(folder, output, rows=8, dtype=torch.float32, **options):
     return offline(trl.DPOTrainer, trl.DPOConfig, data, folder, output, dtype, options)
 
 
-def sft(folder, output, rows=8, dtype=torch.float32, **options):
-    data = [
+def answers(rows):
+    return [
         {"prompt": [user("What?")], "completion": [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)]}
         for i in range(rows)
     ]
-    return offline(trl.SFTTrainer, trl.SFTConfig, data, folder, output, dtype, options)
+
+
+def sft(folder, output, rows=8, dtype=torch.float32, **options):
+    return offline(trl.SFTTrainer, trl.SFTConfig, answers(rows), folder, output, dtype, options)
 
 
 def kto(folder, output, rows=8, dtype=torch.float32, **options):
-    data = [
-        {"prompt": [user("What?")], "completion": [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)],
-         "label": i % 3 != 1}
-        for i in range(rows)
-    ]  # fmt: skip
+    data = [row | {"label": i % 3 != 1} for i, row in enumerate(answers(rows))]
     return offline(trl.KTOTrainer, trl.KTOConfig, data, folder, output, dtype, options)
 
 
