@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from runs import summary
 
 from benchmarks.learning import PLAN
+from minivlmrl import train
 from minivlmrl.algorithms.table import ALGORITHMS
 from minivlmrl.run.config import GRPOSection, load_config
 
@@ -51,18 +53,11 @@ def test_a_machine_without_other_trainers_measures_our_side():
     assert table.count("left out: transformers") == 3 and "| step | ours |" in table and "| 40 | 2 | ours |" in table
 
 
-@pytest.mark.parametrize("part", ["group", "windows"])
-def test_ways_of_attention(call, part):
+@pytest.mark.parametrize(("part", "cells"), [("group", 1), ("windows", 4)])
+def test_ways_of_attention(call, part, cells):
     _, numbers = call("cpu", part, "--toy", "--repeats", "1")
     difference, *rows = numbers["rows"]
-    assert difference["float64 max difference"] < 1e-12
-    if part == "group":
-        [cell] = rows
-        assert (cell["prompt tokens"], cell["G"], cell["completion tokens"]) == (64, 4, 16)
-        assert cell["group"] > 0 and cell["repeated"] > 0
-    else:
-        assert [row["way"] for row in rows] == ["batched", "split", "slices", "in place"]
-        assert all(row["milliseconds"] > 0 for row in rows)
+    assert difference["float64 max difference"] < 1e-12 and len(rows) == cells
 
 
 def test_a_group_of_a_recurrent_model_takes_fewer_operations_than_its_rows(call):
@@ -71,17 +66,6 @@ def test_a_group_of_a_recurrent_model_takes_fewer_operations_than_its_rows(call)
     [row] = numbers["rows"]
     assert row["operations"]["group"] < row["operations"]["rows"] / 2
     assert all(spent > 0 for spent in row["milliseconds"].values())
-
-
-@pytest.mark.slow
-def test_decode_without_a_gpu(call, monkeypatch):
-    """The default recipe's model and the shortest prompt of grpo_step.py; both sides draw all tokens, or it fails."""
-    monkeypatch.setattr("grpo_step.CASES", ((56, 2),))
-    table, numbers = call("decode", "--repeats", "1", "--threads", "1", SIZES=((1, 1), (2, 4)))
-    cells = [(row["prompt_tokens"], row["rows"], row["way"]) for row in numbers["rows"]]
-    assert cells == [(48, rows, way) for rows in (1, 8) for way in ("ours, eager", "transformers")]
-    assert "times transformers" in table
-    assert all(row["tokens_per_second"] > 0 and row["times_transformers"] > 0 for row in numbers["rows"])
 
 
 @pytest.mark.slow
@@ -107,19 +91,21 @@ def test_learning(tmp_path):
 
 
 @pytest.mark.slow
-def test_localisation(tmp_path):
-    """One seed, a step or two of everything: each row is there, and all but the first cost time."""
+def test_localisation(call):
+    """One seed, a step of everything, in this process: each row is there, and costs time."""
+
+    def run(folder, seed, *overrides):
+        recipe = str(ROOT / "recipes" / "localisation.yaml")
+        train.main([recipe, f"--seed={seed}", f"--output_dir={folder}", "--num_threads=1", *overrides])
+        return summary(folder)
+
     short = ["--data.eval_rows=12", "--data.demonstrations=4", "--sampling.max_new_tokens=4"]
     for stage in ("sft", "grpo"):
         short += [f"--{stage}.max_steps=1", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
-    table, numbers = run(tmp_path, "localisation.py", "--seeds", "3", "--", *short, "--grpo.num_generations=2")
+    table, numbers = call("localisation", "--seeds", "3", "--", *short, "--grpo.num_generations=2", run=run)
     rows = numbers["runs"]
-    assert [(row["row"], row["seed"]) for row in rows] == [
-        ("sft", 3), ("grpo", 3), ("sft continued", 3), ("shuffled", 3),
-    ]  # fmt: skip
-    assert all(row["seconds"] > 0 for row in rows)
-    for name in ("greedy", "sampled", "acc_0_5 greedy", "acc_0_5 sampled", "unseen greedy", "unseen sampled", "format"):
-        assert all(0 <= row[name] <= 1 for row in rows), name
+    assert [row["row"] for row in rows] == ["sft", "grpo", "sft continued", "shuffled"]
+    assert all(0 <= row["unseen sampled"] <= 1 and row["seconds"] > 0 for row in rows)
     assert sum(line.startswith("| 3 |") for line in table.splitlines()) == 4
     assert table.rstrip().endswith(f"constant box: mean IoU {rows[0]['constant box']:.3f}")
 

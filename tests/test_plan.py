@@ -1,6 +1,5 @@
 """The memory plan against tensors that are really there, on the CPU."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -22,12 +21,12 @@ from minivlmrl.kernels import linear_log_softmax
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.rows import Prompt
 from minivlmrl.run import plan as plans
-from minivlmrl.run.config import ModelSection, RunConfig, load_config
+from minivlmrl.run.config import RunConfig, load_config
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.plan import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, LiveBytes, Work, plan
 from minivlmrl.sampling.filters import SamplingOptions
 from minivlmrl.sampling.pieces import pieces
-from minivlmrl.scale.checkpoint import DTYPES, initialize
+from minivlmrl.scale.checkpoint import initialize
 from minivlmrl.scale.sharding import ShardingSection, recompute_blocks
 
 import tiny
@@ -69,27 +68,9 @@ def run_config(**sections):
     return run
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_gradients_and_optimizer(config, optimizer, dtype):
-    model, prompt = real(config, WORK)
-    model, run = model.to(DTYPES[dtype]), run_config(model=ModelSection(dtype=dtype))
-    run.optimizer.name = optimizer
-    phases = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)
-    batch = attention_batch(model, [prompt] * 2)
-    per_token_logps(model, batch)[0].sum().backward()
-    optimizer = build_optimizer(model, run.grpo, run.optimizer)
-    optimizer.step()
-    near(phases["train"]["weights"], sum(p.nbytes for p in model.parameters()))
-    near(phases["train"]["gradients"], sum(p.grad.nbytes for p in model.parameters()))
-    near(phases["train"]["optimizer"], sum(x.nbytes for s in optimizer.state.values() for x in s.values()))
-
-
 FORMS = {
     "all weights": [],
-    "8-bit AdamW": ["--optimizer.name=adamw_8bit"],
     "8-bit AdamW on bfloat16": ["--optimizer.name=adamw_8bit", *BFLOAT16],
-    "LoRA": LORA,
     "LoRA on bfloat16, recomputed": [*LORA, *BFLOAT16, "--model.activation_checkpointing=true"],
     "LoRA with dropout": [*LORA, *BFLOAT16, "--adapter.dropout=0.1"],
     "LoRA on NF4": [*LORA, *BFLOAT16, "--adapter.quantize=nf4"],
@@ -101,15 +82,17 @@ FORMS = {
 def test_the_peak_of_a_step(form, home, monkeypatch):
     """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
     monkeypatch.setattr("minivlmrl.kernels.prompt_slots.SHARED_BYTES", 0)
-    config = ModelConfig.from_dict(CONFIGS["wider"])
+    config = ModelConfig.from_dict(CONFIGS["tied" if form.startswith("8-bit") else "wider"])
     sizes = ["--grpo.num_generations=3", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", "--stages=[grpo]"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
     planned = plan(run, "grpo", Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     _, prompt = real(config, WORK)
     model = Costs(config).build(run).to_empty(device="cpu")
+    if config.tie_word_embeddings:  # each of the two has got memory of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
-    held = [*model.parameters(), *model.buffers()]
+    weights = [*model.parameters(), *model.buffers()]
     if run.model.activation_checkpointing:
         recompute_blocks(model)
     ids = torch.randint(0, 400, (WORK.completion_tokens,))
@@ -125,27 +108,25 @@ def test_the_peak_of_a_step(form, home, monkeypatch):
 
     optimizer = build_optimizer(model, run.grpo, run.optimizer)
     forward_and_backward()
-    held += [p.grad for p in model.parameters() if p.grad is not None]
-    with LiveBytes([*held, batch.pixel_values]) as live:  # of a second micro-batch
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with LiveBytes([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
         forward_and_backward()
     optimizer.step()
-    moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
-    measured = sum(x.nbytes for x in held) + moments + live.most + batch.pixel_values.nbytes
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    found = {"weights": weights, "gradients": gradients, "optimizer": moments}
+    held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
+    assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
+    measured = sum(held.values()) + live.most + batch.pixel_values.nbytes
     near(sum(size for name, size in planned.items() if name != "logits"), measured)
 
 
 def test_a_tower_in_pieces():
     """Planned within 10 % of what is measured; a tower in pieces holds no more of 16 frames than of 4."""
-    found = {case: tower_pieces.measure(*case) for case in itertools.product((4, 16), (None, 32))}
+    found = {case: tower_pieces.measure(*case) for case in ((4, None), (4, 32), (16, 32))}
     for _, measured, planned in found.values():
         near(planned, measured)
     towers = {case: tower for case, (tower, *_) in found.items()}
-    assert towers[16, 32] < 1.1 * towers[4, 32] < min(towers[4, None], towers[16, None])
-
-
-def attention_batch(model, prompts):
-    completion = torch.randint(0, 400, (WORK.completion_tokens,))
-    return pack(prompts, [[completion] * WORK.num_generations] * len(prompts), model.config)
+    assert towers[16, 32] < 1.1 * towers[4, 32] < towers[4, None]
 
 
 def test_sharded_nf4_is_gathered_packed(config, home):
@@ -240,10 +221,6 @@ def test_the_command(tmp_path, capsys):
     assert "grpo" in shown and "too much" not in shown
     start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     assert "does not fit: take more GPUs" in capsys.readouterr().out
-    assert start(["plan", "--model", str(file), "--stages=[foo]"]) == 2
-    assert "unknown algorithm 'foo'" in capsys.readouterr().err
-    assert start(["plan", "--model", str(tmp_path / "none")]) == 2
-    assert "no such file or folder; of a repository do: hf download" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -257,9 +234,6 @@ def test_a_small_card_is_told_of_the_host_the_disk_and_lora(tmp_path, capsys):
     assert host == pytest.approx(16 * parameters / GB, rel=0.01) and state == pytest.approx(host * 3 / 4, rel=0.01)
     assert re.search(r"over [\d.]+ s a step by the data sheet of an L4", shown)
     assert "LoRA fits with --adapter.r=16 --model.dtype=bfloat16 --model.compute_dtype=null: " in shown
-    with pytest.raises(SystemExit):
-        start(["plan", "--help"])
-    assert "[RECIPE] [--section.name=value ...]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "passes"), [([], 6), (LORA, 4), (["--model.activation_checkpointing=true"], 8)])
