@@ -5,8 +5,7 @@ import torch
 from test_lora import adapted, check_gradients, check_peft, loss
 from test_trained import ADAPTERS
 
-from minivlmrl.adapters.dropout import drop, dropout
-from minivlmrl.adapters.lora import adapter_parameters, adapters
+from minivlmrl.adapters.lora import adapter_parameters, adapters, drop, dropout
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.ranks import World
 from minivlmrl.scale.sharding import recompute_blocks

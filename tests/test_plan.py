@@ -11,8 +11,7 @@ from hub_configs import real_config
 from benchmarks import tower_pieces
 from minivlmrl import attention
 from minivlmrl.__main__ import main as start
-from minivlmrl.adapters.dropout import dropout
-from minivlmrl.adapters.lora import adapters
+from minivlmrl.adapters.lora import adapters, dropout
 from minivlmrl.batch import pack
 from minivlmrl.decoder import Qwen2_5_VL
 from minivlmrl.generate import SamplingConfig, chooser, draw_by, generate

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.algorithms import reward_model_scores as file
-from minivlmrl.algorithms.reward_model_scores import check_reward_model, reward_model
+from minivlmrl.algorithms import reward_model as file
+from minivlmrl.algorithms.reward_model import check_reward_model, reward_model
 from minivlmrl.algorithms.value_model import load_value_model, pack_to_end
 from minivlmrl.reward_functions import names
 

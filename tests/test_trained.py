@@ -11,7 +11,7 @@ from test_lora import adapted, batch
 from minivlmrl.adapters.lora import LoRAConfig, adapters, draw_adapters, is_adapter
 from minivlmrl.adapters.peft_folder import gather_adapter, load_adapter
 from minivlmrl.adapters.trained import part_of, select_trained, table
-from minivlmrl.algorithms import reward_model_scores, value_model
+from minivlmrl.algorithms import reward_model, value_model
 from minivlmrl.algorithms.reference import Reference, ReferenceConfig
 from minivlmrl.algorithms.value_model import copy_as_value_model
 from minivlmrl.logprobs import per_token_logps
@@ -160,7 +160,7 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
     """As its folder does when it is loaded alone, with merged weights."""
     seen, original = [], value_model.load_beside
     monkeypatch.setattr(
-        reward_model_scores, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
+        reward_model, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
     )
     options = "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
     folder = run("--stages=[reward_model, grpo]", *ADAPTERS, *options)

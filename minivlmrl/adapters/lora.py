@@ -6,9 +6,11 @@ decoder, the sampler and the losses know nothing of it. Dimension letters: N tok
 
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -34,7 +36,7 @@ class LoRAConfig:
     path: str | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
     alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
-    # share of the inputs of A that is 0 in training, see dropout.py
+    # share of the inputs of A that is 0 in training, see dropout
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # also vision, merger, or a regex of layers' names
     target: list[str] = field(default_factory=lambda: ["language"])
@@ -68,7 +70,7 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, **options))
         lengths = torch.zeros(self.out_features, **options)
         self.lora_magnitude = nn.Parameter(lengths) if dora else None
-        self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout.py
+        self.drop = None  # in training (N, in_features) -> the same after dropout, see dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_features) -> (N, out_features) in the dtype of the base."""
@@ -123,6 +125,27 @@ def full(tensor: Tensor | LoRALinear) -> Tensor:
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     """The layers that have an adapter, by name; empty without any."""
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
+
+
+@contextmanager
+def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
+    """Let a model's adapters drop a share p of their inputs, as PEFT's: no generator to resume.
+
+    A mask depends on the key and on the layer alone. So blocks that are computed again in the
+    backward draw the same one. A prompt that is computed once for its completions has one mask.
+    """
+    layers = adapters(model) if p else {}
+    for name, layer in layers.items():
+        layer.drop = partial(drop, p, zlib.crc32(f"{key}/{name}".encode()))
+    yield
+    for layer in layers.values():
+        layer.drop = None
+
+
+def drop(p: float, seed: int, x: Tensor) -> Tensor:
+    """(N, in_features) with a share p set to 0 and the rest divided by 1 - p."""
+    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
+    return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
 def is_adapter(name: str) -> bool:

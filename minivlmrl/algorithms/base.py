@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
-from minivlmrl.adapters.dropout import dropout
+from minivlmrl.adapters.lora import dropout
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.rows import Processor
 from minivlmrl.scale.checkpoint import save_model

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reference import Reference, check_online
-from minivlmrl.algorithms.reward_model_scores import build_reward_model
-from minivlmrl.algorithms.rollout_metrics import rollout_metrics
+from minivlmrl.algorithms.reward_model import build_reward_model
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.reward_functions.calls import recipe_columns, recipe_rewards
@@ -46,7 +46,30 @@ class GRPOStage(Algorithm, GRPO):
         return columns
 
     def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-        return rollout_metrics(self, rollout, rewards, total)
+        """Say what a rollout of all ranks earned, (n, K) rewards, (n,) their sums, in TRL's words."""
+        if rewards.isnan().all():
+            names = ", ".join(self.run.rewards)
+            raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions")
+        local = [(int(c.written.sum()), c.stopped) for group in rollout.completions for c in group]
+        drawn = [one for rank in self.world.gather_objects(local) for one in rank]
+        lengths = [length for length, _ in drawn]
+        ended = [length for length, stopped in drawn if stopped]
+        # sums that do not depend on the order of the ranks
+        rewards, total = rewards.double(), total.double()
+        metrics = {"reward": total.nanmean().item()}
+        for name, values in zip(self.run.rewards, rewards.unbind(1), strict=True):
+            metrics[f"rewards/{name}/mean"] = values.nanmean().item()
+            metrics[f"rewards/{name}/std"] = nanstd(values).item()
+        for kind, some in (("length", lengths), ("terminated_length", ended or [0])):
+            mean = sum(some) / len(some)
+            for of, value in (("mean", mean), ("min", min(some)), ("max", max(some))):
+                metrics[f"completions/{of}_{kind}"] = value
+        metrics["completions/clipped_ratio"] = 1 - len(ended) / len(drawn)
+        if self.compares_groups:
+            std = group_std(total, self.config.num_generations)
+            metrics["reward_std"] = std.nanmean().item()
+            metrics["frac_reward_zero_std"] = (std < 1e-8).float().mean().item()
+        return metrics
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
         most = self.config.max_tokens_per_micro_batch

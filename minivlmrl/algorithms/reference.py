@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.adapters.lora import AdapterCopy, adapter_parameters, adapters
-from minivlmrl.algorithms.reward_model_scores import check_reward_model
+from minivlmrl.algorithms.reward_model import check_reward_model
 from minivlmrl.batch import GroupBatch
 from minivlmrl.logprobs import per_token_logps
 from minivlmrl.scale.sharding import copy_model, is_sharded, reshard

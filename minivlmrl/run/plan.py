@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.adapters.adamw8bit import empty_state
-from minivlmrl.adapters.dropout import dropout
-from minivlmrl.adapters.lora import adapter_parameters
+from minivlmrl.adapters.lora import adapter_parameters, dropout
 from minivlmrl.adapters.trained import select_trained
 from minivlmrl.algorithms.reference import shared_parameters
 from minivlmrl.algorithms.table import find_algorithm
