@@ -76,7 +76,7 @@ def test_arguments_with_their_types_and_defaults(own):
 @pytest.mark.parametrize("name", ["microscope", "nowhere.py:Eye", "minivlmrl.environments.zoom:Eye", "no.module:Eye"])
 def test_what_is_not_there(name):
     with pytest.raises(
-        ValueError, match=f"sampling.environment {name}: .*; there are zoom, calculator and file.py:NAME"
+        ValueError, match=f"^sampling.environment, zoom, calculator or file.py:NAME: {name}: it cannot be loaded"
     ):
         get_environment(name)
 

@@ -17,11 +17,12 @@ def test_a_module_and_a_file(tmp_path):
     assert load_name(f"{file}:double") is load_name(f"{file}:double")
 
 
-@pytest.mark.parametrize(("target", "error"), [
-    ("json:dumpz", AttributeError), ("jsonn:dumps", ModuleNotFoundError), ("gone.py:f", FileNotFoundError),
-    ("FILE:other", KeyError),
+@pytest.mark.parametrize(("target", "cause"), [
+    ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
+    ("FILE:other", "KeyError"), ("no name", "ValueError"),
 ])  # fmt: skip
-def test_what_is_not_there_is_an_error(tmp_path, target, error):
+def test_what_is_not_there_is_named(tmp_path, target, cause):
     (tmp_path / "own.py").write_text("")
-    with pytest.raises(error):
-        load_name(target.replace("FILE", str(tmp_path / "own.py")))
+    target = target.replace("FILE", str(tmp_path / "own.py"))
+    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}: "):
+        load_name(target)

@@ -132,7 +132,7 @@ def test_a_trl_reward_with_a_column_asks_for_it():
     (f"{__file__}:brevity", "KeyError"),
 ])  # fmt: skip
 def test_a_reward_that_is_not_there_is_refused_in_one_line(name, why):
-    with pytest.raises(ValueError, match=rf"^reward .*:brevity: there is no such function \({why}\(.*\)$"):
+    with pytest.raises(ValueError, match=rf"^reward: .*:brevity: it cannot be loaded \({why}: .*\)$"):
         required_columns([name])
 
 

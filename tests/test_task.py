@@ -41,7 +41,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, error", [
     ("counting", r"^data\.task is 'counting', not shapes or file\.py:TASK$"),
-    ("nowhere.py:TASK", r"^data\.task nowhere\.py:TASK: there is no such task \(FileNotFoundError"),
+    ("nowhere.py:TASK", r"^data\.task: nowhere\.py:TASK: it cannot be loaded \(FileNotFoundError"),
     ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: \{'red': .* is no Task of "),
 ])  # fmt: skip
 def test_an_unknown_task_is_named(name, error):

@@ -5,7 +5,7 @@ from torch import Tensor
 from minivlmrl.advantages import group_std, nanstd
 from minivlmrl.algorithms.base import Algorithm
 from minivlmrl.algorithms.reference import Reference, check_online
-from minivlmrl.algorithms.reward_model import build_reward_model
+from minivlmrl.algorithms.reward_model import FOLDER, RewardModelScores
 from minivlmrl.environments.tool_sampler import build_sampler
 from minivlmrl.grpo import GRPO, Rollout
 from minivlmrl.reward_functions.calls import recipe_columns, recipe_rewards
@@ -34,7 +34,8 @@ class GRPOStage(Algorithm, GRPO):
         rewards = recipe_rewards(run.rewards, world)
         GRPO.__init__(self, model, processor, sample, rewards, config, world, reference)
         self.steps_per_rollout = config.steps_per_generation
-        self.reward_model = build_reward_model(run, model, world)
+        judged = FOLDER in run.rewards
+        self.reward_model = RewardModelScores(run, model, world) if judged else None
         # the reference's tower is the policy's then; other models read the prompts with their own
         frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
         sample.keeps_vision = frozen and self.reads_alone and self.reward_model is None

@@ -96,11 +96,6 @@ class RewardModelScores:
         return scores
 
 
-def build_reward_model(run, policy: nn.Module, world) -> RewardModelScores | None:
-    """Load the reward model of a run; None if no reward asks for one."""
-    return RewardModelScores(run, policy, world) if FOLDER in run.rewards else None
-
-
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:

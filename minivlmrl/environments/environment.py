@@ -5,6 +5,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import make_dataclass
 
+from minivlmrl.hub.checker import naming
 from minivlmrl.hub.load import load_name
 
 ENVIRONMENTS = {
@@ -15,11 +16,8 @@ ENVIRONMENTS = {
 
 def get_environment(name: str) -> type:
     """Find the class of an environment, or make one of functions (ValueError: it cannot be)."""
-    try:
+    with naming(f"sampling.environment, {', '.join(ENVIRONMENTS)} or file.py:NAME"):
         found = load_name(ENVIRONMENTS.get(name, name))
-    except (OSError, ImportError, KeyError, AttributeError, ValueError) as error:
-        known = f"there are {', '.join(ENVIRONMENTS)} and file.py:NAME"
-        raise ValueError(f"sampling.environment {name}: {error!r}; {known}") from error
     if not inspect.isclass(found):
         functions = found if isinstance(found, list) else [found]
         members = {function.__name__: staticmethod(function) for function in functions}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from minivlmrl.data.file_dataset import GIVEN
+from minivlmrl.hub.checker import naming
 from minivlmrl.hub.load import load_name
 
 FILES = {  # file: its rewards, and the function where a name cannot be one in Python
@@ -37,13 +38,8 @@ def get_reward(name: str) -> Callable:
     found = REWARDS.get(target, target)
     if not callable(found) and ":" not in found:
         raise ValueError(f"unknown reward {target!r}; there are: {', '.join(sorted(REWARDS))}")
-    try:
+    with naming("reward"):
         function = found if callable(found) else load_name(found)
-    except (OSError, ImportError, KeyError, AttributeError) as error:
-        raise ValueError(f"reward {name}: there is no such function ({error!r})") from error
-    except Exception as error:  # of a file of the user's, which may raise anything
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reward {name}: its file cannot be loaded ({cause})") from error
     if not callable(function):
         raise ValueError(f"reward {name}: it is {function!r:.80}, no function")
     parameters = inspect.signature(function).parameters.values()

@@ -8,7 +8,6 @@ log-probability, and a completion with pictures names them: pictures.
 """
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -123,8 +122,8 @@ def describe(algorithm: Algorithm, rollout: Rollout, index: int, advantages: lis
     of = rollout.completions[index], rewards.tolist(), total, advantages
     for completion, values, reward, advantage in zip(*of, strict=True):
         text = processor.decode(completion.ids[completion.written])
-        line = {"text": text, "rewards": dict(zip(names, map(finite, values), strict=True))}
-        line |= {"reward": finite(reward), "advantage": advantage, "stopped": completion.stopped}
+        line = {"text": text, "rewards": dict(zip(names, values, strict=True))}
+        line |= {"reward": reward, "advantage": advantage, "stopped": completion.stopped}
         line["tokens"] = list(tokens(completion, processor.tokenizer))
         line["boxes"] = boxes(text, extent) if truth else []
         if completion.pictures:
@@ -150,8 +149,3 @@ def tokens(completion: Completion, tokenizer: Tokenizer) -> Iterator[tuple[str, 
     for token_id, logp, written in zip(*(x.tolist() for x in of), strict=True):
         text = stream.step(tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if written else None
-
-
-def finite(value: float) -> float | None:
-    """None for NaN, which JSON does not have: the reward could not judge."""
-    return None if math.isnan(value) else value

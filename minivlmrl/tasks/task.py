@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minivlmrl.hub.checker import naming
 from minivlmrl.hub.load import load_name
 from minivlmrl.hub.tokenizer import Tokenizer
 from minivlmrl.rows import Dataset
@@ -31,10 +32,8 @@ def get_task(name: str) -> Task:
     if isinstance(task, str):
         if ":" not in task:
             raise ValueError(f"data.task is {name!r}, not {', '.join(TASKS)} or file.py:TASK")
-        try:
+        with naming("data.task"):
             task = load_name(task)
-        except (OSError, ImportError, KeyError, AttributeError) as error:
-            raise ValueError(f"data.task {name}: there is no such task ({error!r})") from error
     if not isinstance(task, Task):
         raise ValueError(f"data.task {name}: {task!r:.60} is no Task of minivlmrl.tasks.task")
     return task

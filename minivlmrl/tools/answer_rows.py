@@ -32,7 +32,6 @@ from minivlmrl.reward_functions.names import required_columns
 from minivlmrl.rewards import find_answer, normalize
 from minivlmrl.rows import Row
 from minivlmrl.run.batches import load_datasets
-from minivlmrl.run.completions import finite
 from minivlmrl.run.config import check_found, load_config, recipes_folder
 from minivlmrl.run.evaluate import answer_rows
 from minivlmrl.run.model import build_model
@@ -124,7 +123,8 @@ def line(processor, names: Sequence[str], row: Row, completions: list, earned: l
         text = processor.decode(completion.ids[completion.written])
         found = {"text": text, "answer": find_answer(text, processor.answer)}
         found |= {"tokens": len(completion.ids), "stopped": completion.stopped}
-        found["rewards"] = dict(zip(names, map(finite, worth), strict=True))
+        judged = (None if math.isnan(value) else value for value in worth)  # as JSON has no NaN
+        found["rewards"] = dict(zip(names, judged, strict=True))
         answers.append(found)
     about = {"row": row.index, "where": row.where, "solution": row.columns.get("solution")}
     return about | {"answers": answers}

@@ -1,6 +1,5 @@
 """Training from Python: rows and rewards of this process, the rest as in train.py."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from minivlmrl.data.fetch import fetch_image
 from minivlmrl.reward_functions.names import REWARDS
 from minivlmrl.rows import Row
 from minivlmrl.run.config import load_config
+from minivlmrl.run.hash_chain import text_hash
 
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
 Rows, Rewards = Sequence[dict | Row], dict[str | Callable, float]
@@ -52,7 +52,7 @@ def write_rows(rows: Rows, folder: Path) -> Path:
     """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(_plain(row, folder)) + "\n" for row in rows)
-    path = folder / f"{_digest(text.encode())}.jsonl"
+    path = folder / f"{text_hash(text)}.jsonl"
     draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
     draft.write_text(text)
     return draft.replace(path)
@@ -85,14 +85,10 @@ def _plain(value, folder: Path, is_path: bool = False):
         return [_plain(inside, folder, is_path) for inside in value]
     if isinstance(value, PIL.Image.Image):
         image = fetch_image(value)  # as it will be read: upright, RGB
-        path = folder / f"{_digest(str(image.size).encode() + image.tobytes())}.png"
+        path = folder / f"{text_hash(str(image.size).encode() + image.tobytes())}.png"
         image.save(path)
         return str(path.resolve())
     elsewhere = str(value).startswith(("data:", "http:", "https:", "file:"))
     if is_path and isinstance(value, str | Path) and not elsewhere:
         return str(Path(value).resolve())
     return value
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
