@@ -6,7 +6,6 @@ alone, so what completions.jsonl and metrics.jsonl say of the step is compared t
 """
 
 import argparse
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,7 +149,6 @@ def show(algorithm, step, rows, index: int):
 def compare(folder: Path, algorithm, step, number: int, metrics: dict) -> dict[str, bool]:
     """Which files of the run know the step, and whether they say what the replay says."""
     said = [line for _, line in groups(algorithm, step)] if step.rollout else []
-    metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     at, same = (algorithm.stage, number), {}
     for name, lines in (("completions.jsonl", said), ("metrics.jsonl", [metrics])):
         written = read_lines(folder / name, Logged)

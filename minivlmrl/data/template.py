@@ -107,7 +107,9 @@ class ChatTemplate:
                 tokens[name] = value
         for path in (Path(folder) / name for name in FILES):
             if (text := _template_in(path)) is not None:
-                return None if is_chat_render(text) else cls(text, path, special_tokens, tokens)
+                if _is_known(text, DEFAULT, *PUBLISHED):
+                    return None
+                return cls(text, path, special_tokens, tokens)
         return None
 
     def render(
@@ -219,12 +221,8 @@ class ChatTemplate:
         return ValueError(f"{self.source}: chat template: {reason}")
 
 
-def is_chat_render(text: str) -> bool:
-    """Tell whether a template's text is known to lay out what chat.render does."""
-    return _is_known(text, DEFAULT, *PUBLISHED)
-
-
 def _is_known(text: str, ours: str, *published: str) -> bool:
+    """Tell whether a template's text is ours or, by its hash, what Qwen publishes."""
     text = text.removesuffix("\n")
     return text == ours or hashlib.sha256(text.encode()).hexdigest() in published
 

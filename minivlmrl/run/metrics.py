@@ -88,10 +88,8 @@ class MetricsLog(ExitStack):
             if not Path(file.name).exists():
                 raise ValueError(f"{file.name}: deleted while the run writes it; the run ends")
         line, seconds = {"stage": self.name, "step": number}, self.seconds
-        # JSON has no NaN
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.write(METRICS, line | finite)
-        self.track({name: value for name, value in finite.items() if value is not None})
+        self.write(METRICS, line | metrics)
+        self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         hashed = {"previous": self.previous} | line | self.process
         hashed |= step_hashes(self.algorithm, self.optimizer, step)
         self.previous = text_hash(json_text(hashed))

@@ -40,16 +40,6 @@ from minivlmrl.scale import ranks
 RIGHT = 0.5  # an answer is right if its first reward is at least this: accuracy 1, or an IoU of 0.5
 
 
-def main(arguments: list[str]):
-    """Write the results file and its summary, and print the summary."""
-    run("evaluate", arguments)
-
-
-def generate(arguments: list[str]):
-    """Write answers without judging them."""
-    run("generate", arguments)
-
-
 def parser(name: str) -> argparse.ArgumentParser:
     """The command line; what it does not know are fields of the recipe."""
     epilog = "--section.name=value changes the recipe: --data.max_pixels=401408"
@@ -66,7 +56,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 
 
 def run(tool: str, arguments: list[str]):
-    """Answer, judge and write."""
+    """Write the results file and its summary, and print the summary; generate judges nothing."""
     options, overrides = parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
@@ -114,6 +104,9 @@ def run(tool: str, arguments: list[str]):
             print(f"{name.replace('_', ' '):<28}{shown}")
         print(f"wrote {out} and {out.with_suffix('.summary.json')}")
     ranks.shutdown()
+
+
+main, generate = partial(run, "evaluate"), partial(run, "generate")
 
 
 def line(processor, names: Sequence[str], row: Row, completions: list, earned: list) -> dict:
