@@ -107,7 +107,7 @@ class ImageProcessor:
     max_pixels: int = 28 * 28 * 16384
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    resize: Callable[..., np.ndarray] = resize_frames  # or that of hub/torch_resize.py
+    resize: Callable[..., np.ndarray] = resize_frames  # or that of hub/preprocessor.py
     videos: object = None  # rules of a family for videos, hub/qwen3_vl.py; None: data/video.py's
 
     @property

@@ -107,9 +107,8 @@ class ChatTemplate:
                 tokens[name] = value
         for path in (Path(folder) / name for name in FILES):
             if (text := _template_in(path)) is not None:
-                if _is_known(text, DEFAULT, *PUBLISHED):
-                    return None
-                return cls(text, path, special_tokens, tokens)
+                known = _is_known(text, DEFAULT, *PUBLISHED)
+                return None if known else cls(text, path, special_tokens, tokens)
         return None
 
     def render(

@@ -1,13 +1,37 @@
 """preprocessor_config.json <-> ImageProcessor."""
 
+from collections.abc import Iterable
 from dataclasses import make_dataclass
 from typing import Annotated, Literal
 
-from minivlmrl.hub import torch_resize
-from minivlmrl.hub.checker import build, naming
-from minivlmrl.image import ImageProcessor, resize_frames, smart_resize
+import numpy as np
+import PIL.Image
+import torch
 
-RESIZE = {"pil": resize_frames, "torch": torch_resize.resize_frames}  # by data.resize
+from minivlmrl.hub.checker import build, naming
+from minivlmrl.image import ImageProcessor, look_up, resize_frames, smart_resize
+
+
+def torch_resize_frames(
+    frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
+) -> np.ndarray:
+    """Resize RGB frames and normalise them, see image.resize_frames, with torch's kernel.
+
+    Gives the values of transformers' torchvision processor to the bit. The default, pil, is the
+    filter that checkpoints were trained with; docs/exact.md says how far they differ.
+    """
+    size, resized = (height, width), []
+    for frame in frames:
+        # uint8 in and out: the kernel rounds between its two passes, as it would not in float32
+        pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
+        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+        resized.append(pixels[0].permute(1, 2, 0).numpy())
+    scale = np.float32(1 / (1 / 255))  # transformers' way to write 255, folded into mean and std
+    grey_levels = np.arange(256, dtype=np.float32)
+    return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
+
+
+RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize
 MAX_MIN_PIXELS = 2**25  # an image of so many is 2 GB as patches while they are made
 
 Count = Annotated[int, ">= 1"]
