@@ -73,7 +73,9 @@ def test_arguments_with_their_types_and_defaults(own):
     assert fields["times"].default == 1
 
 
-@pytest.mark.parametrize("name", ["microscope", "nowhere.py:Eye", "minivlmrl.environments.zoom:Eye", "no.module:Eye"])
+@pytest.mark.parametrize(
+    "name", ["microscope", "nowhere.py:Eye", "minivlmrl.environments.built_in:Eye", "no.module:Eye"]
+)
 def test_what_is_not_there(name):
     with pytest.raises(
         ValueError, match=f"^sampling.environment, zoom, calculator or file.py:NAME: {name}: it cannot be loaded"

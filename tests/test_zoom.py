@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 from runs import summary
 
-from minivlmrl.environments.zoom import Zoom
+from minivlmrl.environments.built_in import Zoom
 from minivlmrl.run.batches import DataSection
 
 ROOT = Path(__file__).parents[1]

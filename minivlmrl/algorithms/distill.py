@@ -17,7 +17,6 @@ from minivlmrl.algorithms.grpo_stage import GRPOStage
 from minivlmrl.algorithms.reference import check_online
 from minivlmrl.batch import MicroBatch, pack
 from minivlmrl.grpo import Rollout
-from minivlmrl.hub.checker import naming
 from minivlmrl.hub.load import load_name
 from minivlmrl.kernels.linear_divergence import LinearDivergence
 from minivlmrl.logprobs import completion_states
@@ -52,8 +51,7 @@ class Distill(GRPOStage):
     def __init__(self, run, model, processor, world):
         super().__init__(run, model, processor, world)
         name, path = run.reference.teacher_prompt, run.reference.teacher
-        with naming("reference.teacher_prompt"):
-            self.shown = load_name(name) if name else lambda row: row
+        self.shown = load_name(name) if name else lambda row: row
         if path is not None:
             self.reference = None
             options = model.lm_head.weight.dtype, world.device, getattr(model, "sharding", None)

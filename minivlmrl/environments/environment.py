@@ -9,8 +9,8 @@ from minivlmrl.hub.checker import naming
 from minivlmrl.hub.load import load_name
 
 ENVIRONMENTS = {
-    "zoom": "minivlmrl.environments.zoom:Zoom",
-    "calculator": "minivlmrl.environments.calculator:calculator",
+    "zoom": "minivlmrl.environments.built_in:Zoom",
+    "calculator": "minivlmrl.environments.built_in:calculator",
 }
 
 

@@ -269,8 +269,7 @@ class States:
 
     def paths(self) -> list[Path]:
         """Folders of states, the oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        whole = (path for path in found if re.fullmatch(r"\d{6,}", path.name))
+        whole = (path for path in self.folder.glob("*") if re.fullmatch(r"\d{6,}", path.name))
         return sorted(whole, key=lambda path: int(path.name))
 
     def read(self, path: Path) -> tuple[Path, Progress] | None:

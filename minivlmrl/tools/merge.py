@@ -11,8 +11,8 @@ from minivlmrl.run.state_files import digest
 from minivlmrl.scale.checkpoint import load_model, load_processor, save_model
 
 
-def main(arguments: list[str]) -> int:
-    """Write base plus adapter, in the dtype of the base; returns the exit status."""
+def main(arguments: list[str]):
+    """Write base plus adapter, in the dtype of the base."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
     parser.add_argument("--model", required=True, help="the base: a folder or a repository's id")
     parser.add_argument("--adapter", required=True, help="a folder that PEFT or a run wrote")
@@ -32,4 +32,3 @@ def main(arguments: list[str]) -> int:
     model.adapter_base = options.model
     save_model(options.out, model, processor)
     print(f"written: {options.out}")
-    return 0

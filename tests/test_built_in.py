@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivlmrl.environments.calculator import calculator
+from minivlmrl.environments.built_in import calculator
 
 
 @pytest.mark.parametrize(
