@@ -47,7 +47,7 @@ class GRPOStage(Algorithm, GRPO):
         return columns
 
     def metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-        """Say what a rollout of all ranks earned, (n, K) rewards, (n,) their sums, in TRL's words."""
+        """Say in TRL's words what all ranks earned: (n, K) rewards, (n,) their sums."""
         if rewards.isnan().all():
             names = ", ".join(self.run.rewards)
             raise ValueError(f"rewards: {names} judged none of {len(rewards)} completions")
