@@ -73,7 +73,9 @@ def test_a_cached_repository_needs_no_network(cache):
 
 
 @pytest.mark.parametrize(
-    ("offline", "cached"), [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})], ids=str
+    ("offline", "cached"),
+    [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})],
+    ids=["online", "offline, nothing", "offline, no weights"],
 )
 def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_sentence(cache, monkeypatch, offline, cached):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
