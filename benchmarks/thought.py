@@ -29,13 +29,13 @@ def main(arguments: list[str]):
     options = parser.parse_args(arguments)
     model, processor = load_model(options.folder), load_processor(options.folder)
     os.chdir(ROOT)
-    rows, places = load_name("recipes/zoom.py:Stripes")(options.rows, "eval"), load_name("recipes/zoom.py:PLACES")
+    rows, corners = load_name("recipes/zoom.py:Stripes")(options.rows, "eval"), load_name("recipes/zoom.py:CORNERS")
     encode = processor.tokenizer.encode
     digits = [encode(f"<zoom>{q + 1}</zoom>")[2] for q in range(4)]
     right, others = [], []
     for i in range(options.rows):
         prompt, seen = rows[i].prompt(processor), rows[i].columns["quarter"] - 1
-        begun = [torch.tensor(encode(f"<think>{place}</think><zoom>")) for place in places]
+        begun = [torch.tensor(encode(f"<think>{corner}</think><zoom>")) for corner in corners]
         prompts = [replace(prompt, input_ids=torch.cat([prompt.input_ids, ids])) for ids in begun]
         with torch.no_grad():
             batch = pack(prompts, [[] for _ in prompts], model.config)

@@ -22,7 +22,7 @@ from minivlmrl.tasks.task import FRESH_ROWS, Task
 COLORS = {"red": (250, 5, 5), "green": (5, 250, 5), "blue": (5, 5, 250)}
 COLORS |= {"cyan": (5, 250, 250), "pink": (250, 5, 250), "yellow": (250, 250, 5)}
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-PLACES = ["upper left", "upper right", "lower left", "lower right"]
+CORNERS = ["upper left", "upper right", "lower left", "lower right"]
 PROBLEM, NOTHING = "Stripes?", "nothing"
 SIDE, SHOWN, QUARTER, SQUARE = 64, 32, 32, 24  # pixels a side: picture, what is shown of it, quarter, stripes
 ANSWER = "<answer>{}</answer>"
@@ -131,7 +131,7 @@ class Stripes(Drawn):
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right = draw(rng, others=self.others)
-        asked, found = rng.randrange(4), [rng.randrange(4) for _ in PLACES]
+        asked, found = rng.randrange(4), [rng.randrange(4) for _ in CORNERS]
         asked = right if rng.random() < self.informed else asked
         columns = {"problem": PROBLEM, "solution": label, "quarter": right + 1, "picture": image, "found": found}
         environment = self.environment()
@@ -140,7 +140,7 @@ class Stripes(Drawn):
         said = label if given == right else NOTHING
         if self.environment is Blind:
             said = rng.choice(LABELS)
-        thought = "" if self.silent else f"<think>{PLACES[right]}</think>"
+        thought = "" if self.silent else f"<think>{CORNERS[right]}</think>"
         completion = demonstration(f"{thought}<zoom>{asked + 1}</zoom>", environment.zoom(asked + 1), said=said)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
@@ -160,7 +160,7 @@ def looks(completions, quarter, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{place}</think><zoom>" for place in PLACES] + [f"<zoom>{q}</zoom>" for q in range(1, 5)]
+    said = [f"<think>{corner}</think><zoom>" for corner in CORNERS] + [f"<zoom>{q}</zoom>" for q in range(1, 5)]
     said += [ANSWER.format(label) for label in [*LABELS, NOTHING]]
     return tokenizer_of(said)
 

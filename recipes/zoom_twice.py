@@ -17,7 +17,7 @@ from minivlmrl.data.conversations import conversation
 from minivlmrl.rows import Row
 
 BASE = runpy.run_path(str(Path(__file__).with_name("zoom.py")))
-PLACES, LABELS, NOTHING = BASE["PLACES"], BASE["LABELS"], BASE["NOTHING"]
+CORNERS, LABELS, NOTHING = BASE["CORNERS"], BASE["LABELS"], BASE["NOTHING"]
 
 
 class Twice(BASE["Quarters"]):
@@ -38,7 +38,7 @@ class Pairs(BASE["Drawn"]):
         columns = {"problem": BASE["PROBLEM"], "solution": ", ".join(labels.values()), "picture": image}
         asked = [rng.randrange(4), rng.randrange(4)]
         parts = [part for q in asked for part in (f"<zoom>{q + 1}</zoom>", BASE["crop"](image, q))]
-        parts[0] = f"<think>{PLACES[quarters[0]]}, {PLACES[quarters[1]]}</think>{parts[0]}"
+        parts[0] = f"<think>{CORNERS[quarters[0]]}, {CORNERS[quarters[1]]}</think>{parts[0]}"
         said = ", ".join(labels.get(quarter, NOTHING) for quarter in asked)
         completion = BASE["demonstration"](*parts, said=said)
         columns["quarters"] = [quarter + 1 for quarter in quarters]
@@ -53,7 +53,7 @@ def looks(completions, quarters, **columns):
 
 def tokenizer():
     """Train byte-level BPE on everything the task says."""
-    said = [f"<think>{a}, {b}</think><zoom>" for a in PLACES for b in PLACES] + [
+    said = [f"<think>{a}, {b}</think><zoom>" for a in CORNERS for b in CORNERS] + [
         f"<zoom>{q}</zoom>" for q in range(1, 5)
     ]
     said += [BASE["ANSWER"].format(f"{label}, {label}") for label in [*LABELS, NOTHING]]

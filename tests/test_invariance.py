@@ -177,7 +177,7 @@ CASES = {
 def test_these_depend_on_the_split(case):
     """As in TRL."""
     check(case, split=False)
-    assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-3
+    assert (sum(case(rows)[0] for rows in SPLITS[0]) - case()[0]).abs() > 1e-4
 
 
 # whole algorithms: two steps of four rows, in one micro-batch

@@ -1,5 +1,6 @@
 """Qwen3-VL against transformers 5.23: random sizes, templates, images, videos, stages; and what Qwen3.5 shares."""
 
+import copy
 import json
 import random
 from itertools import islice
@@ -178,7 +179,7 @@ PUBLISHED = {  # preprocessor_config.json of Qwen3-VL
 def test_pixels_equal_transformers(size, bounds):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    settings = PUBLISHED | {"image_processor_type": "Qwen2VLImageProcessor"}
+    settings = copy.deepcopy(PUBLISHED) | {"image_processor_type": "Qwen2VLImageProcessor"}  # theirs changes its sizes
     image = noise("RGB", size)
     theirs = Qwen2VLImageProcessorPil.from_dict({**settings, **bounds})(images=[image], return_tensors="pt")
     pixels, grid = qwen3_vl.read_images(settings, "folder", *bounds.values())(image)

@@ -89,7 +89,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
     for row in found:
         place, asked, crop, answer = parts_of(row)
         right, label = row.columns["quarter"], row.columns["solution"]
-        assert place == TASK["PLACES"][right - 1] and row.images[0].size == (32, 32)
+        assert place == TASK["CORNERS"][right - 1] and row.images[0].size == (32, 32)
         given = row.columns["found"][asked - 1] + 1 if name == "LOST" else asked
         if name != "BLIND":
             assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
